@@ -70,7 +70,7 @@ class Components:
     optimizer: Optimizer | None = None  # its learning rates stay the caller's to set
     choices: Mapping[str, Any] = field(default_factory=dict)  # made automatically, by another run
     techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
-    optimization: Optimization | None = None  # what optimization=auto came to
+    optimization: Optimization | None = None  # the result of optimization=auto
     chosen: Sequence[Choice] = ()  # and why
 
 
@@ -153,7 +153,7 @@ class _Build:
         self.choices += [*choices, *debug_choices]
 
     def open_checkpoints(self) -> None:
-        """The checkpointer, and what the run continued here chose automatically: that wins."""
+        """The checkpointer, and the automatic choices of the run that is resumed: these win."""
         checkpoint = self.config.checkpoint
         self.checkpointer = Checkpointer(
             self.folder if checkpoint.enabled else None,
@@ -176,7 +176,7 @@ class _Build:
         self.model = model.to(self.device.torch)
 
     def make_objective(self) -> None:
-        """What is minimised, and the metric that decides which checkpoint is best."""
+        """The objective, and the metric that decides which checkpoint is best."""
         config = self.config
         self.objective = self.given.objective or build_objective(
             config.objective, self.data.sizes, self.look_up
@@ -201,7 +201,7 @@ class _Build:
         )
 
     def start_builder(self) -> None:
-        """What techniques may see and change."""
+        """The RunBuilder, which techniques read and change."""
         config, data = self.config, self.data
         to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
         own = self.given.optimizer
@@ -223,7 +223,6 @@ class _Build:
             loader=lambda how: self.training_set(config=how),
             total_steps=self.total_steps,
             scope=self.scope,
-            make_optimizer=lambda model: self.build_optimizer(model, {}),
             ema=config.optimizer.ema is not None,
             choices=self.choices,
             recorded=self.recorded,
@@ -239,7 +238,7 @@ class _Build:
         return build_optimizer(self.config.optimizer, self.draft.optimizer_class, model, options)
 
     def apply_techniques(self) -> None:
-        """Each technique in order; a smaller micro-batch of the run continued here is recorded."""
+        """Each technique in order; a smaller micro-batch of the resumed run is recorded."""
         draft, recorded = self.draft, self.recorded
         self.techniques, self.engagements = apply_techniques(
             self.config.optimization, draft, self.given.techniques, self.look_up
@@ -250,7 +249,7 @@ class _Build:
                 draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
 
     def make_update(self) -> None:
-        """The guarded update, around the optimizer that was made here or handed in."""
+        """The guarded update, around the config's optimizer or the one given."""
         config, draft, given = self.config, self.draft, self.given.optimizer
         if given is None:
             optimizer = self.build_optimizer(self.model, draft.optimizer_options)
@@ -329,7 +328,7 @@ class _Build:
         return [*self.table_report, *hooks]
 
     def make_captures(self) -> Captures | None:
-        """What keeps bad steps for job=replay; nothing without a folder."""
+        """Writes bad steps for job=replay; None without a folder."""
         capture, folder = self.config.debug.capture, self.folder
         if folder is None or not capture.enabled or capture.at_most == 0:
             return None
@@ -339,13 +338,13 @@ class _Build:
 
 
 def _resolve_auto(config: RunConfig, given: Components) -> RunConfig:
-    """The config with what optimization=auto came to. Raises ConfigError where nothing has."""
+    """The config with the result of optimization=auto; ConfigError if it was not resolved."""
     if given.optimization is not None:
         config = replace(config, optimization=given.optimization)
     if config.optimization.level == "auto":
         raise ConfigError(
             "optimization",
-            "auto is found out by measuring, before a run is put together",
+            "auto is resolved by measuring, before a run is built",
             "use job=train, or from Python runner.benchmark.auto.resolve.resolve_auto(config)",
         )
     return config
@@ -370,7 +369,7 @@ def _warn_uncompiled(run: Run) -> None:
 
 
 def _whole_step(draft: RunBuilder, update: OptimizerStep) -> StepGraph | None:
-    """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
+    """The whole-step graph, if it was requested and takes the optimizer's update."""
     if draft.whole_step is None:
         return None
     from runner.optim.whole_step import StepGraph
@@ -393,7 +392,7 @@ def _whole_step(draft: RunBuilder, update: OptimizerStep) -> StepGraph | None:
 
 
 def _recorded(checkpointer: Checkpointer, where: str) -> dict[str, Any]:
-    """What the run that is to be continued chose automatically; that wins."""
+    """The automatic choices of the run to be resumed."""
     if where == "none":
         return {}
     return checkpointer.recorded(None if where == "auto" else Path(where))
@@ -406,9 +405,9 @@ def _first_weights(
     checkpointer: Checkpointer,
     before: Mapping[str, Any],
 ) -> list[Choice]:
-    """Load what `model.weights` names, unless the run goes on from a checkpoint: that has its own.
+    """Load `model.weights`, unless the run resumes from a checkpoint, which has weights itself.
 
-    The line for the summary; of a run that is continued, what it had started from.
+    Returns the entry for the summary; for a resumed run, the one of its start.
     """
     path, where = config.model.weights, config.checkpoint.resume
     if where == "none" or (where == "auto" and not checkpointer.has_checkpoints):
@@ -425,7 +424,7 @@ def _first_weights(
 
 
 def _resume(run: Run, where: str) -> None:
-    """Continue from `where`; `auto` is the run's own folder, where there is something in it."""
+    """Continue from `where`; `auto` is the run's own folder, if it has checkpoints."""
     if where == "auto":
         if not restore(run, None):
             log.info("checkpoint.resume=auto: nothing to continue here; starting afresh")

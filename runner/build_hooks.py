@@ -1,6 +1,4 @@
-"""Who watches a run: its hooks, in the order in which they are entered; they leave in reverse; and
-what looks at its batches.
-"""
+"""The hooks of a run, in the order in which they are entered, and the checks of its batches."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def build_hooks(
     if not debug.memory.enabled:  # which does the same, and knows more
         hooks.append(OomReport())
     if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
-        hooks.append(ModelCheck(config.checks.model, config.security))
+        hooks.append(ModelCheck(config.checks.model))
     hooks += tools
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
     if config.monitoring.progress:
@@ -70,7 +68,7 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
     if not config.checks.inputs.enabled:
         return None
     objective, sizes = run.objective, run.sizes
-    spec = DataSpec(objective.indices, objective.ignored, sizes.vocab, sizes.sequence)
+    spec = DataSpec(objective.indices, objective.ignored, sizes.vocab)
     source, order = train.fetch.source, train.fetch.order
     prescan = None
     if type(source) is Tensors:
@@ -96,9 +94,9 @@ class OomReport(Hook):
         try:
             yield
         except OutOfMemory as error:
-            from runner.debug.oom_report import write_report
+            from runner.debug.memory_breakdown import write_oom_report
 
-            write_report(run, str(error))
+            write_oom_report(run, str(error))
             raise
 
 

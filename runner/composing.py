@@ -21,11 +21,10 @@ from runner.data import config as data_config
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
-from runner.overrides.groups import CONF
-from runner.security import hidden, secrets
+from runner.overrides.groups import CONF, nearest
+from runner.security import secrets
 from runner.security.cli_overrides import security_of_overrides
-from runner.security.config_rules import bound_references, restart_reference_count
-from runner.security.plain import check_plain
+from runner.security.config_files import bound_references, restart_reference_count
 from runner.sweep.config import LauncherConfig
 
 SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
@@ -82,7 +81,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
-    with _LOCK, secrets.environment_access(security_of_overrides(overrides, CONF).readable):
+    with _LOCK, secrets.environment_access(security_of_overrides(overrides).readable):
         return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
 
 
@@ -97,19 +96,16 @@ def compose_raw(
 
     Hydra's own state is left as it was. Raises ConfigError.
     """
+    path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
-        path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
         return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
-    composes = partial(_composes, compose=partial(compose, hydra_too=False))
     restart_reference_count()
     try:
         config = compose(list(overrides), hydra_too)
-        added = any(text.startswith("+") for text in overrides)
-        for key, known in _unknown(config) if added else ():
-            if not key.startswith("hydra"):
-                raise no_such_key(key, known)
+        if any(text.startswith("+") for text in overrides):
+            _check_keys(config, besides="hydra")
         return config
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
@@ -118,6 +114,7 @@ def compose_raw(
             raise refused from None
         from runner.overrides.diagnosis import explain
 
+        composes = partial(_composes, compose=partial(compose, hydra_too=False))
         raise explain(error, overrides, compose, composes, folders) from error
 
 
@@ -133,12 +130,8 @@ def _composes(overrides: list[str], compose: Callable[[list[str]], DictConfig]) 
             config = compose(normalize_overrides(job, compose))
             if not OmegaConf.missing_keys(config):
                 typed(config)
-    except ConfigError as error:
-        return error.key in REQUIRED
-    except SecurityError:
-        return True
-    except (RunnerError, HydraException, OmegaConfBaseException, ValueError):
-        return False
+    except (RunnerError, HydraException, OmegaConfBaseException, ValueError) as error:
+        return isinstance(error, SecurityError) or getattr(error, "key", "") in REQUIRED
     return True
 
 
@@ -168,15 +161,14 @@ def typed(config: DictConfig) -> RunConfig:
     """
     restart_reference_count()
     with _LOCK, _hydra_part(config):
-        for key, known in _unknown(config):
-            raise no_such_key(key, known)
+        _check_keys(config)
         try:
             if missing := sorted(OmegaConf.missing_keys(config)):
                 also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
                 raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
             with secrets.current_environment_access(_environment(config)):
                 run_config = OmegaConf.to_object(config)
-                hidden.note(config)
+                secrets.note(config)
         except OmegaConfBaseException as error:
             if refused := secrets.refusal_in(error):
                 raise refused from None
@@ -215,13 +207,22 @@ class UnknownKey(ConfigError):
     """A key that no schema has."""
 
 
-def no_such_key(key: str, known: Sequence[str]) -> ConfigError:
-    """The error about an unknown key, with the nearest known one, else with all of them."""
-    from runner.overrides.suggestions import nearest
-
-    near = nearest(key, known)
-    fix = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-    return UnknownKey(key, "there is no such key", fix)
+def _check_keys(config: DictConfig, besides: str = "", prefix: str = "") -> None:
+    """Raise UnknownKey for a key that its schema lacks, at any depth, but for one at the top."""
+    schema = OmegaConf.get_type(config)
+    known = getattr(schema, "__dataclass_fields__", None)
+    for key in config:
+        name = f"{prefix}{key!s}"
+        if name == besides:
+            continue
+        if known is not None and key not in known:
+            near = nearest(name, [f"{prefix}{k}" for k in known])
+            existing = ", ".join(f"{prefix}{k}" for k in known)
+            fix = f"did you mean {near}?" if near else f"there are {existing}"
+            raise UnknownKey(name, "there is no such key", fix)
+        node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            _check_keys(node, prefix=f"{name}.")
 
 
 def _environment(config: DictConfig) -> list[str]:
@@ -232,27 +233,13 @@ def _environment(config: DictConfig) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _unknown(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Keys that the schema lacks, at any depth, and those it has."""
-    schema = OmegaConf.get_type(config)
-    known = getattr(schema, "__dataclass_fields__", None)
-    for key in config:
-        name = f"{prefix}{key!s}"
-        if known is not None and key not in known:
-            yield name, [f"{prefix}{k}" for k in known]
-        elif not OmegaConf.is_missing(config, key):
-            node = config._get_node(key)
-            if isinstance(node, DictConfig) and not node._is_none():
-                yield from _unknown(node, f"{name}.")
-
-
 def from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
     """The config that `plain` took apart; whom to trust is for the caller to say.
 
     Raises ConfigError where it does not fit this version, SecurityError for a class not trusted
     and for what is no plain data.
     """
-    check_plain(tree, may_read=secrets.permitted())
+    secrets.check_plain(tree, may_read=secrets.permitted())
     try:
         config = OmegaConf.structured(RunConfig)
         for group, schemas in SCHEMAS:

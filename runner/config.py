@@ -36,7 +36,7 @@ from runner.objectives.config import ObjectiveConfig
 from runner.optim.config import OptimizerConfig, ScheduleConfig
 from runner.overrides.groups import FOREIGN
 from runner.record.config import MonitoringConfig
-from runner.security import hidden
+from runner.security import secrets
 from runner.security.config import SecurityConfig
 from runner.security.registry import nested, permit
 from runner.stability.config import StabilityConfig
@@ -89,9 +89,8 @@ class RunConfig:
 
     def _check_values(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise ConfigError(
-                "name", f"must be a folder's name, got {self.name!r}", "letters, digits, . _ + -"
-            )
+            problem = f"must be a folder's name, got {self.name!r}"
+            raise ConfigError("name", problem, "letters, digits, . _ + -")
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", f"must be ≥ 0 and below 2^63, got {self.seed}")
         check_counts(asdict(self))
@@ -102,29 +101,26 @@ class RunConfig:
         Techniques in `made` exist already as objects of the caller's.
         """
         groups = (*FOREIGN, "optimizer")
-        named = [(f"{key}._target_", getattr(self, key)._target_) for key in groups]
-        for key in FOREIGN:
-            named += nested(getattr(self, key).arguments, key)
+        targets: list[tuple[str, Any]] = [
+            (f"{g}._target_", getattr(self, g)._target_) for g in groups
+        ]
+        for group in FOREIGN:
+            targets += nested(getattr(self, group).arguments, group)
         extra = [target for target in self.optimization.extra if target not in made]
-        named += [("optimization.extra", target) for target in extra]
+        targets += [("optimization.extra", target) for target in extra]
         for i, hook in enumerate(self.debug.hooks):
-            named += nested(
-                {"_target_": hook} if isinstance(hook, str) else hook, f"debug.hooks.{i}"
-            )
-        for key, target in named:
+            tree = {"_target_": hook} if isinstance(hook, str) else hook
+            targets += nested(tree, f"debug.hooks.{i}")
+        for key, target in targets:
             if target is not None:
                 permit(str(target), key, self.security.names)
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind
-        named = resume not in ("none", "auto") or self.model.weights is not None
-        if job is JobKind.evaluate and not named:
-            raise ConfigError(
-                "checkpoint.resume",
-                "job=evaluate needs to know which model",
-                "name a run's folder or one of its checkpoints/step_… folders; for weights alone, "
-                "model.weights=FILE",
-            )
+        if job is JobKind.evaluate and resume in ("none", "auto") and self.model.weights is None:
+            fix = "name a run's folder or one of its checkpoints/step_… folders; for weights alone"
+            problem = "job=evaluate needs to know which model"
+            raise ConfigError("checkpoint.resume", problem, f"{fix}, model.weights=FILE")
         for kind, key, what in (
             (JobKind.replay, "replay.path", "which step: a run's debug/captures/step_… folder"),
             (JobKind.scan, "scan.path", "which file or folder"),
@@ -135,21 +131,16 @@ class RunConfig:
             if job is not kind and path is not None:
                 raise ConfigError(key, f"is for job={kind.name}", f"add job={kind.name}")
         self._check_export()
+        level = self.optimization
+        techniques = level.extra or any(technique.enabled for _, technique in level.techniques())
         parity = job is JobKind.verify and self.verify.what is VerifyKind.parity
-        if parity and not self._requests_technique():
-            raise ConfigError(
-                "optimization",
-                "requests no technique, so job=verify has nothing to compare",
-                "name a level, e.g. optimization=advanced, or verify.what=resume",
-            )
+        if parity and level.level != "auto" and not techniques:
+            problem = "requests no technique, so job=verify has nothing to compare"
+            fix = "name a level, e.g. optimization=advanced, or verify.what=resume"
+            raise ConfigError("optimization", problem, fix)
         if job is JobKind.train and resume == "auto" and not self.checkpoint.enabled:
             problem = "finds nothing to continue where checkpoint.enabled=false"
             raise ConfigError("checkpoint.resume", problem, "use checkpoint=default")
-
-    def _requests_technique(self) -> bool:
-        level = self.optimization
-        enabled = any(technique.enabled for _, technique in level.techniques())
-        return enabled or level.level == "auto" or bool(level.extra)
 
     def _check_export(self) -> None:
         kind, key = self.evaluate.export, "evaluate.export"
@@ -167,15 +158,13 @@ class RunConfig:
             return
         tokens = isinstance(data, data_config.Synthetic) and data.form.name == "tokens"
         needed = "gpt" if tokens else NEEDS_MODEL.get(data.kind)
-        if needed == model.kind:
-            return
-        if model.kind in FITS:
+        if model.kind in FITS and needed != model.kind:
             reads, kinds = FITS[model.kind]
             problem = f"{model.kind} reads {reads}, which data={data.kind} does not have"
             fix = f"use data={' or data='.join(kinds)}, or another model"
             raise ConfigError("model", problem, fix)
-        if needed is not None:
-            problem = f"{model.kind} cannot read {FITS[needed][0]}, which data={data.kind} is"
+        if needed not in (None, model.kind):
+            problem = f"{model.kind} cannot read {FITS[str(needed)][0]}, which data={data.kind} is"
             raise ConfigError("model", problem, f"use model={needed}")
 
 
@@ -210,7 +199,7 @@ OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 def config_hash(config: RunConfig) -> str:
     """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
-    whole = hidden.unresolved(asdict(config))  # hash the reference, not the secret
+    whole = secrets.unresolved(asdict(config))  # hash the reference, not the secret
     tree = {key: value for key, value in whole.items() if key not in OF_NO_CONSEQUENCE}
     del tree["checkpoint"]["resume"]
     # tools only watch, so one may be switched on when an unfinished run is resumed; hooks may act
@@ -223,10 +212,9 @@ def config_hash(config: RunConfig) -> str:
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """The config as JSON holds it, without what to do with the run, and whom it trusts."""
-    whole = hidden.unresolved(asdict(config))
+    whole = secrets.unresolved(asdict(config))
     tree = {key: value for key, value in whole.items() if key not in NOT_OF_THE_RUN}
     tree["checkpoint"]["resume"] = "none"
-    tree["monitoring"]["domains"] = {}  # of the sweep, not of the run
     values: dict[str, Any] = json.loads(json.dumps(tree, default=_plain))
     return values
 
@@ -242,7 +230,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
         else:
             values[path] = value.name if isinstance(value, Enum) else value
 
-    walk(hidden.unresolved(asdict(config)), "")
+    walk(secrets.unresolved(asdict(config)), "")
     # a class of the user's own takes the option's place
     for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
         if target := values[f"{group}._target_"]:

@@ -16,7 +16,6 @@ MOST_STEPS = 50_000_000  # the learning rate of each step is in a table: 32 byte
 DEFAULT = 1_000_000_000  # counts that are only compared with another
 LARGEST = {
     "device.threads": 1024,
-    "device.interop_threads": 1024,
     "device.index": 1024,
     "data.workers": 256,  # processes
     "data.prefetch": 1024,  # batches that each of them holds
@@ -42,18 +41,14 @@ LARGEST = {
     "checks.model.probes": 100_000,
     "checkpoint.keep": 100_000,
     "debug.capture.at_most": 10_000,
-    "debug.gradcheck.samples": 10_000,
-    "debug.gradcheck.length": 100_000,
-    "debug.memory.rows": 100_000,
     "debug.profile.warmup": 10_000,
     "debug.profile.steps": 10_000,
-    "debug.profile.at_most": 10_000,
     "scan.rows": 1_000_000,
     "hydra.launcher.jobs": 256,  # processes
     "hydra.launcher.retries": 1000,
 }
 SEEDS = ("seed", "data.split_seed")
-OWN = ("arguments", "options", "hooks", "domains")  # keys of the user's own code are below these
+OWN = ("arguments", "options", "hooks")  # keys of the user's own code are below these
 
 
 def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:

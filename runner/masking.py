@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 T = TypeVar("T")
 
-SHORTEST = 8  # characters; what is shorter would be found, and put out, in honest words
+SHORTEST = 8  # characters; a shorter value would be masked in honest words, too
 LONG_NUMBER = 16  # digits; a shorter one may be a count
 NUMBER = re.compile(r"[-+]?[\d.,_eE+-]+")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # as record.markdown escapes
@@ -63,7 +63,7 @@ def masked(text: str) -> str:
     """`text` with `${oc.env:NAME}` wherever a value that was learned stood."""
     if _pattern is None:
         return text
-    return _pattern.sub(lambda found: stands_for(_spellings[found[0]]), text)
+    return _pattern.sub(lambda match: stands_for(_spellings[match[0]]), text)
 
 
 def masked_all(value: T) -> T:
@@ -73,8 +73,8 @@ def masked_all(value: T) -> T:
 
 def _walk(value: Any) -> Any:
     if isinstance(value, str):
-        found = masked(value)
-        return value if found == value else found
+        text = masked(value)
+        return value if text == value else text
     if isinstance(value, dict):
         return {_walk(key): _walk(item) for key, item in value.items()}
     if type(value) in (list, tuple):

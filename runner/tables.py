@@ -6,12 +6,12 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.checks.config import TableConfig
-from runner.data.dataset import KEY, Dataset
+from runner.data.dataset import Dataset
 from runner.data.tensors import Tensors
-from runner.record import markdown
 from runner.record.storage import replace_text
 from runner.record.text import json_safe
 from runner.security.trust import Severity
@@ -55,49 +55,40 @@ def check_data_table(data: Dataset, config: TableConfig) -> tuple[Dataset, list[
 
 
 class TableReport(Hook):
-    """Records findings in the history, `debug/table.json` and TensorBoard."""
+    """Records findings in the history and `debug/table.json`."""
 
     def __init__(self, findings: TableFindings | None, choices: Sequence[Choice]) -> None:
         self.findings = findings
-        self.bad = [choice for choice in choices if choice.key == KEY]
+        self.bad = [choice for choice in choices if choice.key == "data.bad_samples"]
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Record the findings as the run begins; a resumed run has them already."""
         for choice in self.bad:
             # the count comes first: it is what must not be cut off
-            self._tell(run, "bad_samples", f"{choice.value} as bad samples: {choice.reason}", "")
+            self._record(run, "bad_samples", f"{choice.value} as bad samples: {choice.reason}")
         if self.findings is not None:
             for reason, action in zip(self.findings.reasons, self.findings.actions, strict=True):
-                note = reason.severity is Severity.NOTE
+                severity = "info" if reason.severity is Severity.NOTE else "warning"
                 kind = reason.code.replace(".", "_")
-                self._tell(run, kind, f"table: {reason}", action, "info" if note else "warning")
-            self._write(run, self.findings)
+                self._record(run, kind, f"table: {reason}", action, severity)
+            if run.folder is not None:
+                _write(run.folder / FILE, self.findings)
         yield
 
-    def _tell(
-        self, run: Run, kind: str, message: str, action: str, severity: str = "warning"
+    def _record(
+        self, run: Run, kind: str, message: str, action: str = "", severity: str = "warning"
     ) -> None:
         if any(f.kind == kind and f.message == message for f in run.history.faults.values()):
             return
-        run.history.add(
-            kind, message, step=run.progress.step, category="data", severity=severity, action=action
-        )
+        step = run.progress.step
+        run.history.add(kind, message, step=step, category="data", severity=severity, action=action)
 
-    def _write(self, run: Run, findings: TableFindings) -> None:
-        if findings.reasons:
-            rows = [
-                (reason.code, reason.where, reason.evidence, action or reason.way_out)
-                for reason, action in zip(findings.reasons, findings.actions, strict=True)
-            ]
-            text = markdown.table(("finding", "where", "what", "what to do, or was done"), rows)
-            run.recorder.text("data/table", text, run.progress.step)
-        if run.folder is None:
-            return
-        path = run.folder / FILE
-        try:
-            path.parent.mkdir(exist_ok=True)
-            content = json.dumps(json_safe(findings.facts), indent=2, allow_nan=False)
-            replace_text(path, content + "\n")
-        except OSError as error:
-            log.warning("no %s: %s", FILE, error)
+
+def _write(path: Path, findings: TableFindings) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        content = json.dumps(json_safe(findings.facts), indent=2, allow_nan=False)
+        replace_text(path, content + "\n")
+    except OSError as error:
+        log.warning("no %s: %s", FILE, error)

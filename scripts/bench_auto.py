@@ -23,8 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.arms import Arm  # noqa: E402
 from runner.benchmark.auto.candidates import make_candidates  # noqa: E402
-from runner.benchmark.auto.estimate import estimate_run  # noqa: E402
-from runner.benchmark.auto.resolve import EVIDENCE, make_arms, resolve_auto  # noqa: E402
+from runner.benchmark.auto.resolve import (  # noqa: E402
+    EVIDENCE,
+    estimate_run,
+    make_arms,
+    resolve_auto,
+)
 from runner.benchmark.config import BenchmarkConfig  # noqa: E402
 from runner.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
 from runner.benchmark.statistics import noise_floor  # noqa: E402
@@ -84,7 +88,7 @@ def compare(model: str, steps: int, budget_s: float, each_s: float) -> Compariso
         resolve_auto(config, Path(folder))
         evidence = json.loads((Path(folder) / EVIDENCE).read_text())
     found = Comparison(model, str(evidence["chosen"]), evidence["seconds"])
-    candidates = make_candidates(estimate_run(config, Components()).reasons, [], memory=False)
+    candidates = make_candidates(estimate_run(config, Components()).reasons)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     del arms["none again"]
     choice = arms.pop(found.chosen)

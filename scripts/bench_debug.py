@@ -41,7 +41,7 @@ TOOLS: dict[str, tuple[list[str], list[str]]] = {
     "stability=default": (NO_GUARD, []),
     "gradients, each 50": ([], ["debug=gradients", "debug.every=50"]),
     "memory, each 50": ([], ["debug=memory", "debug.every=50"]),
-    "profile, outside its windows": ([], ["debug=profile", "debug.profile.at_most=0"]),
+    "profile, outside its windows": ([], ["debug=profile", "debug.max_iterations=1"]),
     "anomaly, every step": ([], ["debug=anomaly"]),
     "anomaly, each 50": ([], ["debug=anomaly", "debug.anomaly.every=50"]),
     "gradcheck": ([], ["debug=gradcheck"]),

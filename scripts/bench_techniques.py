@@ -51,7 +51,6 @@ VARIANTS = {
     "channels_last": ["optimization=none", ON.format("channels_last")],
     "attention": ["optimization=none", ON.format("attention")],
     "amp": ["optimization=amp"],
-    "amp pure": ["optimization=amp", "optimization.amp.pure=true"],
     "compile": ["optimization=compile"],
     "compile + amp": ["optimization=compile", ON.format("amp")],
     "whole_step": ["optimization=none", ON.format("whole_step"), ON.format("fused_optimizer")],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import RunConfig, Summary, build, compose, train
+from runner.techniques.base import TechniqueStatus
 from runner.training.run import Run
 
 TESTS = Path(__file__).parent
@@ -44,6 +45,11 @@ def trained(*overrides: str, folder: Path | None = None) -> Summary:
     """The summary of a run that was trained to its end."""
     with opened(*overrides, folder=folder) as run:
         return train(run)
+
+
+def status(summary: Summary, name: str) -> TechniqueStatus:
+    """A technique's row in a summary."""
+    return next(row for row in summary.techniques if row.name == name)
 
 
 def rows(folder: Path, *splits: str) -> list[dict[str, Any]]:

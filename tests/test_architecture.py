@@ -40,7 +40,7 @@ checkpoint
 data.batch data.nested objectives.base
 training.hook techniques.base
 training.run
-techniques.compiler techniques.memory_prediction objectives.deferred_logits \
+techniques.compiler objectives.deferred_logits \
 models.modes training.metrics training.recovery training.resume training.summary \
 stability
 checks.outputs
@@ -68,7 +68,7 @@ errors bounds count_limits data.batch objectives.base training.hook techniques.b
 training.summary overrides.* config
 composing
 cli.* __main__ __init__ *.__init__ *.config module_path security.config_* security.cli_overrides
-security.registry security.plain sweep.* benchmark.result benchmark.arms report.*
+security.registry sweep.* benchmark.result benchmark.arms report.*
 """.split()
 
 

@@ -17,9 +17,10 @@ import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 import runner
-from runner.composing import compose, compose_raw, from_plain, typed
+from runner.composing import compose, compose_raw, typed
 from runner.config import RunConfig, config_hash, flat, plain, validate_config
 from runner.data import config as data_config
 from runner.errors import ConfigError, SecurityError, UsageError
@@ -69,12 +70,9 @@ def test_options_of_all_other_groups_compose(number: int) -> None:
         assert getattr(kind, "name", kind) == chosen[group]
 
 
-def test_every_option_says_what_it_is_for() -> None:
-    assert all(what.strip() for found in options().values() for what in found.values())
-
-
-def test_every_part_has_a_group_and_every_kind_an_option() -> None:
+def test_every_part_has_a_group_and_every_kind_an_option_with_a_comment() -> None:
     groups = options()
+    assert all(what.strip() for names in groups.values() for what in names.values())
     parts = {f.name for f in fields(RunConfig)} - {"name", "seed"}
     assert parts == set(groups) - {"experiment"}
     assert set(groups["data"]) == set(data_config.OPTIONS)
@@ -133,6 +131,8 @@ def test_the_name_tells_data_and_model_also_when_the_model_is_foreign() -> None:
         (["+optimization.amp.dtpye=bf16"], r"did you mean optimization\.amp\.dtype=bf16\?"),
         (["+extra=1"], "^extra: no config group or key"),
         (["seed=${nowhere}"], "^seed: .*'nowhere' not found"),
+        (["training.epochs=nan"], r"^training\.epochs: "),
+        (["optimizer.lr=nan"], r"^optimizer\.lr: "),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(
@@ -141,14 +141,6 @@ def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(
     with pytest.raises(ConfigError, match=says) as refused:
         compose(overrides)
     assert "\n" not in str(refused.value)
-
-
-def test_a_foreign_class_is_refused_before_anything_is_imported() -> None:
-    for key in ("data._target_", "model._target_", "objective._target_"):
-        with pytest.raises(SecurityError, match=f"^{key}: os.system is refused"):
-            compose([f"{key}=os.system"])
-    with pytest.raises(SecurityError, match=r"^optimization\.extra: "):
-        compose(["optimization.extra=[os.system]"])
 
 
 @pytest.fixture(scope="module")
@@ -165,17 +157,6 @@ def test_the_hash_is_the_same_in_every_process(default: RunConfig) -> None:
     assert got.strip() == config_hash(default)
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["name=other", "job=doctor", "checkpoint.resume=auto", "monitoring=quiet",
-     "security.trusted=[my_package]"],
-)  # fmt: skip
-def test_the_hash_does_not_see_what_leaves_the_numbers_alone(
-    default: RunConfig, override: str
-) -> None:
-    assert config_hash(compose([override])) == config_hash(default)
-
-
 def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -> None:
     overrides = [
         "seed=1", "optimizer.lr=0.002", "model.width=64", "data.split_seed=1", "data=cancer",
@@ -186,9 +167,13 @@ def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -
     assert len({config_hash(default), *hashes}) == len(overrides) + 1
 
 
-def test_tools_that_only_watch_leave_the_hash_and_hooks_do_not(default: RunConfig) -> None:
+def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
+    default: RunConfig,
+) -> None:
     same = config_hash(default)
-    assert config_hash(compose(["debug=anomaly", "debug.capture.at_most=0"])) == same
+    alone = "name=other job=doctor checkpoint.resume=auto monitoring=quiet debug=anomaly"
+    trusting = ["security.trusted=[my_package]", "debug.capture.at_most=0"]
+    assert config_hash(compose([*alone.split(), *trusting])) == same
     hooks = ["security.trusted=[my_package]", "debug.hooks=[my_package.Mine]"]
     assert config_hash(compose(hooks)) != same
     assert json.loads(json.dumps(plain(default))) == plain(default)
@@ -200,22 +185,6 @@ def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
     assert found["schedule.kind"] == "cosine"
     assert found["optimization.fused_optimizer.enabled"] is True
     assert found["optimizer.options"] == {}
-
-
-def test_composing_inside_another_hydra_application_leaves_it_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other.yaml").write_text("a: 1\n")
-    monkeypatch.chdir(tmp_path)
-    with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"):
-        outer = GlobalHydra.instance().hydra
-        assert compose(["seed=3"]).seed == 3
-        with pytest.raises(ConfigError):
-            compose(["sede=3"])
-        assert GlobalHydra.instance().hydra is outer
-        assert str(hydra.version.getbase()) == "1.2"
-        assert hydra.compose("other").a == 1
-    assert not GlobalHydra.instance().is_initialized()
 
 
 def test_threads_compose_what_they_would_alone(
@@ -249,7 +218,7 @@ def test_threads_compose_what_they_would_alone(
     assert not GlobalHydra.instance().is_initialized()
     assert ConfigStore.instance().repo is store
     assert all(list(store[group]) == options for group, options in entries.items())
-    assert secrets.current() is None
+    assert secrets.permitted() == []
 
 
 MAIN = """
@@ -292,13 +261,6 @@ def test_two_runs_of_the_same_second_have_different_folders() -> None:
     assert config.hydra.run.dir == config.hydra.run.dir, "but one run has one"
 
 
-def test_a_config_that_is_not_of_a_run_is_refused() -> None:
-    from omegaconf import OmegaConf
-
-    with pytest.raises(ConfigError, match="is not that of a run"):
-        typed(OmegaConf.create({"a": 1}))
-
-
 def test_optimizers_offered_by_name_are_in_torch() -> None:
     import torch
 
@@ -330,12 +292,6 @@ def test_importing_the_package(code: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=CONF.parent, check=True)
 
 
-@pytest.mark.parametrize("key", ["training.epochs", "schedule.warmup", "optimizer.lr"])
-def test_a_number_that_is_nan_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}: "):
-        compose([f"{key}=nan"])
-
-
 @pytest.mark.parametrize(
     ("group", "key", "value", "error", "says"),
     [
@@ -363,6 +319,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a list": (lambda: runner.build(["seed=3"]), r"build: the config is a list; give what comp"),  # type: ignore[arg-type]
     "one text": (lambda: compose("training.steps=3"), r"compose: overrides is one string; give"),
     "numbers": (lambda: compose([3]), r"compose: overrides is a list of texts"),  # type: ignore[list-item]
+    "another": (lambda: typed(OmegaConf.create({"a": 1})), "config: is not that of a run"),
     "no run": (lambda: runner.train(compose([])), r"train: takes a run, not a RunConfig: with bu"),  # type: ignore[arg-type]
     "no run either": (lambda: runner.evaluate([]), r"evaluate: takes a run, not a list"),  # type: ignore[arg-type]
 }
@@ -375,15 +332,6 @@ def test_an_argument_of_the_wrong_kind_is_one_line(what: str) -> None:
         call()
 
 
-def test_what_a_sweep_tells_its_jobs_for_tensorboard_is_no_part_of_a_run() -> None:
-    """A capture of such a job is opened again, and its config counts as that of a single run."""
-    told = compose(["++monitoring.domains={optimizer.lr:[0.1,null],optimization:[none,'a b']}"])
-    assert told.monitoring.domains["optimizer.lr"] == [0.1, None]
-    assert config_hash(told) == config_hash(compose([]))
-    assert from_plain(plain(told)).monitoring.domains == {}
-
-
 def test_a_folder_may_be_a_text(tmp_path: Path) -> None:
-    config = compose(["data=cancer", "training.steps=2"])
-    with runner.build(config, str(tmp_path / "run")) as run:
+    with runner.build(compose(["data=cancer", "training.steps=2"]), str(tmp_path / "run")) as run:
         assert run.folder == tmp_path / "run"

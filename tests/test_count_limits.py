@@ -24,7 +24,7 @@ HUGE = {
     "data.samples=1000000000000": ["data=synthetic"],
     "model.depth=1000000000": ["data=stdlib_text", "model=gpt"],
     "debug.every=99999999999999999999": [],
-    "checks.inputs.schema.shape=[99999999999999999999]": [],
+    "checks.inputs.schema.classes=99999999999999999999": [],
 }
 
 

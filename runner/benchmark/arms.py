@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,14 @@ from runner.composing import compose_raw, typed
 from runner.config import RunConfig
 from runner.data.config import LOADING
 from runner.errors import ConfigError
-from runner.overrides.groups import ALIASES, options
+from runner.overrides.groups import ALIASES, nearest, options
 from runner.overrides.spelling import (
     EXCLUSIVE,
     normalize_overrides,
     parse_override,
     sweep_overrides,
 )
-from runner.overrides.suggestions import nearest
-from runner.record.text import escape_control_chars
+from runner.record.text import escape_control_chars as escape
 
 KEY = "benchmark.arms"
 NAMED = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
@@ -59,7 +56,7 @@ def arms_of(
     two (with `others`, which the caller adds), and for a `benchmark.reference` that is none of
     them.
     """
-    levels = options(*folders)["optimization"]
+    levels = list(options(*folders)["optimization"])
     base = [text for text in overrides if _part(text) not in NOT_OF_ARMS]
     compose = partial(compose_raw, config_name=config_name, folders=folders)
     flags = [f"--config-dir={folder}" for folder in folders]
@@ -67,19 +64,23 @@ def arms_of(
     arms: list[Arm] = []
     for text in settings.arms:
         name, own = _parse(text, levels)
-        merged = [*_under(base, own), *own]
+        merged = [*_without_overridden(base, own), *own]
         try:
             config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
-            raise ConfigError(KEY, f"{escape_control_chars(name)}: {error}") from error
-        recipe = any(
-            parse_override(o).key == "experiment" for o in merged
-        )  # may ask for the benchmark
+            raise ConfigError(KEY, f"{escape(name)}: {error}") from error
+        # a recipe may ask for the benchmark
+        recipe = any(parse_override(one).key == "experiment" for one in merged)
         train = ["job=train"] if recipe else []
         command = shlex.join(["python", "-m", "runner", *flags, *train, *merged])
         arm = Arm(name, config, own, command, _folder(name, [*TAKEN, *(a.folder for a in arms)]))
         _check_new(arm, arms)
         arms.append(arm)
+    _check_together(arms, settings, others)
+    return arms
+
+
+def _check_together(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> None:
     if len(arms) + others < 2 or not arms:
         raise ConfigError(
             KEY, f"needs two arms or more, got {len(arms)}", "e.g. benchmark.arms=[none,basic]"
@@ -89,10 +90,9 @@ def arms_of(
     if settings.attribute and not asks(arms[-1].config):
         raise ConfigError(
             "benchmark.attribute",
-            f"the last arm, {escape_control_chars(arms[-1].name)}, asks for no technique",
+            f"the last arm, {escape(arms[-1].name)}, asks for no technique",
             "put the level whose techniques are to be measured last",
         )
-    return arms
 
 
 def asks(config: RunConfig) -> bool:
@@ -101,30 +101,18 @@ def asks(config: RunConfig) -> bool:
     return bool(optimization.extra) or any(t.enabled for _, t in optimization.techniques())
 
 
-def knob_text(value: Any) -> str:
-    """A knob's value as it is typed on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(knob_text, value))}]"
-    if isinstance(value, bool | None):
-        return json.dumps(value)
-    return str(value.name if isinstance(value, Enum) else value)
-
-
 def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
     """The arm that the others are held against. Raises ConfigError if there is no such."""
     if settings.reference is None:
         return arms[0]
-    wanted = " ".join(settings.reference.split())
-    names = [arm.name for arm in arms]
-    if wanted in names:
-        return arms[names.index(wanted)]
-    near = nearest(wanted, names)
-    fix = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
-    raise ConfigError(
-        "benchmark.reference",
-        f"{escape_control_chars(wanted)} is none of the arms",
-        escape_control_chars(fix),
-    )
+    reference = " ".join(settings.reference.split())
+    by_name = {arm.name: arm for arm in arms}
+    if reference not in by_name:
+        near = nearest(reference, list(by_name))
+        fix = f"did you mean {near}?" if near else f"there are {', '.join(by_name)}"
+        text = f"{escape(reference)} is none of the arms"
+        raise ConfigError("benchmark.reference", text, escape(fix))
+    return by_name[reference]
 
 
 def check_budget(settings: BenchmarkConfig, arms: int) -> None:
@@ -140,15 +128,16 @@ def check_budget(settings: BenchmarkConfig, arms: int) -> None:
         )
 
 
-def _parse(text: str, levels: Sequence[str] | dict[str, str]) -> tuple[str, list[str]]:
+def _parse(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
     """An arm as typed: its name, and the overrides that it stands for."""
-    named, shown = NAMED.fullmatch(text.strip()), escape_control_chars(text)
+    named, shown = NAMED.fullmatch(text.strip()), escape(text)
     try:
         words = shlex.split(named["rest"] if named else text)
         own = [f"optimization={word}" if word in levels else word for word in words]
-        _check_overrides(own, levels)
+        for word in own:
+            _check_override(word, levels)
     except (ValueError, ConfigError) as error:
-        if isinstance(error, ConfigError) and error.key == KEY:
+        if getattr(error, "key", None) == KEY:
             raise
         raise ConfigError(KEY, f"{shown} cannot be read: {error}") from error
     if not words:
@@ -160,22 +149,18 @@ def _parse(text: str, levels: Sequence[str] | dict[str, str]) -> tuple[str, list
     return named["name"].strip() if named else " ".join(text.split()), own
 
 
-def _check_overrides(words: Sequence[str], levels: Sequence[str] | dict[str, str]) -> None:
-    for word in words:
-        shown = escape_control_chars(word)
-        if "=" not in word and not word.startswith("~"):
-            near = nearest(word, levels)
-            raise ConfigError(
-                KEY,
-                f"{shown} is neither a level nor an override",
-                f"did you mean {near}?" if near else f"levels are {', '.join(levels)}",
-            )
-        if sweep_overrides([word]):
-            raise ConfigError(KEY, f"{shown} names several values", "write an arm for each of them")
-        if _part(word) in (*NOT_OF_ARMS, "security"):  # one answer to what is trusted
-            raise ConfigError(
-                KEY, f"{shown} is about the benchmark, not one arm", "write it on the command line"
-            )
+def _check_override(word: str, levels: Sequence[str]) -> None:
+    problem, fix = "", ""
+    if "=" not in word and not word.startswith("~"):
+        near = nearest(word, levels)
+        problem = "is neither a level nor an override"
+        fix = f"did you mean {near}?" if near else f"levels are {', '.join(levels)}"
+    elif sweep_overrides([word]):
+        problem, fix = "names several values", "write an arm for each of them"
+    elif _part(word) in (*NOT_OF_ARMS, "security"):  # one answer to what is trusted
+        problem, fix = "is about the benchmark, not one arm", "write it on the command line"
+    if problem:
+        raise ConfigError(KEY, f"{escape(word)} {problem}", fix)
 
 
 def _part(override: str) -> str:
@@ -187,7 +172,7 @@ def _key(override: str) -> str:
     return ALIASES.get(key, key)
 
 
-def _under(base: Sequence[str], own: Sequence[str]) -> list[str]:
+def _without_overridden(base: Sequence[str], own: Sequence[str]) -> list[str]:
     """What was typed for all arms and an arm's own overrides leave standing."""
     keys = {_key(text) for text in own}
     keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
@@ -196,29 +181,31 @@ def _under(base: Sequence[str], own: Sequence[str]) -> list[str]:
 
 def _folder(name: str, taken: Sequence[str]) -> str:
     """A folder's name that can be read and typed, and that no other arm has."""
-    stem = re.sub(r"[^A-Za-z0-9.=+]+", "-", name).strip("-.")[:60] or "arm"
-    free = (stem, *(f"{stem}-{number}" for number in range(2, len(taken) + 3)))
-    folded = {one.casefold() for one in taken}  # file systems that make no difference
-    return next(one for one in free if one.casefold() not in folded)
+    stem = folder = re.sub(r"[^A-Za-z0-9.=+]+", "-", name).strip("-.")[:60] or "arm"
+    number, folded = 1, {other.casefold() for other in taken}  # for file systems that fold case
+    while folder.casefold() in folded:
+        number += 1
+        folder = f"{stem}-{number}"
+    return folder
 
 
 def _check_new(arm: Arm, before: Sequence[Arm]) -> None:
     if arm.config.checkpoint.resume != "none":
         raise ConfigError("checkpoint.resume", "must be none: a benchmark starts every arm afresh")
     for other in before:
-        both = escape_control_chars(f"{other.name} and {arm.name}")
+        both = escape(f"{other.name} and {arm.name}")
         if other.name == arm.name:
-            raise ConfigError(KEY, f"{escape_control_chars(arm.name)} comes twice")
+            raise ConfigError(KEY, f"{escape(arm.name)} comes twice")
         if _work(other.config) == _work(arm.config):
             raise ConfigError(
                 KEY,
                 f"{both} are the same (optimization level {arm.config.optimization.level})",
                 "leave one away, or name another level in it, such as optimization=none",
             )
-        if differing := _differing_data(other.config, arm.config):
+        if different := _different_data(other.config, arm.config):
             raise ConfigError(
                 KEY,
-                f"{both} read other data: {differing}",
+                f"{both} read other data: {different}",
                 "compare ways to train on the same samples; for the rest, sweep: -m data=…",
             )
 
@@ -233,10 +220,10 @@ def _work(config: RunConfig) -> dict[str, Any]:
     return work
 
 
-def _differing_data(one: RunConfig, other: RunConfig) -> str:
+def _different_data(one: RunConfig, other: RunConfig) -> str:
     """The first key of the data in which they differ, with both values; empty if in none."""
     ours, theirs = asdict(one.data), asdict(other.data)
-    for key in [*ours, *(k for k in theirs if k not in ours)]:
+    for key in ours | theirs:
         a, b = ours.get(key), theirs.get(key)
         if key not in LOADING and a != b:
             return f"data.{key} is {a} and {b}"

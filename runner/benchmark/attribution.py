@@ -9,28 +9,23 @@ together (Bonferroni).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from runner.benchmark.arms import Arm, knob_text
-from runner.benchmark.blocks import INTERRUPTED
-from runner.benchmark.parity_checker import ParityChecker, ParityVerdict
+from runner.benchmark.arms import Arm
+from runner.benchmark.blocks import INTERRUPTED, Finished
 from runner.benchmark.result import Attribution, Effect
-from runner.benchmark.rounds import MeasureOptions, Round, Told, run_round
-from runner.benchmark.rows import collect_choices
-from runner.benchmark.statistics import CONFIDENCE, SAME, Estimate
-from runner.benchmark.summary_text import summary_text
-from runner.benchmark.workers.messages import Finished
+from runner.benchmark.rounds import MeasureOptions, Round, run_round
+from runner.benchmark.statistics import COARSE, CONFIDENCE, SAME, Estimate, claim
 from runner.config import RunConfig
 
 INTERVALS = 3  # of each technique: alone, in company, the one over the other
 EACH = 2  # techniques to a round, which makes six processes of half a GB and more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
-CheckParity = Callable[[Arm, Mapping[str, Any]], ParityVerdict]
-"""Of an arm and the choices that its run has made: whether the numbers are right."""
+WORTH = {"same": "nothing", "": "nothing that can be told"}
+Interval = tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,7 @@ def attribute(
     options: MeasureOptions,
     summary: Mapping[str, Any],
     seed: int = 0,
-    told: Told | None = None,
     floor: float = 0.0,
-    check_parity: CheckParity | None = None,
 ) -> Attribution:
     """What the techniques of `level` are worth, one by one, next to `reference`.
 
@@ -61,21 +54,12 @@ def attribute(
     """
     effects, trials = plan_trials(level, reference, summary)
     alpha = (1 - CONFIDENCE) / max(1, INTERVALS * len(trials))
-    state = _Attribution(
-        level, reference, replace(options, alpha=alpha), told or (lambda line: None), effects
-    )
+    state = _Attribution(level, reference, replace(options, alpha=alpha), effects)
     try:
         stopped = state.run_rounds(trials, seed)
-        if stopped != INTERRUPTED and options.settings.parity:
-            with ExitStack() as stack:
-                if check_parity is None:
-                    checker = ParityChecker(options.settings.timeout_s, options.given)
-                    check_parity = stack.enter_context(checker).check
-                state.check_parity(trials, check_parity)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
-    noise = max(floor, state.spread(), SAME)
-    sentences = summary_text(list(effects.values()), level.name, noise, state.peaks)
+    sentences = summarize(list(effects.values()), level.name, max(floor, state.spread(), SAME))
     return Attribution(level.name, list(effects.values()), sentences, stopped)
 
 
@@ -86,11 +70,8 @@ class _Attribution:
     level: Arm
     reference: Arm
     options: MeasureOptions
-    told: Told
     effects: dict[str, Effect]
     ratios: list[float] = field(default_factory=list)  # log of plain / level, of each round
-    peaks: list[int] = field(default_factory=list)  # of the plain run
-    choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each arm added alone
 
     def run_rounds(self, trials: Sequence[AttributionTrial], seed: int) -> str:
         """Measure all trials, a few at a time; why it ended."""
@@ -98,13 +79,14 @@ class _Attribution:
         groups = [trials[i : i + EACH] for i in range(0, len(trials), EACH)]
         short = 0
         for number, group in enumerate(groups):
-            self.told(f"{' and '.join(t.name for t in group)}: round {number + 1} of {len(groups)}")
+            names = " and ".join(trial.name for trial in group)
+            self.options.announce(f"{names}: round {number + 1} of {len(groups)}")
             limit_s = left / (len(groups) - number)
-            round_ = self._run_round(group, limit_s, seed + number)
-            if round_.measured.stopped == INTERRUPTED:
+            measured = self._run_round(group, limit_s, seed + number).measured
+            if measured.stopped == INTERRUPTED:
                 return INTERRUPTED
-            left -= round_.measured.seconds
-            short += round_.measured.seconds >= limit_s
+            left -= measured.seconds
+            short += measured.seconds >= limit_s
         if not groups:
             return "there was nothing to measure"
         if not short:
@@ -118,52 +100,33 @@ class _Attribution:
         plain, level = self.reference.name, self.level.name
         arms = [self.reference, self.level]
         arms += [arm for trial in group for arm in (trial.added, trial.removed)]
-        round_ = run_round(arms, plain, budget_s, seed, self.options, self.told)
+        round_ = run_round(arms, plain, budget_s, seed, self.options)
         if (whole := round_.ratio([plain], [level])) is not None:
             self.ratios.append(math.log(whole.ratio))
-        if plain in round_.finished:
-            self.peaks.append(_peak_bytes(round_.finished[plain]))
         for trial in group:
-            self._note_added(trial, round_)
-            self._note_removed(trial, round_)
-            effect = self.effects[trial.name]
-            if effect.added is not None and effect.removed is not None:
-                both = round_.ratio([trial.removed.name, trial.added.name], [level, plain])
-                if both is not None:
-                    effect.interaction, effect.interaction_interval = _split(both)
+            added, removed = trial.added.name, trial.removed.name
+            effect, idle = self.effects[trial.name], _explain_idle(trial, round_)
+            if (alone := self._compare(effect, round_, plain, added, idle)) is not None:
+                effect.added, effect.added_interval = _split(alone)
+                effect.added_memory_bytes = _peak_difference(round_, added, plain)
+            if (company := self._compare(effect, round_, removed, level)) is not None:
+                effect.removed, effect.removed_interval = _split(company)
+                effect.removed_memory_bytes = _peak_difference(round_, level, removed)
+            both = round_.ratio([removed, added], [level, plain]) if alone and company else None
+            if both is not None:
+                effect.interaction, effect.interaction_interval = _split(both)
         return round_
 
-    def _note_added(self, trial: AttributionTrial, round_: Round) -> None:
-        effect, plain, name = self.effects[trial.name], self.reference.name, trial.added.name
-        if why := round_.explain_end(plain, name) or _explain_idle(trial, round_):
-            return _add_note(effect, why)
-        self.choices[name] = collect_choices(round_.finished.get(name))
-        effect.added_memory_bytes = _peak_difference(round_, name, plain)
-        alone = round_.ratio([plain], [name])
-        if alone is None:
-            return _add_note(effect, "too few blocks for an interval")
-        effect.added, effect.added_interval = _split(alone)
-
-    def _note_removed(self, trial: AttributionTrial, round_: Round) -> None:
-        effect, level, name = self.effects[trial.name], self.level.name, trial.removed.name
-        if why := round_.explain_end(self.reference.name, level, name):
-            return _add_note(effect, why)
-        effect.removed_memory_bytes = _peak_difference(round_, level, name)
-        company = round_.ratio([name], [level])
-        if company is None:
-            return _add_note(effect, "too few blocks for an interval")
-        effect.removed, effect.removed_interval = _split(company)
-
-    def check_parity(self, trials: Sequence[AttributionTrial], check: CheckParity) -> None:
-        """Whether each technique alone leaves the numbers right, where it is engaged."""
-        for trial in trials:
-            if trial.added.name in self.choices:
-                self.told(f"{trial.name}: checking parity")
-                verdict = check(trial.added, self.choices[trial.added.name])
-                effect = self.effects[trial.name]
-                effect.parity = verdict.parity
-                if verdict.parity in (None, "FAIL"):
-                    _add_note(effect, f"parity: {verdict.reason}")
+    def _compare(
+        self, effect: Effect, round_: Round, without: str, with_it: str, idle: str = ""
+    ) -> Estimate | None:
+        """The speedup of `with_it` over `without`; else None, and a note says why."""
+        why = round_.explain_end(self.reference.name, without, with_it) or idle
+        ratio = None if why else round_.ratio([without], [with_it])
+        note = why or "too few blocks for an interval"
+        if ratio is None and note not in effect.note:
+            effect.note = "; ".join(filter(None, [effect.note, note]))
+        return ratio
 
     def spread(self) -> float:
         """The share by which plain run and level differed from round to round.
@@ -188,15 +151,9 @@ def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
     return f"alone it does not take hold: {row.get('reason') or 'no reason given'}"
 
 
-def _add_note(effect: Effect, note: str) -> None:
-    if note not in effect.note:
-        effect.note = "; ".join(filter(None, [effect.note, note]))
-
-
 def _peak_bytes(finished: Finished) -> int:
     memory = finished.summary.get("memory") or {}
-    own = (memory.get("peak_process_bytes") or 0) + finished.worker_bytes
-    return int(memory.get("peak_device_bytes") or own)
+    return int(memory.get("peak_device_bytes") or memory.get("peak_process_bytes") or 0)
 
 
 def _peak_difference(round_: Round, name: str, than: str) -> int | None:
@@ -215,7 +172,10 @@ def plan_trials(
     effects: dict[str, Effect] = {}
     trials = []
     rows = {row["name"]: row for row in summary.get("techniques", [])}
-    for name in _requested(level.config):
+    names = [
+        name for name, technique in level.config.optimization.techniques() if technique.enabled
+    ]
+    for name in names + [one.rpartition(".")[2] for one in level.config.optimization.extra]:
         effects[name] = Effect(name, note=_explain_untried(name, level, reference, rows))
         if not effects[name].note:
             added = _take_technique(reference, level, name, f"{reference.name} + {name}")
@@ -239,29 +199,18 @@ def _explain_untried(
     return ""
 
 
-def _requested(config: RunConfig) -> list[str]:
-    own = [name for name, technique in config.optimization.techniques() if technique.enabled]
-    return own + [target.rpartition(".")[2] for target in config.optimization.extra]
-
-
 def _take_technique(arm: Arm, other: Arm, name: str, called: str) -> Arm:
     """The arm with that one technique as it is in the other."""
     config = copy(arm.config)
     config.optimization = deepcopy(arm.config.optimization)
     config.optimization.level, config.optimization.strict = "custom", False
-    wanted, own = _find_technique(other.config, name), _find_technique(arm.config, name)
-    if isinstance(wanted, str | None):  # a technique of the user's own, by its class
+    theirs = _find_technique(other.config, name)
+    if isinstance(theirs, str | None):  # a technique of the user's own, by its class
         extra = [t for t in config.optimization.extra if t.rpartition(".")[2] != name]
-        config.optimization.extra = extra + ([wanted] if wanted else [])
-        typed = [f"optimization.extra=[{','.join(config.optimization.extra)}]"]
+        config.optimization.extra = extra + ([theirs] if theirs else [])
     else:
-        setattr(config.optimization, name, deepcopy(wanted))
-        typed = [
-            f"optimization.{name}.{knob.name}={knob_text(getattr(wanted, knob.name))}"
-            for knob in fields(wanted)
-            if own is None or getattr(wanted, knob.name) != getattr(own, knob.name)
-        ]
-    return Arm(called, config, [*arm.overrides, *typed])
+        setattr(config.optimization, name, deepcopy(theirs))
+    return Arm(called, config)
 
 
 def _find_technique(config: RunConfig, name: str) -> Any:
@@ -270,3 +219,58 @@ def _find_technique(config: RunConfig, name: str) -> Any:
         if own == name:
             return technique
     return next((t for t in config.optimization.extra if t.rpartition(".")[2] == name), None)
+
+
+# -- the sentences ---------------------------------------------------------------------------------
+
+
+def summarize(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
+    """What to take away, the most important first: only what is beyond `floor`, a share."""
+    company = {e.name: _claim(e.removed, e.removed_interval, floor) for e in effects}
+    alone = {e.name: _claim(e.added, e.added_interval, floor) for e in effects}
+    measured = [e for e in effects if e.removed is not None or e.added is not None]
+    harmful = [e for e in measured if company[e.name] == "slower"]
+    rest = [e for e in measured if e not in harmful]
+    useful = [
+        e for e in rest if company[e.name] == "faster" or alone[e.name] in ("faster", "slower")
+    ]
+    lines = [_describe_harm(e, level) for e in sorted(harmful, key=lambda e: e.removed or 1.0)]
+    for e in sorted(useful, key=lambda e: max(e.added or 0.0, e.removed or 0.0), reverse=True):
+        by_itself = _describe_worth(e.added, e.added_interval, alone[e.name])
+        together = _describe_worth(e.removed, e.removed_interval, company[e.name])
+        lines.append(f"{e.name}: alone {by_itself}, in company {together}")
+    bar = 100 * (floor if floor <= COARSE else SAME)
+    unproved = [e for e in rest if e not in useful]
+    groups = {
+        f"nothing{' else' if useful else ''} is worth more than {bar:.1f} %": [
+            e.name for e in unproved if company[e.name] == "same"
+        ],
+        "not known": [e.name for e in unproved if company[e.name] != "same"],
+        "not measured": [e.name for e in effects if e not in measured],
+    }
+    return lines + [f"{text}: {', '.join(names)}" for text, names in groups.items() if names]
+
+
+def _describe_harm(effect: Effect, level: str) -> str:
+    removed, (low, high) = effect.removed or 1.0, effect.removed_interval or (1.0, 1.0)
+    return (
+        f"left out of {level}, {effect.name} makes it {100 / removed - 100:.1f} % faster here "
+        f"(95 %: {100 / high - 100:.1f} to {100 / low - 100:.1f} %): drop it"
+    )
+
+
+def _describe_worth(ratio: float | None, interval: Interval, what: str) -> str:
+    if ratio is None or interval is None:
+        return "not known"
+    if what in WORTH:
+        return WORTH[what]
+    return f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
+
+
+def _claim(ratio: float | None, interval: Interval, floor: float) -> str:
+    if ratio is None or interval is None:
+        return ""
+    what = claim(Estimate(ratio, *interval), floor)
+    # each technique has processes of its own: the noise of these comes on top of the interval's
+    clear = interval[0] > 1 + floor or interval[1] < 1 / (1 + floor)
+    return what if what == "same" or clear else ""

@@ -9,15 +9,15 @@ it the last one. That is counted for independent blocks; where they are not, int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from runner.benchmark.statistics import CONFIDENCE, Estimate, Spending, fewest_blocks, paired
 
-KEPT_STEPS = 512  # of a turn, at even ranks: p95 stays, and hours of small steps fit the memory
 INTERRUPTED = "interrupted"
 SHARE = 1 / 6  # of what is left, for a look that is not the last: enough for one at 8 blocks
 LOOKS = (
@@ -31,12 +31,19 @@ LOOKS = (
 )
 
 
-@dataclass(frozen=True)
-class TurnLoad:
-    """How the machine was during one arm's turn; None where it cannot be told."""
+# -- what an arm's process answers: plain data that goes through a pipe ----------------------------
 
-    others: float | None = None  # share of the CPUs that other processes took
-    mhz: float | None = None
+
+@dataclass(frozen=True)
+class Ready:
+    """An arm that has made its first steps."""
+
+    samples_per_step: int
+    setup_seconds: float  # from the start of the process to the end of its first step
+    warm_ms: float  # a late warm-up step
+    compile_seconds: float = 0.0  # as the compiler itself counts them, until the warm-up's end
+    settling_seconds: float = 0.0  # of the warm-up steps but the first, beyond as many late ones
+    workers: int = 0  # processes that fetch its data
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,18 @@ class Turn:
     per_sample_ms: float  # of the median step, or with data workers the mean: what is compared
     step_ms: list[float] = field(default_factory=list)  # on an accelerator the mean one alone
     data_seconds: float = 0.0
-    load: TurnLoad = field(default_factory=TurnLoad)
+    others: float | None = None  # share of the CPUs that other processes took; None: not known
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An arm that has ended as it should."""
+
+    summary: dict[str, Any]  # summary.json
+    losses: list[float]  # of the first steps, warm-up included
+    problems: list[str]  # signs that it does not train
+    metrics: dict[str, float]  # of `MeasureOptions.metrics`
+    notes: list[str] = field(default_factory=list)
 
 
 class ArmEnded(Exception):
@@ -59,6 +77,9 @@ class ArmEnded(Exception):
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+# -- the blocks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,7 @@ def run_blocks(
     block_s: float,
     seed: int,
     clock: Callable[[], float],
-    told: Callable[[Mapping[str, Estimate], int, float], None] | None = None,
+    watch: Callable[[Measured], None] | None = None,
 ) -> Measured:
     """Measure until every interval is narrow or the budget is spent; `turn(name, seconds)` is one.
 
@@ -108,8 +129,7 @@ def run_blocks(
     first look. Ctrl-C is not raised: the measurements so far come back, with the intervals of the
     last look and `stopped="interrupted"`.
 
-    `told` receives after every block the estimates so far (nan for an interval before the first
-    look), the number of blocks and the seconds spent.
+    `watch` receives the measurements so far at every look.
     """
     measured = Measured({name: [] for name in names}, {})
     state = _Blocks(turn, reference, rule, block_s, clock, measured, list(names))
@@ -118,8 +138,8 @@ def run_blocks(
         while not measured.stopped:
             state.block([state.active[i] for i in draw.permutation(len(state.active))])
             measured.stopped = state.after_block()
-            if told is not None:
-                told(state.display_ratios(), measured.blocks, measured.seconds)
+            if watch is not None and measured.blocks in rule.looks:
+                watch(measured)
     except KeyboardInterrupt:
         measured.stopped = INTERRUPTED
         state.interrupted()
@@ -127,26 +147,24 @@ def run_blocks(
     return measured
 
 
+@dataclass
 class _Blocks:
     """The state of `run_blocks`."""
 
-    def __init__(
-        self,
-        turn: Callable[[str, float], Turn],
-        reference: str,
-        rule: StoppingRule,
-        block_s: float,
-        clock: Callable[[], float],
-        measured: Measured,
-        active: list[str],
-    ) -> None:
-        self.turn, self.reference, self.rule, self.block_s = turn, reference, rule, block_s
-        self.measured, self.active = measured, active  # the latter take turns
-        self.times: dict[str, list[float]] = {name: [] for name in active}
-        self.spending = Spending(rule.alpha)
-        self.least = fewest_blocks(rule.alpha)
+    turn: Callable[[str, float], Turn]
+    reference: str
+    rule: StoppingRule
+    block_s: float
+    clock: Callable[[], float]
+    measured: Measured
+    active: list[str]  # take turns
+
+    def __post_init__(self) -> None:
+        self.times: dict[str, list[float]] = {name: [] for name in self.active}
+        self.spending = Spending(self.rule.alpha)
+        self.least = fewest_blocks(self.rule.alpha)
         self.overdrawn = False  # the budget was too small for any interval
-        self.clock, self.start = clock, clock()
+        self.start = self.clock()
 
     def block(self, order: Sequence[str]) -> None:
         """Give every arm its turn."""
@@ -156,7 +174,7 @@ class _Blocks:
             except ArmEnded as error:
                 self._drop(name, error)
                 continue
-            self.measured.turns[name].append(_thin(turn))
+            self.measured.turns[name].append(turn)
             self.times[name].append(turn.per_sample_ms)
         self.measured.blocks += 1
 
@@ -181,15 +199,6 @@ class _Blocks:
         if over:
             return f"the budget of {rule.budget_s:g} s is spent"
         return f"all {measured.blocks} blocks of the plan are made" if last else ""
-
-    def display_ratios(self) -> dict[str, Estimate]:
-        """Ratios for a display, without an interval that no look has paid for."""
-        known = self.measured.estimates
-        return {
-            name: known.get(name) or Estimate(ratio, math.nan, math.nan)
-            for name, ratio in self._ratios().items()
-            if name not in self.measured.ended
-        }
 
     def interrupted(self) -> None:
         """Keep the last look's estimates: a person may have stopped because of the ratios."""
@@ -245,11 +254,3 @@ class _Blocks:
         if self.reference in self.measured.ended:
             return f"the reference, {self.reference}, ended: there are no ratios"
         return f"there is no arm to compare with {self.reference}"
-
-
-def _thin(turn: Turn) -> Turn:
-    """The turn with `KEPT_STEPS` of its steps, the fastest and the slowest among them."""
-    if len(turn.step_ms) <= KEPT_STEPS:
-        return turn
-    ranks = np.linspace(0, len(turn.step_ms) - 1, KEPT_STEPS).round().astype(int)
-    return replace(turn, step_ms=np.sort(turn.step_ms)[ranks].tolist())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import shlex
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -16,36 +15,31 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
 from torch.utils.benchmark import Timer
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, Turn
-from runner.benchmark.engine import interruptible
+from runner.benchmark.blocks import INTERRUPTED, Finished, Turn
 from runner.benchmark.machine import machine
 from runner.benchmark.result import BETTER, FAILS, HOLDS, UNDECIDED, ClaimResult, Claims
-from runner.benchmark.rounds import MeasureOptions, Round, Told, run_round
+from runner.benchmark.rounds import MeasureOptions, Round, interruptible, run_round
 from runner.benchmark.rows import median_load
 from runner.benchmark.statistics import Estimate, noise_floor
-from runner.benchmark.workers.messages import Finished
 from runner.composing import compose
 from runner.config import RunConfig
 from runner.data.batch import call
-from runner.device import memory, phases
+from runner.device import memory
 from runner.errors import Interrupted, RunnerError
 from runner.models import modes
 from runner.overrides.groups import CONF
 from runner.record import provenance
 from runner.techniques.probe import dry_run_step
-from runner.techniques.quantization import latency_ratio
 from runner.training.run import Run
 
 FOLDER = CONF / "benchmark" / "claims"
 PLAIN, AGAIN = "plain", "plain, again"
-GAINS = ("speed", "inference", "scaling")  # at least the bar; everything else at most
-IMAGES, SIDE = 256, 256  # JPEG files of each of two classes, and their pixels
+GAINS = ("speed", "scaling")  # at least the bar; everything else at most
 ROUNDS, SETTLING = 9, 2  # forwards that are timed, and before
 READINGS = 6  # least to largest of six hold the median with 97 %
 
@@ -56,14 +50,12 @@ class Claim:
 
     name: str
     claimed: str
-    measures: str  # speed | cost | memory | memory of a step | inference | latency | scaling
+    measures: str  # speed | memory | memory of a step | latency | scaling
     bar: float
     note: str  # why it should hold, or should not
     arm: str = ""
     needs: str = ""  # the technique that must have engaged
-    tool: str = ""  # the debug tool whose own seconds count
     range_end: float | None = None  # far end of a claimed range
-    run_steps: int | None = None  # of the run over which the tool's seconds are spread
 
 
 @dataclass(frozen=True)
@@ -77,33 +69,29 @@ class ClaimTrial:
     plain: list[str] = field(default_factory=lambda: ["optimization=none"])
     block_s: float | None = None  # where turns have to be longer
     share: float = 1.0  # of the budget, next to the other trials
-    images: bool = False  # reads image files, which are made first
     gpus: int = 0  # GPUs it takes
 
 
 def load_trials(folder: Path = FOLDER) -> list[ClaimTrial]:
     """The trials of every YAML file in `folder`."""
-    rows = [
-        row
-        for path in sorted(folder.glob("*.yaml"))
-        for row in yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]
-    ]
-    return [
-        ClaimTrial(**{**row, "claims": [Claim(**claim) for claim in row["claims"]]}) for row in rows
-    ]
+    trials = []
+    for path in sorted(folder.glob("*.yaml")):
+        for row in yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]:
+            claims = [Claim(**claim) for claim in row["claims"]]
+            trials.append(ClaimTrial(**{**row, "claims": claims}))
+    return trials
 
 
 def measure_claims(
     config: RunConfig,
-    told: Told | None = None,
     each: Callable[[Claims], None] | None = None,
     trials: Sequence[ClaimTrial] | None = None,
     options: MeasureOptions | None = None,
 ) -> Claims:
     """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
 
-    The budget is shared by `Trial.share`; starting and compiling come on top. `each` receives the
-    claims so far after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
+    The budget is shared by `ClaimTrial.share`; starting and compiling come on top. `each` receives
+    the claims so far after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
     """
     trials, options = trials or load_trials(), options or MeasureOptions(config.benchmark)
     claims = Claims(
@@ -112,13 +100,12 @@ def measure_claims(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
-    with tempfile.TemporaryDirectory(prefix="runner-claims-") as folder, interruptible() as signals:
+    with interruptible() as signals:
         for number, trial in enumerate(trials):
-            if told is not None:
-                told(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
+            options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
             budget_s = left * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
             try:
-                round_ = _run_trial(trial, config, budget_s, Path(folder), options, told)
+                round_ = _run_trial(trial, config, budget_s, options)
                 if round_.measured.stopped == INTERRUPTED:
                     raise KeyboardInterrupt
             except RunnerError as error:  # a config that this machine or version refuses
@@ -139,21 +126,15 @@ def measure_claims(
 
 
 def _run_trial(
-    trial: ClaimTrial,
-    config: RunConfig,
-    budget_s: float,
-    folder: Path,
-    options: MeasureOptions,
-    told: Told | None,
+    trial: ClaimTrial, config: RunConfig, budget_s: float, options: MeasureOptions
 ) -> Round:
     """The trial's arms side by side, the plain one twice."""
     if trial.gpus:
         count = torch.cuda.device_count()
         raise RunnerError(f"needs {trial.gpus} GPUs in one run; torch sees {count} here")
-    work = [*trial.work, *_make_images(folder)] if trial.images else trial.work
     arms = []
     for name, overrides in {PLAIN: trial.plain, **trial.arms}.items():
-        arm_config = compose([*work, *overrides])
+        arm_config = compose([*trial.work, *overrides])
         arm_config.device, arm_config.seed = config.device, config.seed
         arms.append(Arm(name, arm_config, list(overrides)))
     if options.settings.control:
@@ -163,21 +144,7 @@ def _run_trial(
     for claim in trial.claims:
         metrics |= METRICS.get(claim.measures, {})
     options = replace(options, settings=settings, metrics=metrics)
-    return run_round(arms, PLAIN, budget_s, config.seed, options, told)
-
-
-def _make_images(folder: Path) -> list[str]:
-    """JPEG files of smooth noise, which compress as photographs do."""
-    from PIL import Image
-
-    draw = np.random.default_rng(0)
-    for label, least in (("dark", 0), ("light", 128)):
-        (folder / label).mkdir(exist_ok=True)
-        for number in range(IMAGES):
-            coarse = draw.integers(least, least + 128, (16, 16, 3)).astype(np.uint8)
-            picture = Image.fromarray(coarse).resize((SIDE, SIDE))
-            picture.save(folder / label / f"{number}.jpg", quality=90)
-    return [f"data.path={folder}"]
+    return run_round(arms, PLAIN, budget_s, config.seed, options)
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -190,7 +157,7 @@ def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     if why:
         return row
     noise = 0.0
-    if claim.measures in ("speed", "cost") and {*round_.ready, *round_.ended} >= {AGAIN}:
+    if claim.measures == "speed" and {*round_.ready, *round_.ended} >= {AGAIN}:
         noise = noise_floor(round_.ratio([PLAIN], [AGAIN]))
         row.noise = noise if math.isfinite(noise) else None
     estimate = _estimate(claim, round_)
@@ -227,27 +194,13 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
     ours, plain = round_.finished[claim.arm], round_.finished[PLAIN]
     if claim.measures == "speed":
         return round_.ratio([PLAIN], [claim.arm])
-    if claim.measures == "cost":
-        return _estimate_cost(claim, round_, ours)
-    if claim.measures in ("inference", "latency"):
+    if claim.measures == "latency":
         return _range_ratio(_readings(ours, claim.measures), [1.0])
-    held = []
+    peaks = []
     for one in (ours, plain):
         state = one.metrics.get("state_bytes", 0.0) if claim.measures == "memory" else 0.0
-        held.append([state + step for step in _readings(one, "step_bytes")])
-    return _range_ratio(*held)
-
-
-def _estimate_cost(claim: Claim, round_: Round, ours: Finished) -> Estimate | None:
-    """The ratio of step times, plus the seconds that the tool itself took, spread over the run."""
-    ratio = round_.ratio([claim.arm], [PLAIN])
-    if ratio is None or not claim.tool:
-        return ratio
-    step = median(turn.seconds / turn.steps for turn in round_.measured.turns[PLAIN])
-    tools = [row for row in ours.summary.get("tools") or [] if row["name"] == claim.tool]
-    steps = claim.run_steps or ours.summary["steps"]
-    more = sum(tool["seconds"] for tool in tools) / (steps * step)
-    return Estimate(ratio.ratio + more, ratio.low + more, ratio.high + more)
+        peaks.append([state + step for step in _readings(one, "step_bytes")])
+    return _range_ratio(*peaks)
 
 
 def _readings(finished: Finished, name: str) -> list[float]:
@@ -272,8 +225,7 @@ def _explain_missing(claim: Claim, round_: Round) -> str:
 
 
 def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
-    path = ["data.path=FOLDER"] if trial.images else []
-    words = [*trial.work, *path, *trial.arms.get(claim.arm, ())]
+    words = [*trial.work, *trial.arms.get(claim.arm, ())]
     return ClaimResult(
         name=claim.name,
         said=claim.claimed,
@@ -294,7 +246,7 @@ def step_bytes(run: Run) -> float:
     Of the device, or of the process on a CPU. Free memory is given back before.
     """
     memory.clean(run.device)
-    with phases.peak(run.device) as peak:
+    with memory.peak(run.device) as peak:
         dry_run_step(run)
         run.device.synchronize()
     if run.device.kind == "cpu":
@@ -308,13 +260,6 @@ def state_bytes(run: Run) -> float:
     for state in run.update.optimizer.state.values():
         tensors += [value for value in state.values() if hasattr(value, "nbytes")]
     return float(sum(tensor.nbytes for tensor in tensors))
-
-
-def int8_speedup(run: Run) -> float:
-    """Time of a float forward over an int8 one; ValueError without an int8 model."""
-    if run.quantized is None:
-        raise ValueError("there is no int8 model")
-    return 1 / latency_ratio(run, run.quantized.model)
 
 
 def compiled_latency(run: Run) -> float:
@@ -343,7 +288,6 @@ def _repeat(name: str, metric: Callable[[Run], float]) -> dict[str, Callable[[Ru
 METRICS = {
     "memory": {"state_bytes": state_bytes, **_repeat("step_bytes", step_bytes)},
     "memory of a step": _repeat("step_bytes", step_bytes),
-    "inference": _repeat("inference", int8_speedup),
     "latency": _repeat("latency", compiled_latency),
 }
 """Functions of the finished run that a claim needs, by what it measures."""

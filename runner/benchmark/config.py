@@ -22,8 +22,6 @@ class BenchmarkConfig:
     control: bool = True  # the reference a second time: what a difference of nothing looks like
     parity: bool = True  # whether each arm's numbers are right
     timeout_s: float = bounded(900.0, above=0)  # for an arm to make its first steps
-    target_loss: float | None = None  # also: seconds of steps until the training loss is below
-    metrics: list[str] = field(default_factory=list)  # your own: functions of the finished run
     attribute: bool = False  # what each technique of the last arm's level is worth
     attribute_budget_s: float = bounded(300.0, above=0)
     baseline: str | None = None  # a stored result to compare this one with

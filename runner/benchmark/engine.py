@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from runner.benchmark import rows
@@ -21,8 +19,8 @@ from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine
 from runner.benchmark.parity_checker import ParityChecker
-from runner.benchmark.result import DONE, MEAN, BenchmarkResult
-from runner.benchmark.rounds import MeasureOptions, Told, Watched, run_round
+from runner.benchmark.result import DONE, BenchmarkResult
+from runner.benchmark.rounds import MeasureOptions, interruptible, run_round
 from runner.benchmark.workers.pool import WorkerPool
 from runner.config import config_hash
 from runner.errors import Interrupted, StorageError
@@ -44,10 +42,8 @@ def measure(
     settings: BenchmarkConfig,
     folder: Path | None = None,
     given: Any = None,
-    metrics: Mapping[str, Any] | None = None,
     seed: int = 0,
-    told: Told | None = None,
-    watched: Watched | None = None,
+    announce: Callable[[str], None] | None = None,
     pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool,
     clock: Callable[[], float] = time.monotonic,
 ) -> BenchmarkResult:
@@ -60,11 +56,13 @@ def measure(
     """
     reference = reference_of(arms, settings)
     check_budget(settings, len(arms))
-    options = MeasureOptions(settings, folder, given, metrics, pool, clock)
-    benchmark = _Benchmark(arms, reference, options, told or log.info)
+    options = MeasureOptions(
+        settings, folder, given, None, pool, clock, announce=announce or log.info
+    )
+    benchmark = _Benchmark(arms, reference, options)
     with interruptible() as received:
         try:
-            benchmark.measure(seed, watched)
+            benchmark.measure(seed)
             benchmark.write()  # before parity, which takes its time
             benchmark.check_parity()
         except KeyboardInterrupt:
@@ -75,33 +73,11 @@ def measure(
     return result
 
 
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """SIGTERM is a KeyboardInterrupt as Ctrl-C is; gives the signals that came."""
-    received: list[int] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before = {n: signal.signal(n, end) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class _Benchmark:
     """The steps of a benchmark, and the measurements so far."""
 
-    def __init__(
-        self, arms: Sequence[Arm], reference: Arm, options: MeasureOptions, told: Told
-    ) -> None:
-        self.arms, self.reference, self.options, self.told = arms, reference, options, told
+    def __init__(self, arms: Sequence[Arm], reference: Arm, options: MeasureOptions) -> None:
+        self.arms, self.reference, self.options = arms, reference, options
         self.measurements = rows.Measurements(reference=reference.name)
         self.processes = [reference, *(arm for arm in arms if arm is not reference)]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -112,20 +88,20 @@ class _Benchmark:
             self.measurements.control = name
             self.processes.insert(1, replace(reference, name=name, folder=""))
 
-    def measure(self, seed: int, watched: Watched | None) -> None:
+    def measure(self, seed: int) -> None:
         """All arms and the control in one round; a reference that died leaves times alone."""
+        budget_s = self.options.settings.budget_s
         measured = run_round(
             self.processes,
             self.reference.name,
-            self.options.settings.budget_s,
+            budget_s,
             seed,
             self.options,
-            self.told,
-            watched,
             self.measurements,
             needs_reference=False,
         ).measured
-        self.told(f"{measured.blocks} blocks in {measured.seconds:.0f} s: {measured.stopped}")
+        blocks = f"{measured.blocks} blocks in {measured.seconds:.0f} s"
+        self.options.announce(f"{blocks}: {measured.stopped}")
         if measured.stopped == INTERRUPTED:
             raise KeyboardInterrupt
 
@@ -139,7 +115,7 @@ class _Benchmark:
             for arm in arms:
                 verdict = checker.check(arm, rows.collect_choices(finished[arm.name]))
                 self.measurements.verdicts[arm.name] = verdict
-                self.told(f"parity of {arm.name}: {verdict.parity or verdict.reason}")
+                self.options.announce(f"parity of {arm.name}: {verdict.parity or verdict.reason}")
 
     def write(self) -> BenchmarkResult:
         """The result so far; kept in the folder where there is one."""
@@ -155,9 +131,10 @@ class _Benchmark:
         measurements, measured = self.measurements, self.measurements.measured
         settings, reference = self.options.settings, self.reference
         results = [rows.make_row(arm, measurements, settings, reference) for arm in self.arms]
-        rows.note_rare_steps(results, reference.name)
         control, floor = measurements.control_result(), measurements.noise_floor()
         load = rows.median_load(measured.turns)
+        alive = [arm for arm in self.arms if arm.name in measurements.ready]
+        notes = rows.describe_differences(alive, reference) + rows.describe_ends(measurements)
         return BenchmarkResult(
             reference.config.name,
             reference.name,
@@ -170,37 +147,13 @@ class _Benchmark:
             stopped=measured.stopped or "no arm could be measured",
             machine=machine([row.summary for row in results]),
             load=load,
-            notes=[*self._notes(), *rows.describe_noise(load, control)],
+            notes=[*notes, *rows.describe_noise(load, control)],
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
             config_hash=config_hash(reference.config),
             started=self.started,
         )
-
-    def _notes(self) -> list[str]:
-        """What one has to know to read the rows."""
-        measurements, name = self.measurements, self.reference.name
-        alive = [arm for arm in self.arms if arm.name in measurements.ready]
-        notes = rows.describe_differences(alive, self.reference)
-        if measurements.compared == MEAN:
-            notes.append(
-                "data workers hand over several batches at a time: what is compared, and the step "
-                "that is shown, is the mean step of each turn, not the median one"
-            )
-        if (ended := measurements.ended.get(name)) is not None:
-            notes.append(
-                f"the reference, {name}, ended ({ended.status}: {ended}): the others have times "
-                "and no speed-ups; benchmark.reference=… names another"
-            )
-        if (ended := measurements.ended.get(measurements.control)) is not None:
-            notes.append(f"the control ended ({ended.status}: {ended})")
-        if measurements.measured.estimates and math.isinf(measurements.noise_floor()):
-            notes.append(
-                f"{measurements.control} has no interval: the noise floor is not known, "
-                "so nothing is claimed"
-            )
-        return notes
 
 
 def failures(result: BenchmarkResult) -> list[str]:

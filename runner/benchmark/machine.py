@@ -7,12 +7,10 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
-from runner.benchmark.blocks import TurnLoad
 from runner.device import capabilities
 from runner.record import provenance
 
@@ -48,61 +46,43 @@ def machine_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list
     ]
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Counters of the kernel at one time, in seconds."""
-
-    at: float
-    busy: float  # of the CPUs that this process may use
-    ours: float  # CPU time of the processes that work for us
-
-
 class LoadMonitor:
-    """Load during one turn of the process `pid`; some 300 µs at each end, 100 µs in between.
+    """Load during one turn of the process `pid`; some 300 µs at each end.
 
     Counters are in hundredths of a second, so one short turn is known to a few per cent only; what
     counts is the median over the blocks.
     """
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.mhz: float | None = None
-        self.before = _read_counters(pid)
+        self.pid, self.before = pid, _read_counters(pid)
 
-    def read_clock(self) -> None:
-        """In the middle of the turn: clocks fall as soon as the work is done."""
-        with suppress(OSError, NotImplementedError, RuntimeError):
-            clock = psutil.cpu_freq()  # a mean over the cores; None where it is not known
-            self.mhz = float(clock.current) if clock is not None and clock.current else None
-
-    def load(self) -> TurnLoad:
-        """The load since the monitor was made."""
+    def others(self) -> float | None:
+        """Share of the CPUs that other processes took since the monitor was made; None: unknown."""
         before, after = self.before, _read_counters(self.pid)
-        if before is None or after is None or after.at <= before.at:
-            return TurnLoad(mhz=self.mhz)
-        capacity = (after.at - before.at) * len(os.sched_getaffinity(0))
-        others = after.busy - before.busy - (after.ours - before.ours)
-        return TurnLoad(min(1.0, max(0.0, others / capacity)), self.mhz)
+        if before is None or after is None or after[0] <= before[0]:
+            return None
+        seconds, busy, ours = (b - a for a, b in zip(before, after, strict=True))
+        return min(1.0, max(0.0, (busy - ours) / (seconds * len(os.sched_getaffinity(0)))))
 
 
-def _read_counters(pid: int) -> Counters | None:
-    """Counters now; None where the process is gone, or the system is not Linux."""
+def _read_counters(pid: int) -> tuple[float, float, float] | None:
+    """Time, busy time of our CPUs, CPU time of the processes that work for us, in seconds.
+
+    None where the process is gone, or the system is not Linux.
+    """
     at = time.monotonic()
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         cores, cpus = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
     except (OSError, AttributeError, psutil.Error):
         return None
-    busy = sum(
-        cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq
-        for number, cpu in enumerate(cpus)
-        if number in cores
-    )
+    used = [cpu for number, cpu in enumerate(cpus) if number in cores]
+    busy = sum(cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq for cpu in used)
     ours = 0.0
     for process in (*processes, psutil.Process()):
         with suppress(psutil.Error):  # it ended meanwhile; its parent has its time
-            spent = process.cpu_times()
-            ours += spent.user + spent.system
+            times = process.cpu_times()
+            ours += times.user + times.system
             if process.pid != os.getpid():  # ours also has that of arms that are gone
-                ours += spent.children_user + spent.children_system
-    return Counters(at, busy, ours)
+                ours += times.children_user + times.children_system
+    return at, busy, ours

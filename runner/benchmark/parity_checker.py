@@ -6,13 +6,10 @@ process costs its own verdict only.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.benchmark.arms import Arm, asks
@@ -47,7 +44,6 @@ class ParityChecker:
     def __init__(self, timeout_s: float, given: Any = None) -> None:
         self.timeout_s, self.given = timeout_s, given
         self.process: ChildProcess | None = None
-        self.folder = Path(tempfile.mkdtemp(prefix="runner-parity-"))
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +53,6 @@ class ParityChecker:
             self.process.dismiss()
             self.process.wait(ENDING_S)  # so that it returns its semaphores to the system
         self._end()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def check(
         self, arm: Arm, choices: Mapping[str, Any] | None = None, within_s: float | None = None
@@ -72,7 +67,7 @@ class ParityChecker:
         try:
             if self.process is None:
                 arguments = (packed({"given": self.given}),)
-                self.process = ChildProcess(_main, arguments, self.folder / "log")
+                self.process = ChildProcess(_main, arguments, None)
                 self.process.start()
             self.process.ask({"config": arm.config, "choices": choices or {}})
             return ParityVerdict(*self.process.answer(limit_s))
@@ -80,9 +75,7 @@ class ParityChecker:
             self._end()
             if ended.status == "timeout":
                 return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
-            return ParityVerdict(
-                None, f"the process that judged it: {ended.reason.partition('; see')[0]}"
-            )
+            return ParityVerdict(None, f"the process that judged it: {ended.reason}")
         except UsageError as error:
             return ParityVerdict(None, str(error))
 

@@ -18,7 +18,7 @@ from runner.benchmark.machine import machine, machine_differences
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
 from runner.benchmark.statistics import CONFIDENCE, Estimate, unpaired
 from runner.errors import ConfigError, StorageError
-from runner.record.text import escape_control_chars
+from runner.record.text import escape_control_chars as escape
 
 KEY = "benchmark.baseline"
 NEEDED: dict[str, type] = {"cpu": str, "cores": int, "memory_gib": int, "platform": str}
@@ -27,10 +27,6 @@ LARGEST_FLOOR = 10.0  # beyond this a control says nothing
 PARITY = ("exact", "explained by precision", "FAIL")  # from good to bad
 LEAST_BYTES = 16 << 20  # what two runs of the same differ by in memory, and more
 QUIET = 0.05  # share of the CPUs that others may take where times by themselves are judged
-CLOCK = 0.05  # share that the clocks of two sessions may differ by, where times are judged
-ROUNDINGS = {"amp": 2**-8, "tf32": 2**-11}  # of bf16, the coarser of the 16-bit types, and TF32
-FULL = 2**-24  # of fp32
-GROWTH = {True: 2.0, False: 64.0}  # roundings a step that a loss may be off by: 16 bits, fp32
 
 Pair = tuple[ArmResult, ArmResult]  # of now and of then
 
@@ -49,7 +45,7 @@ class BaselineComparison:
         """As `BenchmarkResult.baseline` keeps it."""
         return {
             "path": self.path,
-            "started": escape_control_chars(self.started),
+            "started": escape(self.started),
             "regressed": bool(self.regressions),
             "sentences": [*(self.regressions or ["nothing got worse"]), *self.notes],
             "regressions": self.regressions,
@@ -65,19 +61,40 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
     """
     if settings.baseline is None:
         return None
-    baseline = read_baseline(settings.baseline)
+    try:
+        baseline = BenchmarkResult.read(Path(settings.baseline))
+    except StorageError as error:
+        raise ConfigError(KEY, escape(str(error)), "name a benchmark.json or its folder") from error
+    if (damage := next(_find_damage(baseline), None)) is not None:
+        raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
     _check_machine(baseline, machine())
     theirs = [arm.name for arm in baseline.arms]
     if not set(theirs) & set(names):
-        known = escape_control_chars(", ".join(theirs))
-        raise ConfigError(KEY, f"has none of the arms that are measured now, but {known}")
+        text = f"has none of the arms that are measured now, but {escape(', '.join(theirs))}"
+        raise ConfigError(KEY, text)
     return baseline
+
+
+def _find_damage(result: BenchmarkResult) -> Iterator[str]:
+    """Values that no benchmark writes: an impossible number would decide every comparison."""
+    for key, kind in NEEDED.items():
+        if type(result.machine.get(key)) is not kind:
+            yield f"machine.{key} is {result.machine.get(key)!r:.40}"
+    if result.noise_floor is not None and not 0 <= result.noise_floor <= LARGEST_FLOOR:
+        yield f"noise_floor is {result.noise_floor}"
+    if len({arm.name for arm in result.arms}) < max(1, len(result.arms)):
+        yield "there is no arm, or one comes twice"
+    for number, arm in enumerate(result.arms):
+        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
+            yield f"arms[{number}].per_sample_ms has a time that is not above 0"
+        if arm.parity not in (None, *PARITY):
+            yield f"arms[{number}].parity is {arm.parity!r:.40}"
 
 
 def _check_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
     differing = machine_differences(now, then.machine)
     if differing:
-        what = f"is of another machine: {escape_control_chars('; '.join(differing))}"
+        what = f"is of another machine: {escape('; '.join(differing))}"
         raise ConfigError(KEY, what, "measure a new baseline on this machine")
 
 
@@ -87,34 +104,43 @@ def against(
     """Compare every arm that both have with itself. Raises ConfigError for another machine."""
     _check_machine(then, now.machine)
     result = BaselineComparison(str(settings.baseline), then.started)
-    before = {arm.name: arm for arm in then.arms}
-    pairs: list[Pair] = []
-    for arm in now.arms:
-        name, old = escape_control_chars(arm.name), before.get(arm.name)
-        if old is None:
-            result.notes.append(f"{name} is not in the stored result")
-        elif differing := _differing_work(arm, old):
-            result.notes.append(f"{name} is not compared: {escape_control_chars(differing)}")
-        else:
-            pairs.append((arm, old))
-    names = {arm.name for arm in now.arms}
-    missing = [escape_control_chars(name) for name in before if name not in names]
-    result.notes += [f"{name} was not measured now" for name in missing]
+    pairs = _pair_arms(now, then, result)
     torch, was = now.machine.get("torch"), then.machine.get("torch")
     if torch != was:
-        result.notes.append(escape_control_chars(f"torch is {torch} and was {was}"))
+        result.notes.append(escape(f"torch is {torch} and was {was}"))
     for arm, old in pairs:
         if arm.status != DONE and old.status == DONE:
-            ended = escape_control_chars(f"{arm.name} ended: {arm.status}: {arm.reason}")
+            ended = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
             result.regressions.append(ended)
     _compare_times(now, then, pairs, settings.tolerance, result)
     for arm, old in pairs:
         result.regressions += _compare_memory(arm, old, settings.tolerance)
-        result.regressions += _compare_numbers(arm, old, result)
+        known = arm.parity in PARITY and old.parity in PARITY
+        if known and PARITY.index(arm.parity or "") > PARITY.index(old.parity or ""):
+            text = f"{arm.name}: parity is {arm.parity} and was {old.parity} ({arm.parity_reason})"
+            result.regressions.append(escape(text))
     return result
 
 
-def _differing_work(now: ArmResult, then: ArmResult) -> str:
+def _pair_arms(
+    now: BenchmarkResult, then: BenchmarkResult, result: BaselineComparison
+) -> list[Pair]:
+    """Arms that both sessions have, with the same work; the others are notes."""
+    before = {arm.name: arm for arm in then.arms}
+    pairs: list[Pair] = []
+    for arm in now.arms:
+        old = before.pop(arm.name, None)
+        if old is None:
+            result.notes.append(escape(f"{arm.name} is not in the stored result"))
+        elif differing := _different_work(arm, old):
+            result.notes.append(escape(f"{arm.name} is not compared: {differing}"))
+        else:
+            pairs.append((arm, old))
+    result.notes += [escape(f"{name} was not measured now") for name in before]
+    return pairs
+
+
+def _different_work(now: ArmResult, then: ArmResult) -> str:
     """Why the two did not do the same; keys that only one version of the runner has are left."""
     if now.overrides != then.overrides:
         return f"it stands for {' '.join(now.overrides)} and stood for {' '.join(then.overrides)}"
@@ -124,7 +150,7 @@ def _differing_work(now: ArmResult, then: ArmResult) -> str:
     return ""
 
 
-# -- times -----------------------------------------------------------------------------------------
+# -- times and memory ------------------------------------------------------------------------------
 
 
 def _compare_times(
@@ -142,8 +168,8 @@ def _compare_times(
     """
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
     if now.compared != then.compared:  # an arm with data workers came or went
-        was = escape_control_chars(f"{now.compared}, and were of the {then.compared}")
-        result.notes.append(f"times are not compared: they are of the {was}")
+        text = f"times are not compared: they are of the {now.compared}"
+        result.notes.append(escape(f"{text}, and were of the {then.compared}"))
         return
     if now.noise_floor is None or then.noise_floor is None:
         result.notes.append("times are not compared: a noise floor of the two is not known")
@@ -161,21 +187,20 @@ def _compare_times(
     for arm, old in timed:
         if arm is plain[0]:
             continue
-        here, there = (
+        before, speedups = (
             [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
-            for one, base in zip((arm, old), plain, strict=True)
+            for one, base in zip((old, arm), reversed(plain), strict=True)
         )
         faster_reference = not disturbed and changes[arm.name].ratio >= 1 / (1 + limit)
         excuse = "by itself it is within the limit" if faster_reference else ""
-        estimate = unpaired(there, here, alpha)
+        estimate = unpaired(before, speedups, alpha)
         _note_change(arm.name, plain[0].name, estimate, limit, result, excuse)
 
 
 def _describe_common_change(changes: Sequence[Estimate], own: Estimate, limit: float) -> str:
     """The factor of the reference where several arms all got slower, or all faster; else ""."""
-    slower = [change.high < 1 and change.ratio < 1 / (1 + limit) for change in changes]
-    faster = [change.low > 1 and change.ratio > 1 + limit for change in changes]
-    if len(changes) < 2 or not (all(slower) or all(faster)):
+    slower = all(_is_slower(change, limit) for change in changes)
+    if len(changes) < 2 or not (slower or all(_is_faster(change, limit) for change in changes)):
         return ""
     least, middle, most = (1 / ratio for ratio in (own.high, own.ratio, own.low))
     return (
@@ -184,21 +209,27 @@ def _describe_common_change(changes: Sequence[Estimate], own: Estimate, limit: f
     )
 
 
+def _is_slower(change: Estimate, limit: float) -> bool:
+    return change.high < 1 and change.ratio < 1 / (1 + limit)
+
+
+def _is_faster(change: Estimate, limit: float) -> bool:
+    return change.low > 1 and change.ratio > 1 + limit
+
+
 def _describe_disturbance(now: Load, then: Load) -> str:
     """Why times of the two sessions are not those of the code alone; "" where they may be."""
     if now.others is None or then.others is None:
         return "how busy the machine was is not known"
     if max(now.others, then.others) > QUIET:
         return f"other processes took {now.others:.0%} of the CPUs, and {then.others:.0%} then"
-    if now.mhz and then.mhz and abs(now.mhz / then.mhz - 1) > CLOCK:
-        return f"the CPU ran at {now.mhz:,.0f} MHz, and at {then.mhz:,.0f} MHz then"
     return ""
 
 
 def _note_change(
     name: str,
     beside: str,
-    estimate: Estimate,
+    change: Estimate,
     limit: float,
     result: BaselineComparison,
     excuse: str,
@@ -208,23 +239,15 @@ def _note_change(
 
     `common` says it where it is the change of all arms.
     """
-    known = math.isfinite(estimate.half_width)
-    interval = [estimate.low, estimate.high] if known else None
-    result.compared.append(
-        {
-            "name": name,
-            "beside": beside,
-            "ratio": estimate.ratio,
-            "interval": interval,
-            "limit": limit,
-        }
-    )
-    name, next_to = escape_control_chars(name), f" next to {escape_control_chars(beside)}"
-    by = next_to if beside else ""
+    known = math.isfinite(change.half_width)
+    interval = [change.low, change.high] if known else None
+    row = {"name": name, "beside": beside, "ratio": change.ratio, "interval": interval}
+    result.compared.append({**row, "limit": limit})
+    name, by = escape(name), escape(f" next to {beside}") if beside else ""
     if not known:
         result.notes.append(f"{name}: too few blocks to compare its times")
-    elif estimate.high < 1 and estimate.ratio < 1 / (1 + limit):
-        slower, least, most = (1 / r - 1 for r in (estimate.ratio, estimate.high, estimate.low))
+    elif _is_slower(change, limit):
+        slower, least, most = (1 / r - 1 for r in (change.ratio, change.high, change.low))
         text = common or (
             f"{name} takes {slower:.1%} more time per sample{by} ({least:.1%} to {most:.1%}; "
             f"up to {limit:.1%} is no regression)"
@@ -233,11 +256,8 @@ def _note_change(
             result.notes.append(f"{text}; not judged: {excuse}")
         else:
             result.regressions.append(text)
-    elif estimate.low > 1 and estimate.ratio > 1 + limit:
-        result.notes.append(common or f"{name} takes {1 - 1 / estimate.ratio:.1%} less time{by}")
-
-
-# -- memory and numbers ----------------------------------------------------------------------------
+    elif _is_faster(change, limit):
+        result.notes.append(common or f"{name} takes {1 - 1 / change.ratio:.1%} less time{by}")
 
 
 def _compare_memory(now: ArmResult, then: ArmResult, tolerance: float) -> Iterator[str]:
@@ -245,72 +265,6 @@ def _compare_memory(now: ArmResult, then: ArmResult, tolerance: float) -> Iterat
         ours, theirs = getattr(now, key), getattr(then, key)
         if ours and theirs and ours - theirs > max(LEAST_BYTES, theirs * tolerance):
             yield (
-                f"{escape_control_chars(now.name)} holds {(ours - theirs) / 2**20:,.0f} MiB more "
+                f"{escape(now.name)} holds {(ours - theirs) / 2**20:,.0f} MiB more "
                 f"memory of the {whose} at its peak ({ours / theirs - 1:.0%})"
             )
-
-
-def _compare_numbers(now: ArmResult, then: ArmResult, result: BaselineComparison) -> Iterator[str]:
-    name = escape_control_chars(now.name)
-    if now.parity in PARITY and then.parity in PARITY:
-        if PARITY.index(now.parity) > PARITY.index(then.parity):
-            reason = escape_control_chars(now.parity_reason)
-            yield f"{name}: parity is {now.parity} and was {then.parity} ({reason})"
-    engaged = _engaged(now)
-    if engaged != _engaged(then):
-        result.notes.append(f"{name}: other techniques took hold; its losses are not compared")
-        return
-    rounding = max((ROUNDINGS.get(technique, FULL) for technique in engaged), default=FULL)
-    for step, (ours, theirs) in enumerate(zip(now.losses, then.losses, strict=False), 1):
-        bound = GROWTH[rounding != FULL] * rounding * step
-        # NaN: the loss was not finite then
-        if not math.isnan(theirs) and not abs(ours - theirs) <= bound * max(abs(theirs), 1e-6):
-            yield (
-                f"{name}: the loss at step {step} is {ours:.6g} and was {theirs:.6g}; rounding "
-                f"explains {bound:.1e} of it"
-            )
-            return
-
-
-def _engaged(arm: ArmResult) -> set[str]:
-    rows = arm.summary.get("techniques") or []
-    return {str(row.get("name")) for row in rows if row.get("engaged")}
-
-
-# -- a stored result may be damaged, and an impossible number would decide every comparison --------
-
-
-def read_baseline(path: str) -> BenchmarkResult:
-    """The stored result in a file or folder. ConfigError where there is none, or it is damaged."""
-    try:
-        baseline = BenchmarkResult.read(Path(path))
-    except StorageError as error:
-        raise ConfigError(
-            KEY, escape_control_chars(str(error)), "name a benchmark.json or its folder"
-        ) from error
-    damage = next(_find_damage(baseline), None)
-    if damage is not None:
-        raise ConfigError(KEY, escape_control_chars(f"{path} is damaged: {damage}"))
-    return baseline
-
-
-def _find_damage(result: BenchmarkResult) -> Iterator[str]:
-    """Values that no benchmark writes."""
-    for key, kind in NEEDED.items():
-        if type(result.machine.get(key)) is not kind:
-            yield f"machine.{key} is {result.machine.get(key)!r:.40}"
-    if result.noise_floor is not None and not 0 <= result.noise_floor <= LARGEST_FLOOR:
-        yield f"noise_floor is {result.noise_floor}"
-    if len({arm.name for arm in result.arms}) < max(1, len(result.arms)):
-        yield "there is no arm, or one comes twice"
-    for number, arm in enumerate(result.arms):
-        where = f"arms[{number}]"
-        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
-            yield f"{where}.per_sample_ms has a time that is not above 0"
-        if any(math.isinf(loss) for loss in arm.losses):  # NaN stands for one that was not finite
-            yield f"{where}.losses has one that is not finite"
-        if arm.parity not in (None, *PARITY):
-            yield f"{where}.parity is {arm.parity!r:.40}"
-        techniques = arm.summary.get("techniques") or []
-        if not isinstance(techniques, list) or not all(isinstance(t, dict) for t in techniques):
-            yield f"{where}.summary.techniques is no list of techniques"

@@ -53,17 +53,15 @@ class ArmResult:
     setup_seconds: float | None = None  # from the start of its process to its first step
     compile_seconds: float | None = None  # by the compiler's own count; 0 without one
     break_even_steps: int | None = None  # from how many on a slower start is paid back
-    peak_process_bytes: int | None = None  # with what its data workers held by themselves
+    peak_process_bytes: int | None = None  # without that of its data workers
     peak_device_bytes: int | None = None
     data_wait: float | None = None  # share of a step
-    mfu: float | None = None
     # whether it is the same training
     parity: str | None = None  # exact | explained by precision | FAIL; against its own plain run
     parity_reason: str = ""
     other_work: list[str] = field(default_factory=list)  # in what it trains unlike the reference
     problems: list[str] = field(default_factory=list)  # signs that it does not train
     losses: list[float] = field(default_factory=list)  # of the first steps
-    seconds_to_target: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the user's own
     notes: list[str] = field(default_factory=list)
 
@@ -89,7 +87,6 @@ class Effect:
     interaction_interval: tuple[float, float] | None = None
     added_memory_bytes: int | None = None  # difference of peaks: more is worse
     removed_memory_bytes: int | None = None
-    parity: str | None = None
     note: str = ""  # why something is missing
 
 
@@ -105,11 +102,9 @@ class Attribution:
 
 @dataclass
 class Load:
-    """How the machine was while it was measured; medians over blocks."""
+    """How busy the machine was while it was measured."""
 
-    others: float | None = None  # share of the CPUs that other processes took
-    mhz: float | None = None
-    mhz_spread: float | None = None  # (largest - smallest) / median
+    others: float | None = None  # share of the CPUs that other processes took; median over blocks
 
 
 @dataclass
@@ -128,9 +123,7 @@ class BenchmarkResult:
     load: Load = field(default_factory=Load)
     notes: list[str] = field(default_factory=list)
     attribution: Attribution | None = None
-    baseline: dict[str, Any] | None = (
-        None  # the stored result it was compared with, and the outcome
-    )
+    baseline: dict[str, Any] | None = None  # what it was compared with, and the outcome
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     git: dict[str, Any] = field(default_factory=dict)
@@ -212,10 +205,6 @@ class Claims:
     seconds: float = 0.0
     schema: int = 1
 
-    def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
-        return asdict(self)
-
 
 def from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """A dataclass of ours from JSON. ValueError or TypeError names what does not fit."""
@@ -235,9 +224,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     if shape is Any:
         return value
     if shape is UnionType:
-        if value is None and NoneType in inner:
-            return None
-        return _convert(inner[0], value, path)
+        optional = value is None and NoneType in inner
+        return None if optional else _convert(inner[0], value, path)
     if shape is float and (value is None or type(value) in (int, float)):
         return math.nan if value is None else float(value)
     if is_dataclass(kind) and isinstance(value, dict):

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, StoppingRule, run_blocks
+from runner.benchmark.blocks import (
+    INTERRUPTED,
+    ArmEnded,
+    Finished,
+    Measured,
+    Ready,
+    StoppingRule,
+    run_blocks,
+)
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
-from runner.benchmark.workers.messages import Finished, Ready
 from runner.benchmark.workers.pool import WorkerPool
-
-Told = Callable[[str], None]
-"""Receives lines about the progress."""
-Watched = Callable[[Mapping[str, Estimate], int, float], None]
-"""Receives, after each block, the estimates so far, the number of blocks, the seconds spent."""
 
 log = logging.getLogger("runner")
 
@@ -37,6 +42,8 @@ class MeasureOptions:
     pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool  # or a simulation
     clock: Callable[[], float] = time.monotonic
     alpha: float = 1 - CONFIDENCE  # of each interval; less where it is one of many
+    announce: Callable[[str], None] = log.info  # receives lines about the progress
+    start_limit_s: Callable[[], float] | None = None  # for the next arm; None: benchmark.timeout_s
 
 
 @dataclass
@@ -69,6 +76,19 @@ class Round:
                 return f"{name}: {self.ended[name].status}: {self.ended[name].reason}"
         return ""
 
+    @contextmanager
+    def noting_end(self, name: str) -> Iterator[None]:
+        """An arm that ends within is noted."""
+        try:
+            yield
+        except ArmEnded as ended:
+            self.note_end(name, ended)
+
+    def note_end(self, name: str, ended: ArmEnded) -> None:
+        """Keep how the arm ended, and log it."""
+        self.ended[name] = ended
+        log.warning("%s: %s: %s", name, ended.status, ended)
+
 
 def run_round(
     arms: Sequence[Arm],
@@ -76,8 +96,6 @@ def run_round(
     budget_s: float,
     seed: int,
     options: MeasureOptions,
-    told: Told | None = None,
-    watched: Watched | None = None,
     result: Round | None = None,
     needs_reference: bool = True,
 ) -> Round:
@@ -87,38 +105,57 @@ def run_round(
     nothing is measured, or with `needs_reference=False` times without ratios. After Ctrl-C while it
     measures `measured.stopped` is `interrupted`, and nothing is finished.
     """
-    told, result = told or (lambda line: None), Round() if result is None else result
-    settings = options.settings
+    result, settings = Round() if result is None else result, options.settings
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
         for number, arm in enumerate(arms, 1):
-            told(f"starting {arm.name} ({number} of {len(arms)})")
-            with _noting_end(arm.name, result):
-                ready = result.ready[arm.name] = pool.start(arm.name)
-                told(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
+            options.announce(f"starting {arm.name} ({number} of {len(arms)})")
+            with result.noting_end(arm.name):
+                limit_s = options.start_limit_s() if options.start_limit_s else None
+                ready = result.ready[arm.name] = pool.start(arm.name, limit_s)
+                options.announce(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
         alive = [arm.name for arm in arms if arm.name in result.ready]
         if (reference in alive and len(alive) > 1) or (alive and not needs_reference):
             against = reference if reference in alive else alive[0]
             rule = StoppingRule(settings.narrow, budget_s, alpha=options.alpha)
+
+            def watch(measured: Measured) -> None:
+                ratios = [f"{n} {_describe(e)}" for n, e in measured.estimates.items()]
+                spent = f"{measured.seconds:.0f} of {budget_s:g} s"
+                options.announce(" · ".join([f"block {measured.blocks}", spent, *ratios]))
+
             result.measured = run_blocks(
-                pool.turn, alive, against, rule, settings.block_s, seed, options.clock, watched
+                pool.turn, alive, against, rule, settings.block_s, seed, options.clock, watch
             )
             for name, ended in result.measured.ended.items():
-                _note_end(name, ended, result)
+                result.note_end(name, ended)
         for name in alive if result.measured.stopped != INTERRUPTED else ():
             if name not in result.ended:
-                with _noting_end(name, result):
+                with result.noting_end(name):
                     result.finished[name] = pool.finish(name)
     return result
 
 
+def _describe(estimate: Estimate) -> str:
+    if math.isfinite(estimate.half_width):
+        return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
+    return f"{estimate.ratio:.2f}×"
+
+
 @contextmanager
-def _noting_end(name: str, result: Round) -> Iterator[None]:
+def interruptible() -> Iterator[list[int]]:
+    """SIGTERM is a KeyboardInterrupt as Ctrl-C is; gives the signals that came."""
+    received: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {n: signal.signal(n, end) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
-    except ArmEnded as ended:
-        _note_end(name, ended, result)
-
-
-def _note_end(name: str, ended: ArmEnded, result: Round) -> None:
-    result.ended[name] = ended
-    log.warning("%s: %s: %s", name, ended.status, ended)
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

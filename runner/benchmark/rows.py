@@ -10,24 +10,16 @@ from statistics import median
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, Turn
+from runner.benchmark.blocks import INTERRUPTED, Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityVerdict
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, Control, Load
 from runner.benchmark.rounds import Round
-from runner.benchmark.statistics import (
-    CONFIDENCE,
-    Estimate,
-    claim,
-    median_interval,
-    noise_floor,
-)
-from runner.benchmark.workers.messages import Finished, Ready
+from runner.benchmark.statistics import CONFIDENCE, Estimate, claim, median_interval, noise_floor
 from runner.config import OF_NO_CONSEQUENCE, RunConfig, flat
 from runner.record.text import escape_control_chars
 
-NOISY = 0.10  # share of the CPUs that others take, or that the clock varies by: a noisy machine
-RARE = 1.5  # times by which mean and median may tell different speedups
+NOISY = 0.10  # share of the CPUs that others take on a noisy machine
 LEFT_OUT = (*OF_NO_CONSEQUENCE, "debug")
 WORK: dict[str, Callable[[RunConfig], Any]] = {
     "model": lambda config: config.model,
@@ -91,15 +83,19 @@ def make_row(
     )
     if (ended := measurements.ended.get(arm.name)) is not None:
         row.status, row.reason = ended.status, str(ended)
-    turns = measurements.measured.turns.get(arm.name)
-    if turns:
+    if turns := measurements.measured.turns.get(arm.name):
         _fill_speed(row, turns, measurements.compared == MEAN)
     _fill_ratio(row, measurements)
     if ready is not None:
         _fill_setup(row, ready, measurements)
     if finished is not None:
         _fill_run(row, finished)
-    _fill_parity(row, measurements, settings)
+    verdict = measurements.verdicts.get(arm.name)
+    if verdict is not None:
+        row.parity, row.parity_reason = verdict.parity, verdict.reason
+    elif row.status == DONE:
+        why = "the benchmark was interrupted" if settings.parity else "benchmark.parity=false"
+        row.parity_reason = f"not judged: {why}"
     return row
 
 
@@ -124,9 +120,8 @@ def _fill_speed(row: ArmResult, turns: Sequence[Turn], of_mean: bool) -> None:
     row.step_ms = median(usual)
     row.step_ms_interval = (low, high) if math.isfinite(high) else None
     row.step_ms_p95 = steps[math.ceil(0.95 * len(steps)) - 1] if steps else None
-    if seconds > 0:
-        row.samples_per_second = sum(turn.samples for turn in turns) / seconds
-        row.data_wait = min(1.0, sum(turn.data_seconds for turn in turns) / seconds)
+    row.samples_per_second = sum(turn.samples for turn in turns) / seconds
+    row.data_wait = min(1.0, sum(turn.data_seconds for turn in turns) / seconds)
 
 
 def _fill_ratio(row: ArmResult, measurements: Measurements) -> None:
@@ -161,14 +156,11 @@ def _fill_setup(row: ArmResult, ready: Ready, measurements: Measurements) -> Non
 def _fill_run(row: ArmResult, finished: Finished) -> None:
     row.summary = finished.summary
     memory = finished.summary.get("memory") or {}
-    own = memory.get("peak_process_bytes")
-    row.peak_process_bytes = own + finished.worker_bytes if own else None
+    row.peak_process_bytes = memory.get("peak_process_bytes") or None
     row.peak_device_bytes = memory.get("peak_device_bytes") or None
-    row.mfu = finished.mfu
     row.problems = list(finished.problems)
     row.losses = list(finished.losses)
     row.metrics = dict(finished.metrics)
-    row.seconds_to_target = finished.seconds_to_target
     row.notes = [*finished.notes, *(f"does not train: {text}" for text in finished.problems)]
     requested = [one for one in finished.summary.get("techniques") or [] if one.get("requested")]
     idle = [str(one.get("name")) for one in requested if not one.get("engaged")]
@@ -178,15 +170,6 @@ def _fill_run(row: ArmResult, finished: Finished) -> None:
         )
 
 
-def _fill_parity(row: ArmResult, measurements: Measurements, settings: BenchmarkConfig) -> None:
-    verdict = measurements.verdicts.get(row.name)
-    if verdict is not None:
-        row.parity, row.parity_reason = verdict.parity, verdict.reason
-    elif row.status == DONE:
-        why = "the benchmark was interrupted" if settings.parity else "benchmark.parity=false"
-        row.parity_reason = f"not judged: {why}"
-
-
 def collect_choices(finished: Finished | None) -> dict[str, Any]:
     """What a run had chosen automatically, from its summary."""
     rows = (finished.summary.get("choices") or []) if finished is not None else []
@@ -194,41 +177,16 @@ def collect_choices(finished: Finished | None) -> dict[str, Any]:
 
 
 def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
-    """The load of the machine over all arms' turns: medians of each block, and of these."""
-    blocks = [
-        [some[n].load for some in turns.values() if n < len(some)]
-        for n in range(max(map(len, turns.values()), default=0))
-    ]
-
-    def medians(key: str) -> list[float]:
-        rows = ([getattr(load, key) for load in loads] for loads in blocks)
-        known = ([value for value in row if value is not None] for row in rows)
-        return [median(values) for values in known if values]
-
-    others, mhz = medians("others"), medians("mhz")
-    middle = median(mhz) if mhz else None
-    return Load(
-        median(others) if others else None,
-        middle,
-        (max(mhz) - min(mhz)) / middle if middle else None,
-    )
+    """The load of the machine: the median over all blocks of each block's median."""
+    blocks: dict[int, list[float]] = {}
+    for arm_turns in turns.values():
+        for number, turn in enumerate(arm_turns):
+            if turn.others is not None:
+                blocks.setdefault(number, []).append(turn.others)
+    return Load(median(map(median, blocks.values())) if blocks else None)
 
 
 # -- notes -----------------------------------------------------------------------------------------
-
-
-def note_rare_steps(rows: Sequence[ArmResult], reference: str) -> None:
-    """Add a note where rare, slow steps tell another story than the median step."""
-    plain = next((row.samples_per_second for row in rows if row.name == reference), None)
-    for row in rows:
-        if row.samples_per_second is None or not plain or row.speedup is None:
-            continue
-        overall = row.samples_per_second / plain
-        if max(overall / row.speedup, row.speedup / overall) > RARE:
-            row.notes.append(
-                f"with rare, slow steps in it, {overall:.2f}× the samples a second of {reference}; "
-                f"a step of the usual kind is {row.speedup:.2f}× as fast"
-            )
 
 
 def describe_noise(load: Load, control: Control | None) -> list[str]:
@@ -236,8 +194,6 @@ def describe_noise(load: Load, control: Control | None) -> list[str]:
     notes = []
     if load.others is not None and load.others > NOISY:
         notes.append(f"noisy machine: other processes took {load.others:.0%} of the CPUs")
-    if load.mhz_spread is not None and load.mhz_spread > NOISY:
-        notes.append(f"noisy machine: the CPU's clock varied by {load.mhz_spread:.0%}")
     if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
         low, high = control.interval
         notes.append(
@@ -268,5 +224,28 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
         notes.append(
             f"steps are of different sizes ({listed} samples): times are compared per sample, and "
             "after as many samples a larger batch has made fewer updates, so losses are not alike"
+        )
+    return notes
+
+
+def describe_ends(measurements: Measurements) -> list[str]:
+    """Notes on a reference or control that ended, and on which step is compared."""
+    notes, name = [], measurements.reference
+    if measurements.compared == MEAN:
+        notes.append(
+            "data workers hand over several batches at a time: what is compared, and the step "
+            "that is shown, is the mean step of each turn, not the median one"
+        )
+    if (ended := measurements.ended.get(name)) is not None:
+        notes.append(
+            f"the reference, {name}, ended ({ended.status}: {ended}): the others have times "
+            "and no speed-ups; benchmark.reference=… names another"
+        )
+    if (ended := measurements.ended.get(measurements.control)) is not None:
+        notes.append(f"the control ended ({ended.status}: {ended})")
+    if measurements.measured.estimates and math.isinf(measurements.noise_floor()):
+        notes.append(
+            f"{measurements.control} has no interval: the noise floor is not known, "
+            "so nothing is claimed"
         )
     return notes

@@ -9,7 +9,6 @@ debug/captures/step_00000123/
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -18,11 +17,10 @@ from typing import Any, get_type_hints
 
 from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
-from runner.record.storage import FileDigest, HashedFile, read_record
+from runner.record.storage import FileDigest, HashedFile
 from runner.security.sealed import read_sealed, sealed
 
 FOLDER = "debug/captures"
-REPLAY = "replay.json"  # what job=replay leaves in its own folder
 CHECKPOINT = "checkpoint"  # the folder of the linked one
 STEP = re.compile(r"step_\d{8,}", re.ASCII)
 FORMAT = 1
@@ -70,23 +68,19 @@ def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest of a capture; CheckpointError where it is damaged or forged."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
+    types = get_type_hints(CaptureManifest)
     try:
         files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
-        manifest = CaptureManifest(
-            files=files, weights=CapturedWeights(body.pop("weights")), **body
-        )
-        types = get_type_hints(
-            CaptureManifest
-        )  # a value of another type must not become text elsewhere
-        sound = all(
-            isinstance(getattr(manifest, name), getattr(types[name], "__origin__", types[name]))
-            for name in body
-        )
+        weights = CapturedWeights(body.pop("weights"))
+        for name, value in body.items():  # a value of another type must not become text elsewhere
+            if not isinstance(value, getattr(types[name], "__origin__", types[name])):
+                raise TypeError
+        # names in the file are never used as paths
+        if set(files) != ({STATE} if weights is CapturedWeights.again else {STATE, MODEL}):
+            raise ValueError
+        manifest = CaptureManifest(files=files, weights=weights, **body)
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None
-    expected = {STATE} if manifest.weights is CapturedWeights.again else {STATE, MODEL}
-    if not sound or set(files) != expected:  # names in the file are never used as paths
-        raise CheckpointError(f"{path}: not the manifest of a capture")
     if STEP.fullmatch(folder.resolve().name) and int(folder.resolve().name[5:]) != manifest.step:
         raise CheckpointError(f"{path}: is that of step {manifest.step}")
     return manifest
@@ -99,33 +93,19 @@ def captures(run: Path) -> list[Path]:
 
 
 def find(path: Path) -> Path:
-    """The capture that `path` is, or a replay is of, or the first of the run or folder that it is.
+    """The capture that `path` is, or the first of the run that it is.
 
     Raises CheckpointError for a path that does not exist, UsageError for one of another kind.
     """
-    key = "replay.path"
     if not path.exists():
-        raise CheckpointError(f"{key}: there is no folder {path} (looked from {Path.cwd()})")
-    if path.is_file():
-        path = path.absolute().parent
-    if (path / REPLAY).is_file():
-        path = _replayed(path / REPLAY)
-    checkpoint = path.absolute().parent.name == "checkpoints"
-    if (path / NAME).is_file() and not checkpoint:
-        return path
-    run = path.absolute().parents[1] if path.absolute().name == "captures" else path
-    if found := captures(run):
-        return found[0]
+        raise CheckpointError(f"replay.path: there is no folder {path} (looked from {Path.cwd()})")
+    folder = (path.parent if path.is_file() else path).absolute()
+    checkpoint = folder.parent.name == "checkpoints"
+    if (folder / NAME).is_file() and not checkpoint:
+        return folder
+    steps = captures(folder.parents[1] if folder.name == "captures" else folder)
+    if steps:
+        return steps[0]
     what = "is a checkpoint" if checkpoint else "is no capture, and captured no step"
-    raise UsageError(f"{key}: {path} {what}; name a run's {FOLDER}/step_… folder, or the run's")
-
-
-def _replayed(page: Path) -> Path:
-    """The capture that a replay was of."""
-    try:
-        capture = Path(json.loads(read_record(page))["capture"])
-    except (OSError, ValueError, LookupError, TypeError):
-        raise CheckpointError(f"replay.path: {page} does not say what it is a replay of") from None
-    if not capture.is_dir():
-        raise CheckpointError(f"replay.path: {page} is a replay of {capture}, which is gone")
-    return capture
+    name = f"name a run's {FOLDER}/step_… folder, or the run's"
+    raise UsageError(f"replay.path: {path} {what}; {name}")

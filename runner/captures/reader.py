@@ -49,10 +49,8 @@ class Capture:
         """Whether what the step began with is in the capture itself."""
         return self.manifest.weights is CapturedWeights.then and self.random_then
 
-    def checkpoint(self) -> Restored | None:
-        """The linked checkpoint, verified; CheckpointError where it is not good."""
-        if self.manifest.checkpoint is None:
-            return None
+    def checkpoint(self) -> Restored:
+        """The linked checkpoint, verified; CheckpointError where it is missing or not good."""
         restored = checkpoints.load(self.path / CHECKPOINT, self.policy, check_state)
         if restored.step != self.manifest.checkpoint:
             raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
@@ -66,15 +64,15 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
     CheckpointError naming the file that is damaged or missing, and SecurityError for one that
     holds more than plain data, or whose digests are unknown under security=strict.
     """
-    from runner.security.files.loader import admit_folder  # only where a file is read
-    from runner.security.files.state import read_state, read_tensors
+    # what reads foreign files is only imported where one is read
+    from runner.security.files.loader import admit_folder, read_state, read_tensors
 
     admitted = None if policy is None else admit_folder(path, policy)
     manifest = read_manifest(path)
-    if admitted is not None:
-        for name, written in manifest.files.items():
-            if name not in admitted.files or admitted.files[name].sha256 != written.sha256:
-                raise CheckpointError(f"{path / name}: changed while it was being looked at")
+    for name, written in manifest.files.items():
+        seen = written if admitted is None else admitted.files.get(name)
+        if seen is None or seen.sha256 != written.sha256:
+            raise CheckpointError(f"{path / name}: changed while it was being looked at")
     whole = read_state(path / STATE, manifest.files[STATE].sha256)
     model: dict[str, Any] | None = None
     if MODEL in manifest.files:
@@ -83,23 +81,16 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
         state = whole["state"]
         if model is not None:
             model.update(whole["model"])
-        if len(state["batch"]) != 2 or not _is_plain(state):
+        if len(state["batch"]) != 2 or not _has_plain_numbers(state):
             raise ValueError
-        return Capture(
-            path,
-            manifest,
-            model=model,
-            policy=policy,
-            **{**state, "batch": tuple(state["batch"])},
-        )
+        state["batch"] = tuple(state["batch"])
+        return Capture(path, manifest, model=model, policy=policy, **state)
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{path / STATE}: not written by the runner") from None
 
 
-def _is_plain(state: Mapping[str, Any]) -> bool:
+def _has_plain_numbers(state: Mapping[str, Any]) -> bool:
     """Whether what must be a number is one."""
-    numbers = [state["loss"], state["grad_norm"]]
     counts = [state["remedy"], *state["samples"], *state["skipped"]]
-    return all(n is None or type(n) in (float, int) for n in numbers) and all(
-        type(n) is int for n in counts
-    )
+    numbers = [n for n in (state["loss"], state["grad_norm"]) if n is not None]
+    return all(type(n) is int for n in counts) and all(type(n) in (float, int) for n in numbers)

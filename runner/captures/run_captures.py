@@ -38,8 +38,8 @@ class Captures:
         self.config, self.folder = config, folder
         self.settings, self.given = settings, list(given)
         self.random_state = random_state()  # shows whether python's or numpy's is drawn from
-        self.full = self.warned = self.told = False
-        self.untold: tuple[int, Path] | None = None  # the newest, until `tell`
+        self.full = self.warned = self.announced = False
+        self.newest: tuple[int, Path] | None = None  # until it is logged
 
     def take(
         self, run: Run, step: int, kind: str, message: str, batch: Batch | None = None
@@ -56,21 +56,18 @@ class Captures:
 
         try:
             return take_capture(self, run, step, kind, message, batch)
-        except Exception as error:  # of the disk, the data or a broken device: the run goes on
+        except Exception as error:  # of the disk, the data or a broken device: the run continues
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self.warn(f"step {step} could not be kept for job=replay: {reason}")
             return None
 
     def log_capture(self) -> None:
         """Log the capture that `take` wrote, once; after the line about the step itself."""
-        if self.untold is not None:
-            log.info(
-                "step %d is kept; to look into it: job=replay replay.path=%s",
-                *self.untold,
-                extra={"live": self.told},  # on the screen the first is enough
-            )
-            self.told = True
-        self.untold = None
+        if self.newest is not None:
+            text = "step %d is kept; to look into it: job=replay replay.path=%s"
+            log.info(text, *self.newest, extra={"live": self.announced})  # the first is on screen
+            self.announced = True
+        self.newest = None
 
     def warn(self, message: str) -> None:
         """Warn the first time only."""

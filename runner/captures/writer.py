@@ -1,4 +1,4 @@
-"""A bad step written to disk while the run goes on, for job=replay to look into."""
+"""A bad step written to disk while the run continues, for job=replay to look into."""
 
 from __future__ import annotations
 
@@ -41,25 +41,17 @@ def take_capture(
         return None
     rows = [] if step > run.progress.step else run.reader.since(step)  # waits for the device
     # a remedy in between (a roll-back, another learning rate or loss scale) changes a step's start
-    remedy = run.guardian.settled
-    unchanged = rows is not None and all(row[2] > 0 for row in rows) and remedy < step
+    unchanged = rows is not None and all(row[2] > 0 for row in rows) and run.guardian.settled < step
     loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
-    model, update = run.model.state_dict(), run.update.state()
-    room = of.config.mb * MIB - _used_bytes(of.folder / FOLDER) - _bytes(batch)
     earlier = run.checkpointer.before(step)
-    fits = _bytes([model, update]) <= room
-    if room < 0 or (earlier is None and not fits):
-        of.warn(
-            f"step {step} takes more room for job=replay than is left of "
-            f"debug.capture.mb={of.config.mb:g}"
-        )
+    weights = _choose_weights(of, run, unchanged, earlier, _bytes(batch))
+    if weights is None:
+        full = f"is left of debug.capture.mb={of.config.mb:g}"
+        of.warn(f"step {step} takes more room for job=replay than {full}")
         return None
-    weights = CapturedWeights.then if unchanged and fits else CapturedWeights.again
-    if earlier is None and not unchanged:
-        weights = CapturedWeights.later
+    model, now = run.model.state_dict(), random_state()
     checkpoint = None if earlier is None else checkpoints.read_manifest(earlier).step
-    now = random_state()
     state: dict[str, Any] = {
         "batch": batch,
         "samples": run.train.indices(step - 1),
@@ -70,12 +62,12 @@ def take_capture(
         "random": now,
         "random_then": _same_generators(of.random_state, now),
         "progress": asdict(run.progress),
-        "remedy": remedy,
+        "remedy": run.guardian.settled,
         "skipped": [n for n in run.reader.skipped if (checkpoint or 0) < n < step],
     }
     if weights is not CapturedWeights.again:
         overflows = sum(not np.isfinite(row[1]) for row in rows or ()) if unchanged else 0
-        state["update"] = _restore_scale(update, overflows)
+        state["update"] = _restore_scale(run.update.state(), overflows)
     manifest = CaptureManifest(
         step=step,
         kind=kind,
@@ -96,7 +88,7 @@ def take_capture(
         grad_norm=str(norm),
     )
     relative = write_capture(of.folder, manifest, model, state, earlier)
-    of.untold = step, of.folder / relative
+    of.newest = step, of.folder / relative
     return relative
 
 
@@ -110,43 +102,49 @@ def write_capture(
     """Write a capture below a run's folder, all of it or nothing; its relative path.
 
     The files of `checkpoint` are hard-linked: pruning cannot take them, and a link needs no room
-    for as long as the checkpoint is there. Raises OSError.
+    for as long as the checkpoint exists. Raises OSError.
     """
-    relative = f"{FOLDER}/{step_name(manifest.step)}"
-    temporary = folder / FOLDER / f".tmp-{step_name(manifest.step)}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        storage.make_folder(temporary)
-        if checkpoint is not None:
-            (temporary / CHECKPOINT).mkdir()
-            for name in (checkpoints.MODEL, checkpoints.STATE, checkpoints.NAME):
-                os.link(checkpoint / name, temporary / CHECKPOINT / name)
-        fill_capture(temporary, manifest, model, state)
-        storage.write_folder(temporary, folder / relative)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return relative
-
-
-def fill_capture(
-    folder: Path, manifest: CaptureManifest, model: Mapping[str, Any], state: Mapping[str, Any]
-) -> None:
-    """Write a capture's own files, the manifest last. Raises OSError."""
+    name = step_name(manifest.step)
     again = manifest.weights is CapturedWeights.again
     snapshot = Copier(reuse=False).take({} if again else dict(model), dict(state))
     writers = {checkpoints.STATE: write_state}
     if not again:
         writers[checkpoints.MODEL] = write_tensors
-    for name, write in writers.items():
-        manifest.files[name] = storage.write_file(folder / name, partial(write, snapshot))
-    storage.write_file(folder / checkpoints.NAME, manifest.write)
-    storage.sync_folder(folder)
+    temporary = folder / FOLDER / f".tmp-{name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        storage.make_folder(temporary)
+        if checkpoint is not None:
+            (temporary / CHECKPOINT).mkdir()
+            for linked in (checkpoints.MODEL, checkpoints.STATE, checkpoints.NAME):
+                os.link(checkpoint / linked, temporary / CHECKPOINT / linked)
+        for file, write in writers.items():
+            manifest.files[file] = storage.write_file(temporary / file, partial(write, snapshot))
+        storage.write_file(temporary / checkpoints.NAME, manifest.write)  # last
+        storage.sync_folder(temporary)
+        storage.write_folder(temporary, folder / FOLDER / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return f"{FOLDER}/{name}"
+
+
+def _choose_weights(
+    of: Captures, run: Run, unchanged: bool, earlier: Path | None, batch_bytes: int
+) -> CapturedWeights | None:
+    """Which weights to write; None where the bound on disk leaves no room for those needed."""
+    room = of.config.mb * MIB - _used_bytes(of.folder / FOLDER) - batch_bytes
+    fits = _bytes([run.model.state_dict(), run.update.state()]) <= room
+    if room < 0 or (earlier is None and not fits):
+        return None
+    if earlier is None and not unchanged:
+        return CapturedWeights.later
+    return CapturedWeights.then if unchanged and fits else CapturedWeights.again
 
 
 def _used_bytes(root: Path) -> int:
     """Bytes that would be free without the captures: links to a checkpoint are not."""
-    about = [path.stat() for path in root.rglob("*") if path.is_file()]
-    return sum(file.st_size for file in about if file.st_nlink == 1)
+    files = [path.stat() for path in root.rglob("*") if path.is_file()]
+    return sum(file.st_size for file in files if file.st_nlink == 1)
 
 
 def _bytes(value: Any) -> int:
@@ -170,8 +168,7 @@ def _restore_scale(update: dict[str, Any], overflows: int) -> dict[str, Any]:
 def _same_generators(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether python's and numpy's generators have drawn nothing; steps seed torch's."""
     arrays = zip(before["numpy"], now["numpy"], strict=True)
-    same = all(np.array_equal(a, b) for a, b in arrays)
-    return same and bool(before["python"] == now["python"])
+    return all(np.array_equal(a, b) for a, b in arrays) and before["python"] == now["python"]
 
 
 def _json_safe(value: Any) -> Any:

@@ -6,13 +6,13 @@ import logging
 import shutil
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 
+from runner import __version__
 from runner.checkpoint import folder as folders
 from runner.checkpoint import manifest
 from runner.checkpoint.folder import Check, Restored
@@ -58,10 +58,8 @@ class Checkpointer:
         self._disk_error: OSError | None = None  # of the last save, if it failed
         self._fault: Exception | None = None  # in the background, and not the disk's
         if self._root is not None and self._root.is_symlink():  # another run's would be deleted
-            raise SecurityError(
-                f"{self._root}: refused: it is a link, to {self._root.resolve()}; checkpoints are "
-                "written and deleted in a folder of the run's own"
-            )
+            problem = f"{self._root}: refused: it is a link, to {self._root.resolve()}"
+            raise SecurityError(f"{problem}; checkpoints lie in a folder of the run's own")
         if self._root is not None and self._root.is_dir():
             folders.sweep(self._root)
 
@@ -131,17 +129,12 @@ class Checkpointer:
             root = folders.root_of(where)
             restored = folders.load_newest(root, self._policy, check)
             if restored is None:
-                way = f"; for its weights, model.weights={where}" if where.is_file() else ""
-                raise CheckpointError(
-                    f"{where}: no checkpoint there (looked for {root}/step_…){way}"
-                )
+                raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
         elif self._root is not None:
             restored = folders.load_newest(self._root, check=check)
         elif self._memory is not None:
-            step, kept = self._memory
-            copy = Copier(reuse=False).take(
-                kept.model, kept.state
-            )  # optimizers keep what they load
+            step, kept = self._memory  # of which optimizers keep what they load
+            copy = Copier(reuse=False).take(kept.model, kept.state)
             restored = Restored(step, copy.model, copy.state, Path("memory"))
         for warning in (*restored.warnings, *restored.differences) if restored else ():
             log.warning("checkpoint: %s", warning)
@@ -150,20 +143,16 @@ class Checkpointer:
     def before(self, step: int) -> Path | None:
         """The folder of the newest complete checkpoint of an earlier step, if there is one."""
         self._join()
-        found = {} if self._root is None else folders.steps(self._root)
-        complete = {n: path for n, path in found.items() if folders.is_checkpoint(path)}
-        earlier = [n for n in complete if n < step]
-        return complete[max(earlier)] if earlier else None
+        saved = {} if self._root is None else folders.steps(self._root)
+        earlier = [n for n, path in saved.items() if n < step and folders.is_checkpoint(path)]
+        return saved[max(earlier)] if earlier else None
 
     def recorded(self, where: Path | None = None) -> dict[str, Any]:
         """The choices in the newest readable manifest of what `restore` would read, if any."""
-        if where is not None and _is_step(where):
-            candidates = [where]
-        else:
-            root = self._root if where is None else folders.root_of(where)
-            found = {} if root is None else folders.steps(root)
-            candidates = [found[step] for step in sorted(found, reverse=True)]
-        for folder in candidates:
+        root = self._root if where is None else folders.root_of(where)
+        saved = {} if root is None else folders.steps(root)
+        newest_first = [saved[step] for step in sorted(saved, reverse=True)]
+        for folder in [where] if where is not None and _is_step(where) else newest_first:
             with suppress(CheckpointError):
                 return read_manifest(folder).choices
         return {}
@@ -203,9 +192,7 @@ class Checkpointer:
         except OSError as error:
             self._failures, self._disk_error = self._failures + 1, error
             self.faults["checkpoint"] = self.faults.get("checkpoint", 0) + 1
-            message = (
-                "%s: the checkpoint of step %d was not written: %s; earlier ones are untouched"
-            )
+            message = "%s: the checkpoint of step %d was not written: %s; earlier ones stay"
             log.warning(message, root, step, _reason(error))
         except Exception as error:  # raised again by the next call on the training thread
             self._fault = error
@@ -220,14 +207,13 @@ class Checkpointer:
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         parts = {manifest.MODEL: write_tensors, manifest.STATE: write_state}
+        write = storage.write_file
         facts = Manifest(
             step=step,
             best=best,
-            files={
-                n: storage.write_file(folder / n, partial(f, snapshot)) for n, f in parts.items()
-            },
+            files={n: write(folder / n, partial(f, snapshot)) for n, f in parts.items()},
             config_hash=self._config_hash,
-            created_by=_version(),
+            created_by=__version__,
             torch=torch.__version__,
             threads=torch.get_num_threads(),
             cpu=torch.backends.cpu.get_cpu_capability(),
@@ -244,10 +230,3 @@ def _is_step(where: Path) -> bool:
 
 def _reason(error: OSError | None) -> str:
     return "" if error is None else error.strerror or str(error)
-
-
-def _version() -> str:
-    try:
-        return version("runner")
-    except PackageNotFoundError:  # from a checkout that was not installed
-        return ""

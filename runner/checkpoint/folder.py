@@ -95,15 +95,14 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
     says whether the state is one that can be gone on with.
     """
     # what reads foreign files is only imported where one is read
-    from runner.security.files.loader import admit_folder
+    from runner.security.files.loader import admit_folder, read_state, read_tensors
     from runner.security.files.provenance import is_own
-    from runner.security.files.state import read_state, read_tensors
 
     admitted = None if policy is None else admit_folder(folder, policy)
     facts = read_manifest(folder)
-    examined = {} if admitted is None else admitted.files
     for name, written in facts.files.items() if admitted is not None else ():
-        if name not in examined or examined[name].sha256 != written.sha256:
+        examined = admitted.files.get(name) if admitted is not None else None
+        if examined is None or examined.sha256 != written.sha256:
             raise CheckpointError(f"{folder / name}: changed while it was being checked")
     named = STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:

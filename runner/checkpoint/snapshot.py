@@ -49,9 +49,9 @@ class Copier:
         taken: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
 
-        def keep(place: str, found: Tensor, packed: bool = False) -> Tensor:
-            devices.add(found.device)
-            taken[place] = _copy(found, self._before.get(place), packed)
+        def keep(place: str, tensor: Tensor, packed: bool = False) -> Tensor:
+            devices.add(tensor.device)
+            taken[place] = _copy(tensor, self._before.get(place), packed)
             return taken[place]
 
         tensors: dict[str, Tensor] = {}
@@ -115,19 +115,19 @@ def _memory(value: Tensor, name: str) -> tuple[Any, ...]:
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _copy(found: Tensor, into: Tensor | None, packed: bool) -> Tensor:
-    if found.layout is not torch.strided:
-        return found.to("cpu", copy=True)
+def _copy(tensor: Tensor, into: Tensor | None, packed: bool) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor.to("cpu", copy=True)
     if (
         into is None
-        or into.dtype != found.dtype
-        or into.shape != found.shape
-        or not (packed or into.stride() == found.stride())
+        or into.dtype != tensor.dtype
+        or into.shape != tensor.shape
+        or not (packed or into.stride() == tensor.stride())
     ):
         into = torch.empty_like(
-            found,
+            tensor,
             device="cpu",
             memory_format=torch.contiguous_format if packed else torch.preserve_format,
-            pin_memory=found.is_cuda,  # so that many copies run while the host queues the next
+            pin_memory=tensor.is_cuda,  # so that many copies run while the host queues the next
         )
-    return into.copy_(found, non_blocking=found.is_cuda)
+    return into.copy_(tensor, non_blocking=tensor.is_cuda)

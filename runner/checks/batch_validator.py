@@ -21,8 +21,9 @@ from runner.record.text import resume_argument
 LAG = 2  # steps after which the numbers of a batch on an accelerator are read
 MAX_SKIPPED = 100  # batches in a row, then the run ends
 NAMED = 20  # samples that a message names
+LAST = 2**62  # later than any step
 WAYS_OUT = {
-    FORM: "correct the data, or give checks.inputs.schema.shape or dtype (or form: warn)",
+    FORM: "correct the data, or use checks.inputs.form=warn",
     "not_finite": "correct these samples, or use checks.inputs.not_finite=skip",
     "range": "scale the data, or change checks.inputs.schema.low and high",
     "labels": "correct these labels, or use checks.inputs.labels=skip",
@@ -74,15 +75,13 @@ class BatchValidator:
         self.always, self.never = torch.ones((), device=device), torch.zeros((), device=device)
         self.outcome: Outcome | None = None  # of the batch that the loader handed over last
         self.veto: Tensor | None = None  # 1 where the current step's update must not be made
-        self.vetoed: list[int] = []  # steps, until the guardian takes them
+        self.vetoed: list[int] = []  # steps, until the stability controller takes them
         self.pending: deque[Pending] = deque()
         self.late_stop: DataError | None = None
         self.skipped_in_a_row = 0
 
-    # -- called by the loader ------------------------------------------------------------------
-
     def inspect(self, step: int, batch: Batch) -> Batch:
-        """The batch of that step (0 is the first) as it goes on; DataError under policy: stop."""
+        """For the loader: the batch of that step (0 is the first), or DataError."""
         if self.prescan is not None and self.prescan.is_clean(self.checks):
             self.outcome = Outcome(step + 1)
             return batch
@@ -91,21 +90,16 @@ class BatchValidator:
             batch, self.outcome = self._validate(step + 1, batch, tensors)
         return batch
 
-    # -- called by the loop --------------------------------------------------------------------
-
     def admit(self, number: int, batch: Batch) -> Batch:
-        """The batch that the step is made of; sets `veto`. DataError under policy: stop."""
+        """For the loop: the batch that the step is made of; sets `veto`. Raises DataError."""
         if self.pending or self.late_stop is not None:
             self._catch_up(number - LAG)
         outcome, self.outcome = self.outcome, None
         if outcome is None or outcome.number != number:
             tensors = self.checks.tensors(batch)
-            if not self._on_host(tensors):
+            if not self._on_host(tensors) and self.checks.form_finding(tensors) is None:
                 return self._admit_on_device(number, batch, tensors)
             batch, outcome = self._validate(number, batch, tensors)
-        return self._apply(batch, outcome)
-
-    def _apply(self, batch: Batch, outcome: Outcome) -> Batch:
         self.veto = self.always if outcome.veto else None
         for check, message in outcome.notes:
             self._note(outcome.number, check, message, "skipped" if outcome.veto else "")
@@ -127,20 +121,18 @@ class BatchValidator:
 
     def settle(self) -> None:
         """At the end of a run: read what is pending, and raise the stop that it may hold."""
-        self._catch_up(2**62)
+        self._catch_up(LAST)
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint; reads what is pending, which waits for the device."""
-        self.read(2**62)
+        self.read(LAST)
         return {"in_a_row": self.skipped_in_a_row}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; what older versions kept beside it is not used."""
+        """Continue from a checkpoint."""
         self.skipped_in_a_row = int(state["in_a_row"])
         self.outcome, self.late_stop = None, None
         self.pending.clear()
-
-    # -- on the host ---------------------------------------------------------------------------
 
     def _on_host(self, tensors: Tensors) -> bool:
         return all(tensor.device.type == self.host_type for tensor in tensors.values())
@@ -163,8 +155,6 @@ class BatchValidator:
             return batch, outcome
         if findings[0].check == FORM:
             batch = self.first_batch()
-            if self.checks.form_finding(self.checks.tensors(batch)) is not None:
-                raise DataError(f"the first batch of the data: {findings[0].message}")
         return self.checks.make_harmless(batch), outcome
 
     def _message(self, finding: Finding, step: int) -> str:
@@ -173,19 +163,13 @@ class BatchValidator:
             return finding.message
         bad, every = finding.bad.nonzero().flatten().tolist(), self.indices(step)
         names = ",".join(str(every[place]) for place in bad[:NAMED] if place < len(every))
-        more = ",…" if len(bad) > NAMED else ""
-        return (
-            f"{finding.message}, in {len(bad)} of {len(finding.bad)} samples "
-            f"(of the data set: {names}{more})"
-        )
-
-    # -- on an accelerator ---------------------------------------------------------------------
+        count = f"{len(bad)} of {len(finding.bad)} samples"
+        more = ",…" * (len(bad) > NAMED)
+        return f"{finding.message}, in {count} (of the data set: {names}{more})"
 
     def _admit_on_device(self, number: int, batch: Batch, tensors: Tensors) -> Batch:
         """Nothing is read: the flag goes into the update, the numbers to the host later."""
         checks, self.veto = self.checks, None
-        if checks.form_finding(tensors) is not None:  # known from the shapes; this one is read
-            return self._apply(*self._validate(number, batch, tensors))
         if not (limits := checks.limits(tensors)):
             return batch
         values = checks.measure(tensors, limits)
@@ -215,8 +199,6 @@ class BatchValidator:
                 self.late_stop = self._stop_error(entry.number, finding.check, finding.message)
             self._note(entry.number, finding.check, finding.message, "skipped" if veto else "")
         self._count(entry.number, veto > 0)
-
-    # -- what is recorded ----------------------------------------------------------------------
 
     def _note(self, number: int, check: str, message: str, action: str) -> None:
         if check == "not_finite":

@@ -1,4 +1,4 @@
-"""What is checked of data, model and outputs, and what is done about it: the `checks` group."""
+"""The `checks` group: checks of data, model and outputs, and the action for each finding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.errors import ConfigError
 
 
 class CheckPolicy(Enum):
-    """What is done about a finding; a later one includes the earlier ones."""
+    """The action for a finding; a later one includes the earlier ones."""
 
     off = "off"
     warn = "warn"
@@ -19,32 +19,17 @@ class CheckPolicy(Enum):
     stop = "stop"  # the run ends, after a checkpoint
 
 
-DTYPES = (
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    *("uint8", "int8", "int16", "int32", "int64", "bool"),
-)
-
-
 @dataclass
 class SchemaConfig:
-    """What inputs look like; shape and dtype default to those of the first batch."""
+    """The valid range of inputs; dtype and shape are those of the first batch."""
 
     low: float | None = bounded(None)  # of any input value
     high: float | None = bounded(None)
-    shape: list[int] | None = None  # of one sample; -1: any length
-    dtype: str | None = None  # float32, int64, …
     classes: int | None = bounded(None, min=1)  # labels are below it; None: what the data say
 
     def __post_init__(self) -> None:
-        key = "checks.inputs.schema"
-        check_bounds(self, key)
-        _check_order(self, key)
-        if self.shape is not None and any(n < -1 for n in self.shape):
-            raise ConfigError(f"{key}.shape", f"must be sizes ≥ -1, got {self.shape}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(
-                f"{key}.dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}"
-            )
+        check_bounds(self, "checks.inputs.schema")
+        _check_order(self, "checks.inputs.schema")
 
 
 @dataclass
@@ -53,18 +38,16 @@ class InputsConfig:
 
     enabled: bool = True
     schema: SchemaConfig = field(default_factory=SchemaConfig)
-    form: CheckPolicy = CheckPolicy.stop  # dtype, dimensions or features differ from the schema's
+    form: CheckPolicy = CheckPolicy.stop  # dtype, dimensions or features unlike the first batch
     not_finite: CheckPolicy = CheckPolicy.skip
-    range: CheckPolicy = (
-        CheckPolicy.warn
-    )  # outside schema.low and schema.high, where they are given
+    range: CheckPolicy = CheckPolicy.warn  # outside schema.low and schema.high, where given
     labels: CheckPolicy = CheckPolicy.stop  # a class or token id that does not exist
     constant: CheckPolicy = CheckPolicy.warn  # every value of a batch is the same
 
     def __post_init__(self) -> None:
         for name in ("form", "not_finite", "range", "labels", "constant"):
             if getattr(self, name) is CheckPolicy.drop:
-                fix = "use skip, or data.bad_samples=drop, which leaves samples out beforehand"
+                fix = "use skip; of tables, data.bad_samples=drop leaves rows out beforehand"
                 raise ConfigError(f"checks.inputs.{name}", "a batch is skipped as a whole", fix)
 
 
@@ -74,9 +57,7 @@ class TableConfig:
 
     enabled: bool = True
     constant: CheckPolicy = CheckPolicy.warn  # a column of one value; drop: not among the inputs
-    leak: CheckPolicy = (
-        CheckPolicy.warn
-    )  # a column that gives the label away; drop: not among the inputs
+    leak: CheckPolicy = CheckPolicy.warn  # a column that gives the label away; drop: likewise
     shared: CheckPolicy = CheckPolicy.warn  # rows of train in validation; drop: not validated with
 
     def __post_init__(self) -> None:
@@ -89,7 +70,7 @@ class TableConfig:
 
 @dataclass
 class OutputsConfig:
-    """What is made of outputs that a person or a program gets to see; training sees its own."""
+    """Limits of outputs that a person or a program gets to see; training uses them as they are."""
 
     enabled: bool = True
     nan: float = bounded(0.0)  # stands for NaN
@@ -114,7 +95,7 @@ class ModelCheckConfig:
 
 @dataclass
 class ChecksConfig:
-    """What is looked at."""
+    """All checks."""
 
     inputs: InputsConfig = field(default_factory=InputsConfig)
     table: TableConfig = field(default_factory=TableConfig)

@@ -52,7 +52,7 @@ class CheckedTable:
 
 @dataclass
 class TableFindings:
-    """The findings about a table, and what is to be left out for them."""
+    """The findings about a table, and what is left out for them."""
 
     reasons: list[Reason] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)  # taken for each of the reasons
@@ -62,11 +62,24 @@ class TableFindings:
     facts: dict[str, Any] = field(default_factory=dict)  # for debug/table.json
 
     def add(self, reason: Reason, action: str, choice: str) -> None:
-        """Record a finding; an empty action is none, and leaves `choice` out."""
+        """Record a finding; without an action there is no `choice`."""
         self.reasons.append(reason)
         self.actions.append(action)
         if action:
             self.choices.append(Choice(f"checks.{reason.code}", choice, reason.evidence))
+
+    def add_column(
+        self, kind: str, table: CheckedTable, number: int, text: str, drop: bool
+    ) -> None:
+        """Record a finding about a column."""
+        name = table.columns[number].name
+        severity = Severity.NOTE if kind == "constant" else Severity.WARNING
+        key = f"{table.ignore}=[{name}] or " if table.ignore else ""
+        known = "if it is not known before the label is, " if kind == "leak" else ""
+        way_out = "" if drop else f"{known}leave it out with {key}checks.table.{kind}=drop"
+        reason = Reason(f"table.{kind}", severity, f"column {name!r}", text, way_out)
+        self.add(reason, "left out of the inputs" if drop else "", f"without {name}")
+        self.drop_columns += [number] if drop else []
 
 
 def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
@@ -83,10 +96,11 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
         for number, values in enumerate(table.values(table.train)):
             if (values == values[0]).all():
                 value = _value(table.columns[number], values[0])
-                evidence = f"is {value} in all {len(values):,} training rows"
-                _report_column(findings, table, config, number, "constant", evidence)
-    for number, evidence in _leaks(table, skills):
-        _report_column(findings, table, config, number, "leak", evidence)
+                text = f"is {value} in all {len(values):,} training rows"
+                drop = config.constant is CheckPolicy.drop
+                findings.add_column("constant", table, number, text, drop)
+    for number, text in _leaks(table, skills):
+        findings.add_column("leak", table, number, text, config.leak is CheckPolicy.drop)
     if findings.drop_columns and len(findings.drop_columns) == len(table.columns):
         names = "; ".join(map(str, findings.reasons[:SHOWN]))
         raise DataError(f"checks.table: nothing would be left to learn from: {names}")
@@ -108,30 +122,8 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
     return findings
 
 
-def _report_column(
-    findings: TableFindings,
-    table: CheckedTable,
-    config: TableConfig,
-    number: int,
-    kind: str,
-    evidence: str,
-) -> None:
-    name, drops = table.columns[number].name, getattr(config, kind) is CheckPolicy.drop
-    severity = Severity.NOTE if kind == "constant" else Severity.WARNING
-    key = f"{table.ignore}=[{name}] or " if table.ignore else ""
-    way_out = "" if drops else f"leave it out with {key}checks.table.{kind}=drop"
-    if kind == "leak" and way_out:
-        way_out = f"if it is not known before the label is, {way_out}"
-    reason = Reason(f"table.{kind}", severity, f"column {name!r}", evidence, way_out)
-    findings.add(reason, "left out of the inputs" if drops else "", f"without {name}")
-    if drops:
-        findings.drop_columns.append(number)
-
-
 def _stop(findings: TableFindings, config: TableConfig) -> None:
-    kinds = [
-        kind for kind in ("constant", "leak", "shared") if getattr(config, kind).name == "stop"
-    ]
+    kinds = [k for k in ("constant", "leak", "shared") if getattr(config, k) is CheckPolicy.stop]
     reasons = [reason for reason in findings.reasons if reason.code.partition(".")[2] in kinds]
     if reasons:
         shown = "; ".join(map(str, reasons[:SHOWN])) + "; …" * (len(reasons) > SHOWN)

@@ -11,8 +11,6 @@ from typing import NoReturn
 from runner.errors import SecurityError, UsageError
 
 MODE = "hydra.mode=MULTIRUN"
-SWITCHES = ("hydra_help", "resolve", "run", "multirun", "shell_completion")
-VALUES = ("cfg", "package", "config_path", "config_name", "config_dir", "info")
 
 
 @dataclass
@@ -22,33 +20,20 @@ class Arguments:
     overrides: list[str]
     help: bool = False
     version: bool = False
-    hydra_help: bool = False
     cfg: str | None = None  # job | hydra | all
     resolve: bool = False
     package: str | None = None
     run: bool = False
     multirun: bool = False
-    shell_completion: bool = False
     config_path: str | None = None
     config_name: str | None = None
     config_dir: str | None = None
     experimental_rerun: str | None = None
-    info: str | None = None
 
     @property
     def sweeps(self) -> bool:
         """Whether several jobs are to be run."""
         return self.multirun or MODE in self.overrides
-
-    @property
-    def only_shows(self) -> bool:
-        """Whether a config is to be shown, and nothing to be run."""
-        return self.cfg is not None or self.info is not None
-
-    @property
-    def asks_hydra(self) -> bool:
-        """Whether the answer is Hydra's alone."""
-        return self.hydra_help or self.shell_completion
 
     @property
     def folders(self) -> list[Path]:
@@ -57,8 +42,13 @@ class Arguments:
 
     def for_hydra(self) -> list[str]:
         """The command line as Hydra takes it."""
-        switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(self, name)]
-        return [*switches, *self.flags(*VALUES), *self.overrides]
+        switches = ("resolve", "run", "multirun")
+        typed = [f"--{name}" for name in switches if getattr(self, name)]
+        return [*typed, *self.flags("cfg", "package"), *self.config_flags(), *self.overrides]
+
+    def config_flags(self) -> list[str]:
+        """The flags that say where configs lie, as they were typed."""
+        return self.flags("config_path", "config_name", "config_dir")
 
     def flags(self, *names: str) -> list[str]:
         """The flags of these names that were typed with a value."""
@@ -72,16 +62,13 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     parser.add_argument("overrides", nargs="*")
     for long, short in (("help", "-h"), ("run", "-r"), ("multirun", "-m")):
         parser.add_argument(f"--{long}", short, action="store_true")
-    for long in ("version", "hydra-help", "resolve"):
-        parser.add_argument(f"--{long}", action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     for long, short in (("path", "-cp"), ("name", "-cn"), ("dir", "-cd")):
         parser.add_argument(f"--config-{long}", short)
     parser.add_argument("--experimental-rerun")
-    info = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument("--info", "-i", const="all", nargs="?", choices=info)
     typed = Arguments(**vars(parser.parse_intermixed_args(arguments)))
     if typed.experimental_rerun is not None:
         raise SecurityError(
@@ -90,8 +77,6 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         )
     if typed.cfg is not None and typed.sweeps:
         raise UsageError("--cfg shows one run's config: leave -m away, name one value a key")
-    if typed.resolve and typed.cfg is None:
-        raise UsageError("--resolve is for --cfg")
     if typed.config_dir is not None and not Path(typed.config_dir).is_dir():
         raise UsageError(f"--config-dir: there is no folder {typed.config_dir}")
     return typed
@@ -104,6 +89,6 @@ class _Parser(argparse.ArgumentParser):
             from runner.overrides.aliases import key_of
 
             name = message.partition("--")[2].partition("=")[0].split(" ")[0]
-            key = key_of(name.casefold().replace("-", "_")) or "training.epochs"
-            hint = f"settings are typed as key=value, without dashes: {key}=…; {hint}"
+            example = f": {key}=…" if (key := key_of(name)) else ""
+            hint = f"settings are typed as key=value, without dashes{example}; {hint}"
         raise UsageError(f"{message}; {hint}")

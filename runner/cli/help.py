@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from importlib.metadata import PackageNotFoundError, version
 
 from runner import __version__
@@ -20,24 +19,17 @@ KEYS = {
     "seed": "initial weights, order of samples, augmentation, dropout",
     "training.steps, .epochs": "how long; one of the two",
     "training.batch_size": "samples per update",
-    "training.micro_batch": "samples per backward pass",
     "training.validate_every": "steps between validations",
     "optimizer.lr": "the peak of the learning rate",
     "data.path, data.target": "your file or folder, and the column to predict",
-    "data.bad_samples": "drop: cells and files that cannot be used are left out and named",
     "data.workers": "loader processes (default: chosen, with a reason)",
     "model._target_": "a class of your own, with security.trusted=[its_package]",
     "checkpoint.resume": "auto, or the folder of a run to go on with",
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
-    "hydra.launcher.jobs": "-m: jobs at a time; also .timeout_s, .retries and .fail_fast",
-    "sweep.resume": "-m: auto, none, or the folder of a sweep to go on with",
-    "verify.what": "job=verify: parity of the techniques, or exactness of a resume",
-    "benchmark.arms, .budget_s": "job=benchmark: what is compared, and for how long",
     "scan.path": "job=scan: a file or folder to look at before it is used",
     "replay.path": "job=replay: a bad step of a run, in its debug/captures",
     "security.environment": "[NAME]: variables that a config may read as ${oc.env:NAME}",
-    "security.limits.hours": "also .memory_mb, .device_memory_mb and .disk_mb: the run ends there",
     "optimization.strict": "true: a technique that does not take hold is an error",
 }
 EXAMPLES = {
@@ -63,53 +55,44 @@ CODES = {
 FLAGS = {
     "--cfg job|hydra|all": "show the composed config and run nothing; -p model shows one part",
     "-m": "run every combination of comma-separated values",
-    "--info [defaults|…]": "how Hydra puts the config together",
     "-cd FOLDER": "look for groups and experiments of your own in FOLDER too",
-    "--hydra-help": "Hydra's own flags",
     "--version": "versions",
 }
-COMPLETION = 'Completion in bash, for the command `runner`: eval "$(runner -sc install=bash)"'
 
 
 def help_text() -> str:
     """The whole help, ready to print."""
     command = "runner" if os.path.basename(sys.argv[0]) == "runner" else "python -m runner"
-    parts = [f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}"]
-    defaults = default_options()
+    defaults, groups = default_options(), options()
     lines = []
-    groups = options()
     for group in [*defaults, *(g for g in groups if g not in defaults)]:
-        lines.append(group)
-        for name, what in groups[group].items():
-            mark = "*" if defaults.get(group) == name else " "
-            lines.append(_row(f"{mark} {name}", what, 22))
-    table = textwrap.indent("\n".join(lines), "  ")
-    parts.append(f"Groups and their options (* is the default)\n{table}")
+        marks = {name: "*" if defaults.get(group) == name else " " for name in groups[group]}
+        options_of = {f"{marks[name]} {name}": what for name, what in groups[group].items()}
+        lines.append(_table(f"  {group}", options_of, 22))
     aliases = ", ".join(f"{alias}= for {group}=" for alias, group in ALIASES.items())
-    parts.append(f"  Also understood: {aliases}")
-    parts.append(_table("Keys typed all the time (all of them: --cfg job)", KEYS, 26))
     examples = [f"  # {what}\n  {command} {line}".rstrip() for line, what in EXAMPLES.items()]
-    parts.append("\n".join(["Examples", *examples]))
-    parts.append(_table("Flags", FLAGS, 22))
-    parts.append(COMPLETION)
-    parts.append(_table("Exit codes", CODES, 10))
+    parts = (
+        f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}",
+        "\n".join(["Groups and their options (* is the default)", *lines]),
+        f"  Also understood: {aliases}",
+        _table("Keys typed all the time (all of them: --cfg job)", KEYS, 26),
+        "\n".join(["Examples", *examples]),
+        _table("Flags", FLAGS, 22),
+        _table("Exit codes", CODES, 10),
+    )
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
 def version_text() -> str:
     """Our version and that of what we stand on."""
-    found = [f"runner {__version__}"]
+    lines = [f"runner {__version__}"]
     for package in ("torch", "hydra-core", "omegaconf"):
         try:
-            found.append(f"{package} {version(package)}")
+            lines.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"{package} is not installed")
-    return "\n".join(found) + "\n"
+            lines.append(f"{package} is not installed")
+    return "\n".join(lines) + "\n"
 
 
 def _table(title: str, rows: dict[str, str], width: int) -> str:
-    return f"{title}\n" + "\n".join(f"  {_row(name, what, width)}" for name, what in rows.items())
-
-
-def _row(name: str, what: str, width: int) -> str:
-    return f"{name:<{width}} {what}"
+    return "\n".join([title, *(f"  {name:<{width}} {what}" for name, what in rows.items())])

@@ -7,12 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from traceback import format_exception
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra._internal.callbacks import Callbacks
@@ -36,12 +36,15 @@ from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
 from runner.record.console import close_logging, print_stdout, set_up_logging
 from runner.record.text import describe_error, escape_control_chars, escape_lines, quote_for_hydra
-from runner.security import hidden, paths, secrets
+from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
-from runner.security.config_rules import check_level
+from runner.security.config_files import check_level
 from runner.training.signals import interruption_before_run
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
+
+if TYPE_CHECKING:
+    from runner.sweep.state import Session
 
 log = logging.getLogger("runner")
 OFF = (
@@ -63,25 +66,34 @@ class Results:
 def launch(request: Request) -> int:
     """Run what was asked for; returns the exit code. Raises RunnerError."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
-    logging.raiseExceptions = False  # `--info … | head` is no fault
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
     if request.typed.off and request.sweeps:
         sys.stderr.write(f"warning: {OFF}\n")
     command, results = list(sys.argv), Results()
-    job = partial(_run, request=request, results=results, command=command)
+    resumed = paths.resumed_at(request.resumed, request.chosen)
     try:
-        may_read = secrets.environment_access(
-            request.typed.security.readable, shows=request.flags.only_shows
-        )
-        resumed = paths.resumed_at(request.resumed, request.chosen)
-        with may_read, request.files.at_work(), paths.own_files(), resumed:
-            if request.flags.cfg:
-                show_config(request)
-            elif request.flags.info or request.config is None:
-                run_hydra(request, results, command)
-            else:
-                context = hydra_context(request.config)
-                run_job(job, request.config, "hydra.run.dir", None, context)
+        with _translated_errors(request, results):
+            with request.permissions(), paths.own_files(), resumed:
+                if request.flags.cfg:
+                    show_config(request)
+                elif request.session is not None:
+                    run_sweep(request, request.session, results, command)
+                elif request.config is not None:
+                    job = partial(_run, request=request, results=results, command=command)
+                    context = hydra_context(request.config)
+                    run_job(job, request.config, "hydra.run.dir", None, context)
+    finally:
+        sys.argv[:] = command
+    if results.failures:  # a sweeper that goes on after failures
+        raise _sweep_failed(results)
+    return results.exit_code
+
+
+@contextmanager
+def _translated_errors(request: Request, results: Results) -> Iterator[None]:
+    """Errors of Hydra, and of its files, as errors of ours."""
+    try:
+        yield
     except SweepFailed as error:
         raise _sweep_failed(results) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -100,11 +112,6 @@ def launch(request: Request) -> int:
         reason = error.strerror or str(error)
         fix = f"name another place: {key}=/path/to/folder"
         raise StorageError(f"{key}: {error.filename}: {reason}; {fix}") from error
-    finally:
-        sys.argv[:] = command
-    if results.failures:  # a sweeper that goes on after failures
-        raise _sweep_failed(results)
-    return results.exit_code
 
 
 def hydra_context(config: DictConfig) -> HydraContext:
@@ -116,24 +123,19 @@ def hydra_context(config: DictConfig) -> HydraContext:
     return HydraContext(config_loader=loader, callbacks=Callbacks(config))
 
 
-def run_hydra(request: Request, results: Results, command: list[str]) -> None:
-    """Let Hydra run a sweep, which ends in its comparison however it ends, or answer itself."""
+def run_sweep(request: Request, session: Session, results: Results, command: list[str]) -> None:
+    """Let Hydra run a sweep, which ends in its comparison however it ends."""
 
     def task(config: DictConfig) -> float | None:
         return _run(config, request, results, command)
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
-    sys.argv[1:] = request.arguments
-    session = request.session
-    if session is None:
-        with nullcontext() if request.sweeps else redact_stdout():
-            main()
-        return
     from runner.cli.sweep import compare
     from runner.sweep.state import active_session
 
     session.command = provenance.command()
-    sys.argv.append(f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}")
+    place = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
+    sys.argv[1:] = [*request.arguments, place]
     with active_session(session):
         try:
             main()
@@ -165,7 +167,7 @@ def _run(
     before = _written(folder)
     try:
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
-            hidden.mask_saved(folder / name)
+            secrets.mask_saved(folder / name)
         with secrets.redact_errors():
             return _job(config, request, folder, notes)
     except Interrupted as error:
@@ -211,7 +213,7 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
     if not isinstance(summary, Summary):
         return None
     _show(masked_all(summary), folder)
-    return summary.best if summary.best is not None else summary.metrics.get(summary.monitor)
+    return summary.monitored
 
 
 def _show(summary: Summary, folder: Path) -> None:
@@ -221,25 +223,20 @@ def _show(summary: Summary, folder: Path) -> None:
 
 
 def _report(error: Exception, folder: Path, trained: bool) -> tuple[str, int]:
-    """Say and record how a job failed: the message and the exit code.
-
-    On one line; the traceback of a fault goes into the log.
-    """
+    """Say and record how a job failed: the message, on one line, and the exit code."""
     if trained:
         with suppress(StorageError):
             _show(replace(Summary.read(folder), reason=""), folder)  # the reason follows
-    code, log_file = 1, folder / "run.log"
-    if isinstance(error, RunnerError):
+    if isinstance(error, RunnerError):  # more lines are a worker's traceback
+        message, _, trace = masked(str(error)).partition("\n")
         code = error.exit_code
-        message, *more = masked(str(error)).split("\n")  # what follows is a worker's traceback
-        for line in more:
-            log.error("  %s", line, extra={"live": True})  # not on the screen
-        log.error("%s%s", message, f"; the traceback is in {log_file}" if more else "")
     else:
         text, file, number = describe_error(error)
-        message = masked(f"{text} ({file}:{number})")
-        log.error(message, exc_info=error, extra={"live": True})  # not on the screen
-        log.error("%s; the traceback is in %s", message, log_file)
+        message, code = masked(f"{text} ({file}:{number})"), 1
+        trace = "".join(format_exception(error))
+    for line in masked(trace).splitlines():
+        log.error("  %s", line, extra={"live": True})  # not on the screen
+    log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
     if not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
         with suppress(OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
@@ -255,11 +252,7 @@ def show_config(request: Request) -> None:
     tree: Any = OmegaConf.to_container(config, resolve=False)
     if flags.cfg == "job":
         del tree["hydra"]
-    elif flags.cfg == "hydra":
-        tree = {
-            "hydra": {k: v for k, v in tree["hydra"].items() if k not in ("help", "hydra_help")}
-        }
-    whole = OmegaConf.create(tree)
+    whole = OmegaConf.create({"hydra": tree["hydra"]} if flags.cfg == "hydra" else tree)
     package = flags.package if flags.package != "_global_" else None
     part = whole if package is None else OmegaConf.select(whole, package)
     if part is None:
@@ -269,14 +262,3 @@ def show_config(request: Request) -> None:
             OmegaConf.resolve(part)
         part = (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
     sys.stdout.write(escape_lines(masked(f"{part}".rstrip("\n") + "\n")))
-
-
-@contextmanager
-def redact_stdout() -> Iterator[None]:
-    """While entered, what is printed is masked and escaped: files of others may be part of it."""
-    buffer = StringIO()
-    try:
-        with redirect_stdout(buffer):
-            yield
-    finally:
-        sys.stdout.write(escape_lines(masked(buffer.getvalue())))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,6 @@ class Request:
     flags: Arguments
     config: DictConfig | None = None  # of one run; None where Hydra composes: sweeps and its help
     session: Session | None = None  # of a sweep
-    continues: bool = False  # in the folder of an earlier run
     resumed: Path | None = None  # the folder of the run that was named to continue
     chosen: bool = True  # whether somebody chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
@@ -60,6 +60,13 @@ class Request:
     def arguments(self) -> list[str]:
         """The command line as Hydra takes it."""
         return self.flags.for_hydra()
+
+    @contextmanager
+    def permissions(self) -> Iterator[None]:
+        """While entered, the variables and the config files that were allowed may be read."""
+        readable, shows = self.typed.security.readable, self.flags.cfg is not None
+        with secrets.environment_access(readable, shows=shows), self.files.at_work():
+            yield
 
 
 def check(arguments: Arguments) -> Request:
@@ -80,16 +87,13 @@ def check(arguments: Arguments) -> Request:
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
     files = ConfigFiles(OUR_FOLDERS, given)
     request = Request(flags, chosen=chosen, notes=notes, typed=given, files=files)
-    access = secrets.environment_access(given.security.readable, shows=flags.only_shows)
-    with secrets.redact_errors(), access, files.at_work():
+    with secrets.redact_errors(), request.permissions():
         _check(request)
     return request
 
 
 def _check(request: Request) -> None:
     flags = request.flags
-    if flags.asks_hydra:
-        return
     more = [Path(folder.removeprefix("file://")) for folder in request.typed.searchpath]
     untyped = partial(
         compose_raw,
@@ -107,36 +111,30 @@ def _check(request: Request) -> None:
     if any("replay.path=" in text for text in overrides):
         from runner.cli.replay import with_captured
 
-        overrides = with_captured(overrides, untyped)
+        overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)
-    if flags.only_shows:
-        request.config = compose(flags.overrides)
-    elif flags.sweeps:
-        _check_sweep(request, compose)
-    else:
-        _check_run(request, resumed, compose)
+    if flags.cfg is None and flags.sweeps:
+        from runner.cli.sweep import prepare
 
-
-def _check_sweep(request: Request, compose: Callable[[Sequence[str]], DictConfig]) -> None:
-    from runner.cli.sweep import prepare
-
-    prepared = prepare(request.flags, compose)
-    if isinstance(prepared, list):  # the overrides of the one benchmark that it amounts to
-        request.flags.multirun, request.flags.overrides = False, prepared
-        request.config = compose(prepared)
-        _check_benchmark(typed(request.config.copy()), request.flags)
-    else:
-        request.session = prepared
+        request.session = prepare(flags, compose, request.files)
+        request.files.continued.append(request.session.folder)
+        return
+    request.config = compose(flags.overrides)
+    if flags.cfg is None:
+        _check_run(request, request.config, resumed, compose)
 
 
 def _check_run(
-    request: Request, resumed: Resumed, compose: Callable[[Sequence[str]], DictConfig]
+    request: Request,
+    composed: DictConfig,
+    resumed: Resumed,
+    compose: Callable[[Sequence[str]], DictConfig],
 ) -> None:
     """Check one run, and add the folder that it continues in to its overrides."""
     flags, given = request.flags, request.typed
-    request.config = compose(flags.overrides)
-    planned = secrets.place(request.config, "hydra.run.dir")
-    config = typed(request.config.copy())
+    planned = secrets.place(composed, "hydra.run.dir")
+    request.files.check_folders(composed, sweeps=False)
+    config = typed(composed.copy())
     check_weights_exist(config)
     folder = _resume_folder(request, resumed, planned, config)
     if folder is not None:
@@ -145,7 +143,7 @@ def _check_run(
         if given.strict:
             check_place("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
-        request.continues = True
+        request.files.continued.append(folder)
         # the config that the run was started with stays until its checkpoint is loaded
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])

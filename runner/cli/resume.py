@@ -46,7 +46,7 @@ def check_weights_exist(config: RunConfig) -> None:
 
 
 def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
-    """Put under the overrides those of the run that `checkpoint.resume` names, if it names one.
+    """The overrides below those of the run that `checkpoint.resume` names, if it names one.
 
     The run continues in its own folder, unless it is evaluated, swept over, or told where to write.
     Raises CheckpointError for a path that leads to no run.
@@ -67,10 +67,9 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
 
 
 def _names(override: CliOverride) -> list[str]:
-    if override.parsed.is_sweep_override():
-        names = [text.strip("'\"") for text in override.values()]
-    else:
-        names = [str(override.parsed.value())]
+    swept = override.parsed.is_sweep_override()
+    names = [text.strip("'\"") for text in override.values()] if swept else []
+    names = names or [str(override.parsed.value())]
     if not all(names):
         raise ConfigError(KEY, "is empty", "name the folder of a run, or auto")
     return names
@@ -78,12 +77,9 @@ def _names(override: CliOverride) -> list[str]:
 
 def _run_of(path: Path) -> Path | None:
     """The run's folder that `path` is, or lies in; None for a checkpoint on its own."""
-    if not path.exists():
-        from runner.overrides.suggestions import nearest
-
-        near = nearest(path.name, [p.name for p in path.parent.glob("*") if p.is_dir()])
-        guess = f"; did you mean {path.with_name(near)}?" if near else ""
-        raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){guess}")
+    if not path.is_dir():
+        fix = f"; to start from weights in a file: model.weights={path}" if path.exists() else ""
+        raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){fix}")
     folder = path
     for pattern in (STEP, re.compile(CHECKPOINTS)):
         if pattern.fullmatch(folder.name):
@@ -92,16 +88,13 @@ def _run_of(path: Path) -> Path | None:
         return folder
     if STEP.fullmatch(path.name):
         return None
-    if path.is_file():
-        fix = f"to start from the weights in it: model.weights={path}"
-        raise ConfigError(KEY, f"{path} is a file, not the folder of a run", fix)
-    runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
-    newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
-    also = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
     evaluated = [o.value for o in map(parse_override, _recorded_overrides(path)) if o.key == KEY]
     if evaluated:
         run = evaluated[-1]
         raise CheckpointError(f"{KEY}: {path} is an evaluation of {run}; name that: {KEY}={run}")
+    runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
+    newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
+    also = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
     raise CheckpointError(f"{KEY}: {path} is not the folder of a training; {also}")
 
 

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.cli.arguments import MODE, Arguments
 from runner.cli.resume import check_weights_exist
@@ -15,12 +15,12 @@ from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
 from runner.overrides.spelling import sample_jobs
-from runner.record.text import escape_control_chars, quote_for_hydra
+from runner.record.text import escape_control_chars
 from runner.security import secrets
 from runner.security.config import SecurityLevel
+from runner.security.config_files import ConfigFiles
 from runner.security.paths import keep_within
 from runner.sweep import plan
-from runner.sweep.command import merge_benchmark
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
 from runner.sweep.job import register_plugins_for_children
@@ -28,20 +28,20 @@ from runner.sweep.state import WELL, Session
 
 log = logging.getLogger("runner")
 
-BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-
 
 def prepare(
-    flags: Arguments, compose: Callable[[Sequence[str]], DictConfig]
-) -> Session | list[str]:
-    """The sweep, checked, or the overrides of the one benchmark that it amounts to.
+    flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFiles
+) -> Session:
+    """The sweep, checked.
 
     A wrong key or option ends it; a job that cannot run is one failure, unless no job can.
     Raises RunnerError.
     """
     overrides = [text for text in flags.overrides if text != MODE]
-    jobs = sample_jobs(overrides)
-    configs = [compose(job) for job in jobs]
+    configs = [compose(job) for job in sample_jobs(overrides)]
+    with open_dict(configs[0]):  # what Hydra fills in for the first job
+        configs[0].hydra.job.num = configs[0].hydra.job.id = 0
+    files.check_folders(configs[0], sweeps=True)
     failures: list[RunnerError] = []
     for composed in configs:
         try:
@@ -50,21 +50,18 @@ def prepare(
             raise
         except RunnerError as error:
             failures.append(error)
-    if len(failures) == len(jobs):
+    if len(failures) == len(configs):
         raise failures[0]
+    if any(composed.job.kind is JobKind.benchmark for composed in configs):
+        fix = "leave -m out and name the arms: benchmark.arms=[none,basic]"
+        raise ConfigError("job", "a benchmark runs its arms in turn, a sweep one by one", fix)
     config, launcher = configs[0], configs[0].hydra.launcher
     isolated = OmegaConf.get_type(launcher) is LauncherConfig
     if isolated:
         OmegaConf.to_object(launcher)  # checks its values
     else:
         register_plugins_for_children()
-    folder = secrets.place(config, "hydra.sweep.dir")
-    benchmarks = {composed.job.kind for composed in configs} == {JobKind.benchmark}
-    if benchmarks and (isolated or launcher._target_ == BASIC):
-        merged = merge_benchmark(overrides)
-        if merged is not None:
-            return [*merged, f"hydra.run.dir={quote_for_hydra(str(folder))}"]
-    job_flags = flags.flags("config_path", "config_name", "config_dir")
+    folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
     _find_earlier(session, config, overrides, isolated)
     return session
@@ -85,7 +82,7 @@ def _find_earlier(
     named = any(text.startswith("hydra.sweep.dir=") for text in overrides)
     earlier = plan.find_sweep(session.folder, named, resume, session.hash)
     session.folder = earlier or session.folder
-    session.resumed = resume not in ("auto", "none", "None", "")
+    session.resumed = resume not in ("auto", *plan.NO_RESUME)
     if earlier is not None and config.security.level is not SecurityLevel.off:
         keep_within(earlier)
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.data.batch import RowNames, Sizes
+from runner.data.batch import Sizes
 from runner.data.config import Arrays
-from runner.data.dataset import usable_samples
-from runner.data.labels import check_classes, check_count, check_task, guess_task
+from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
 from runner.data.order import split
 from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
@@ -20,7 +19,6 @@ from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
-TASKS = ("classification", "language_modelling", "regression")
 TABLES = (".csv", ".tsv", ".parquet")
 
 
@@ -31,7 +29,7 @@ def arrays(config: Arrays, policy: FilePolicy | None = None) -> Tensors:
     [samples, length] are token ids. The file is examined first: SecurityError for
     one that is malformed, or holds objects, which are a pickle.
     """
-    from runner.security.files.state import read_arrays  # only where a file is read
+    from runner.security.files.loader import read_arrays  # only where a file is read
 
     check_task(config.task, TASKS)
     path = existing(config.path)
@@ -41,26 +39,22 @@ def arrays(config: Arrays, policy: FilePolicy | None = None) -> Tensors:
     x = _pick(content, path, config.inputs, "data.inputs")
     y = _pick(content, path, config.target, "data.target")
     if len(x) != len(y):
-        raise DataError(
-            f"{path}: {config.inputs!r} has {len(x):,} samples and {config.target!r} has "
-            f"{len(y):,}; the first dimension of both is the sample"
-        )
+        problem = f"{config.inputs!r} has {len(x):,} samples and {config.target!r} has {len(y):,}"
+        raise DataError(f"{path}: {problem}; the first dimension of both is the sample")
     task, reason = _task(x, y, config.task)
-    problems = _bad_rows(y, config.target, task != "regression") | _bad_rows(x, config.inputs, True)
-    choices = usable_samples(problems, len(x), config, str(path))
-    usable = np.delete(np.arange(len(x)), sorted(problems))
-    x, y = (x[usable], y[usable]) if problems else (x, y)
+    _check_values(
+        y, f"{path}: {config.target!r}", ids=y.dtype.kind in "iu" and task != "regression"
+    )
+    _check_values(x, f"{path}: {config.inputs!r}", ids=x.dtype.kind in "iu" and x.ndim == 2)
     inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
     target, sizes = _target(inputs, replace(shape, task=task), y, f"{path}: {config.target!r}")
-    if config.task == "auto":
-        choices = (*choices, Choice("data.task", task, reason))
-    parts = split(len(x), config.validation, config.split_seed, str(path))
+    parts = split(len(inputs), config.validation, config.split_seed, str(path))
+    choices = (Choice("data.task", task, reason),) if config.task == "auto" else ()
     if task == "regression":
         mean, deviation, choice = scale_of(target, parts[0])
         sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
         choices = (*choices, choice)
-    tensors = torch.from_numpy(inputs), torch.from_numpy(target)
-    return Tensors(*tensors, sizes, parts, choices, rows=RowNames(numbers=usable))
+    return Tensors(torch.from_numpy(inputs), torch.from_numpy(target), sizes, parts, choices)
 
 
 def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
@@ -73,24 +67,21 @@ def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
     if not array.ndim or not array.size:  # samples without values take no bytes: any number
         raise DataError(f"{path}: array {name!r} of shape {list(array.shape)} holds no samples")
     if array.dtype.kind not in "fiub":
-        raise DataError(
-            f"{path}: array {name!r} is of type {array.dtype}, which is no number; number classes "
-            "with np.unique(y, return_inverse=True)[1]"
-        )
+        fix = "number classes with np.unique(y, return_inverse=True)[1]"
+        raise DataError(f"{path}: array {name!r} is of type {array.dtype}, no number; {fix}")
     return array
 
 
-def _bad_rows(array: np.ndarray, name: str, ids: bool) -> dict[int, str]:
-    """What is wrong with each sample that has a value which is not finite, or a negative id."""
+def _check_values(array: np.ndarray, what: str, ids: bool) -> None:
+    """Refuse values that are not finite, and ids that are negative or far too large."""
     flat = array.reshape(len(array), -1)
-    if array.dtype.kind == "f":
-        bad, what = ~np.isfinite(flat), "not finite"
-    else:
-        bad, what = (flat < 0) & ids, "negative; labels and ids count from 0"
-    return {
-        row: f"sample {row}: {name!r} has {flat[row, bad[row].argmax()]}, which is {what}"
-        for row in np.flatnonzero(bad.any(1)).tolist()
-    }
+    bad = ~np.isfinite(flat)
+    if ids:
+        bad |= (flat < 0) | (flat >= MOST)
+    if len(rows := np.flatnonzero(bad.any(1))):
+        value = flat[rows[0], bad[rows[0]].argmax()]
+        problem = f"not in 0 to {MOST:,}, as labels and ids are" if ids else "not finite"
+        raise DataError(f"{what}: sample {rows[0]} has {value}, which is {problem}")
 
 
 def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
@@ -99,11 +90,8 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
         x = x.astype(np.float32) / 255
     if x.dtype.kind != "f":
         if x.ndim != 2 or x.dtype.kind == "b":
-            raise DataError(
-                f"{what} is {x.dtype} of shape {list(x.shape)}; whole numbers are token ids "
-                "[samples, length], and anything else is saved as float32"
-            )
-        check_count(int(x.max()) + 1, f"{what}: the token id {x.max():,}")
+            problem = f"{what} is {x.dtype} of shape {list(x.shape)}; whole numbers are token ids"
+            raise DataError(f"{problem} [samples, length], and anything else is saved as float32")
         return x.astype(np.int64), Sizes("", vocab=int(x.max()) + 1, sequence=x.shape[1])
     x = np.ascontiguousarray(x, np.float32)
     if x.ndim in (1, 3):
@@ -112,9 +100,8 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
     if x.ndim != 4:
         return x, Sizes("", in_features=features)
     if x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
-        raise DataError(
-            f"{what} of shape {list(x.shape)} has the channels last; save x.transpose(0, 3, 1, 2)"
-        )
+        fix = "save x.transpose(0, 3, 1, 2)"
+        raise DataError(f"{what} of shape {list(x.shape)} has the channels last; {fix}")
     side = x.shape[2] if x.shape[2] == x.shape[3] else None
     return x, Sizes("", features, in_channels=x.shape[1], image_size=side)
 
@@ -123,22 +110,21 @@ def _target(x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str) -> tuple[np.n
     """The targets, and all the sizes."""
     if sizes.task == "regression":
         return y.astype(np.float32), replace(sizes, classes=int(np.prod(y.shape[1:])))
-    described = f"{what} is {y.dtype} of shape {list(y.shape)}"
+    problem = f"{what} is {y.dtype} of shape {list(y.shape)}"
     if sizes.task == "language_modelling":
         if x.shape != y.shape or sizes.vocab is None or y.dtype.kind not in "iu":
-            raise DataError(
-                f"{described}; language modelling needs token ids of the inputs' shape "
-                f"{list(x.shape)}"
-            )
-        check_count(int(y.max()) + 1, f"{what}: the token id {y.max():,}")
+            needed = f"language modelling needs token ids of the inputs' shape {list(x.shape)}"
+            raise DataError(f"{problem}; {needed}")
         vocab = max(sizes.vocab, int(y.max()) + 1)
         return y.astype(np.int64), replace(sizes, vocab=vocab, classes=vocab)
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.ndim != 1 or (y.dtype.kind == "f" and (y != np.round(y)).any()) or y.min() < 0:
-        raise DataError(f"{described}; classification needs one whole number from 0 per sample")
+    y = y[:, 0] if y.shape[1:] == (1,) else y
+    if (
+        y.ndim != 1
+        or (y.dtype.kind == "f" and (y != np.round(y)).any())
+        or not 0 <= y.min() <= y.max() < MOST
+    ):
+        raise DataError(f"{problem}; classification needs one whole number from 0 per sample")
     classes = int(y.max()) + 1
-    check_count(classes, f"{what}: the label {classes - 1:,}")
     check_classes([str(label) for label in range(classes)], what)
     return y.astype(np.int64), replace(sizes, classes=classes)
 

@@ -29,10 +29,8 @@ def as_pair(sample: Any, index: int) -> tuple[Nest, Nest]:
         inputs: Any = {k: v for k, v in sample.items() if k != key}
         return _tensors(inputs, "inputs", index), _tensors(sample[key], str(key), index)
     if not isinstance(sample, tuple | list) or len(sample) < 2:
-        raise DataError(
-            f"data: sample {index} is {_describe(sample)}; return (inputs, target), or a dict "
-            f"with the target under one of {', '.join(LABEL_KEYS)}"
-        )
+        fix = f"return (inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
+        raise DataError(f"data: sample {index} is {_describe(sample)}; {fix}")
     inputs = sample[0] if len(sample) == 2 else tuple(sample[:-1])
     return _tensors(inputs, "inputs", index), _tensors(sample[-1], "target", index)
 
@@ -44,13 +42,11 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     collation in workers would cast it silently.
     """
     leaves = [list(named_leaves(sample, key)) for sample in samples]
-    forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
-    for row, form, index in zip(leaves, forms, indices, strict=True):
+    forms = [", ".join(f"{name} is {_describe(leaf)}" for name, leaf in row) for row in leaves]
+    for form, index in zip(forms, indices, strict=True):
         if form != forms[0]:
-            raise DataError(
-                f"data: sample {index}: {_describe_leaves(row)}, and in sample {indices[0]} of the "
-                f"same batch {_describe_leaves(leaves[0])}; all must have one shape and dtype"
-            )
+            other = f"in sample {indices[0]} of the same batch {forms[0]}"
+            raise DataError(f"data: sample {index}: {form}, and {other}; all must be alike")
     columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
     return tree_map(samples[0], lambda _: next(columns))
 
@@ -75,20 +71,13 @@ def _tensors(value: Any, key: str, index: int) -> Nest:
     except (TypeError, ValueError):
         tensor = value
     if not isinstance(tensor, Tensor) or tensor.dtype == torch.float64:
-        raise DataError(
-            f"data: sample {index}: {key} is {_describe(tensor)}; return a tensor, float32 where "
-            "it holds floats, such as x.float(), from __getitem__"
-        )
+        fix = "return a tensor from __getitem__, float32 where it holds floats, such as x.float()"
+        raise DataError(f"data: sample {index}: {key} is {_describe(tensor)}; {fix}")
     return tensor.detach()
-
-
-def _describe_leaves(leaves: Sequence[tuple[str, Tensor]]) -> str:
-    return ", ".join(f"{name} is {_describe(leaf)}" for name, leaf in leaves)
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    if isinstance(value, dict):
-        return f"a dict with the keys {', '.join(map(str, value))}"
-    return f"a {type(value).__name__}"
+    keys = f"dict of {', '.join(map(str, value))}" if isinstance(value, dict) else ""
+    return f"a {keys or type(value).__name__}"

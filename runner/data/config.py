@@ -37,7 +37,7 @@ class DataConfig:
     validation: float = bounded(0.2, above=0, below=1)  # share held out
     validation_samples: int | None = bounded(None, min=1)  # validate on so many; None: all
     split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
-    bad_samples: BadSamples = BadSamples.stop  # cells that are no number, files that are no image
+    bad_samples: BadSamples = BadSamples.stop  # rows of a table that cannot be used
     most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
     shuffle: bool = True
     drop_last: bool = False
@@ -52,6 +52,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "data")
+        table = self.kind in ("tabular", "text") and self._target_ is None
+        if self.bad_samples is BadSamples.drop and not table:
+            problem = "drop is for tables, whose rows are all read beforehand"
+            raise ConfigError("data.bad_samples", problem, "use stop, and mend what it names")
 
 
 @dataclass

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from runner.data.batch import Sizes
 from runner.data.collate import Nest, main_leaf
-from runner.data.labels import NO_LOSS
+from runner.data.labels import NO_LOSS, TASKS
 from runner.data.paths import suggestion
 from runner.errors import DataError
 from runner.techniques.base import Choice
 
 MOST_SAMPLES = 10_000  # read for the largest label or id
 MOST_SECONDS = 30.0
-TASKS = ("classification", "language_modelling", "regression")
 
 Sample = Callable[[int], tuple[Nest, Nest]]
 
@@ -68,9 +67,8 @@ def _stated(dataset: Any, name: str) -> dict[str, Any]:
             near = suggestion(str(key), known, "there are")
             raise DataError(f"data: the attribute `sizes` of {name} has an unknown {key!r}; {near}")
     if stated.get("task", TASKS[0]) not in TASKS:
-        raise DataError(
-            f"data: the attribute `sizes` of {name} has no task {stated['task']!r}; one of {TASKS}"
-        )
+        problem = f"has no task {stated['task']!r}; one of {', '.join(TASKS)}"
+        raise DataError(f"data: the attribute `sizes` of {name} {problem}")
     return stated
 
 
@@ -93,14 +91,10 @@ def _task(x: Tensor, target: Nest, name: str) -> str:
             return "classification"
         if not x.is_floating_point() and target.shape == x.shape:
             return "language_modelling"
-    described = " and ".join(
-        f"{what} {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else what
-        for what, value in (("inputs", x), ("a target", target))
-    )
-    raise DataError(
-        f"data: sample 0: no task follows from {described}; give {name} an attribute sizes = "
-        "{'task': …, 'classes': …}, and name an objective if none of ours fits"
-    )
+    kind = f"{target.dtype} {list(target.shape)}" if isinstance(target, Tensor) else "a nest"
+    problem = f"no task follows from inputs {x.dtype} {list(x.shape)} and a target {kind}"
+    fix = f"give {name} an attribute sizes = {{'task': …, 'classes': …}}, and name an objective"
+    raise DataError(f"data: sample 0: {problem}; {fix}")
 
 
 def _largest(
@@ -108,21 +102,18 @@ def _largest(
 ) -> tuple[dict[str, int], str]:
     """The largest label or token id, and where it was found."""
     n, names = len(dataset), " and ".join(counted)
-    for attribute in ("targets", "labels") if counted == ["classes"] else ():
-        labels = _whole_numbers(getattr(dataset, attribute, None), n)
-        if labels is not None:
-            _check_label(int(labels.min()), int(labels.argmin()), name)
-            return {"classes": int(labels.max())}, f"from the largest of {name}.{attribute}"
+    labels = np.asarray(getattr(dataset, "targets", ()))
+    if counted == ["classes"] and labels.shape == (n,) and labels.dtype.kind in "iu":
+        _check_label(int(labels.min()), int(labels.argmin()), name)
+        return {"classes": int(labels.max())}, f"from the largest of {name}.targets"
     read = np.unique(np.linspace(0, n - 1, min(n, MOST_SAMPLES)).astype(int)).tolist()
     largest = dict.fromkeys(counted, 1)
     deadline = time.monotonic() + MOST_SECONDS
     for index in read:
         if time.monotonic() > deadline:
             # a guess from some of them would be another one on a busy day
-            raise DataError(
-                f"data: reading {n:,} samples for {names} takes more than {MOST_SECONDS:.0f} s; "
-                f"give {name} an attribute {names}"
-            )
+            problem = f"reading {n:,} samples for {names} takes more than {MOST_SECONDS:.0f} s"
+            raise DataError(f"data: {problem}; give {name} an attribute {names}")
         inputs, target = sample(index)
         if "vocab" in counted:
             ids = [main_leaf(inputs)] + [target] * (task == "language_modelling")
@@ -136,17 +127,6 @@ def _largest(
 
 def _check_label(label: int, index: int, name: str) -> None:
     if label < 0 and label != NO_LOSS:
-        raise DataError(
-            f"data: sample {index}: the label {label} is negative; labels count from 0. Where "
-            f"targets are quantities (a regression), return them as float32 from {name}.__getitem__"
-        )
-
-
-def _whole_numbers(values: Any, n: int) -> np.ndarray | None:
-    if not isinstance(values, list | tuple | np.ndarray | Tensor) or len(values) != n:
-        return None
-    try:
-        array = np.asarray(values)
-    except ValueError:  # of different lengths
-        return None
-    return array if array.ndim == 1 and array.dtype.kind in "iu" else None
+        problem = f"data: sample {index}: the label {label} is negative; labels count from 0"
+        fix = f"for quantities (a regression) return float32 from {name}.__getitem__"
+        raise DataError(f"{problem}; {fix}")

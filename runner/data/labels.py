@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runner.errors import ConfigError, DataError
 
+TASKS = ("classification", "language_modelling", "regression")
 NO_LOSS = -100  # torch's own default for a target that carries no loss
 MOST = 1_000_000  # classes or tokens
 FEW = 20  # whole numbers with more different values than this are taken for a quantity
@@ -25,25 +26,15 @@ def guess_task(values: np.ndarray) -> tuple[str, str]:
     distinct = len(np.unique(values))
     if not (values == np.round(values)).all():
         return "regression", "the targets are not whole numbers"
-    if distinct > FEW:
-        return "regression", f"the targets are {distinct} different whole numbers"
-    return "classification", f"the targets are {distinct} different whole numbers"
+    task = "regression" if distinct > FEW else "classification"
+    return task, f"the targets are {distinct} different whole numbers"
 
 
 def check_classes(names: Sequence[str], what: str) -> None:
     """Refuse a classification with one class."""
     if len(names) < 2:
-        raise DataError(
-            f"{what}: every sample has the label {names[0][:40]!r}; nothing to tell apart"
-        )
-
-
-def check_count(count: int, what: str) -> None:
-    """Refuse so many classes or tokens: a model has weights for each, however few are used."""
-    if count > MOST:
-        raise DataError(
-            f"{what} makes more than {MOST:,} classes or tokens; number those that there are from 0"
-        )
+        problem = f"every sample has the label {names[0][:40]!r}; nothing to tell apart"
+        raise DataError(f"{what}: {problem}")
 
 
 def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:

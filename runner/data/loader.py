@@ -55,11 +55,9 @@ def make_loader(
         raise DataError(f"data: the {'training' if repeat else 'validation'} set is empty")
     batches = n // batch_size if config.drop_last and repeat else -(-n // batch_size)
     if batches == 0:
-        raise ConfigError(
-            "training.batch_size",
-            f"{batch_size} is more than the {n} training samples, and data.drop_last=true",
-            "use a smaller batch or data.drop_last=false",
-        )
+        problem = f"{batch_size} is more than the {n} training samples, and data.drop_last=true"
+        fix = "use a smaller batch or data.drop_last=false"
+        raise ConfigError("training.batch_size", problem, fix)
     order = BatchSampler(
         np.asarray(indices, np.int64),
         batch_size=batch_size,
@@ -79,16 +77,14 @@ def make_loader(
     ):
         if getattr(config, key) and not honoured:
             choices.append(Choice(f"data.{key}", False, reason))
-    fetch, move = Fetch(source, order), mover(device, pin, aside)
-    pool = Workers(fetch, workers, config.prefetch or PREFETCH, config.timeout_s)
-    return BatchLoader(
-        fetch,
-        repeat,
-        pool if workers else None,
-        config.persistent_workers is not False,
-        [*([move] if move else []), *placements],
-        [*source.choices, *choices],
-    )
+    move = mover(device, pin, aside)
+    placements = [*([move] if move else []), *placements]
+    loader = BatchLoader(source, order, repeat, placements, [*source.choices, *choices])
+    if workers:
+        ahead = config.prefetch or PREFETCH
+        loader.pool = Workers(loader.fetch, workers, ahead, config.timeout_s)
+        loader.persistent = config.persistent_workers is not False
+    return loader
 
 
 class Fetch:
@@ -107,17 +103,17 @@ class BatchLoader:
 
     def __init__(
         self,
-        fetch: Fetch,
+        source: Dataset,
+        order: BatchSampler,
         repeat: bool,
-        pool: Workers | None,
-        persistent: bool,
-        placements: list[Callable[[Batch], Batch]],
+        placements: Sequence[Callable[[Batch], Batch]],
         choices: list[Choice],
     ) -> None:
-        self.fetch, self.repeat = fetch, repeat
-        self.pool, self.persistent = pool, persistent
+        self.fetch, self.repeat = Fetch(source, order), repeat
+        self.pool: Workers | None = None
+        self.persistent = True  # workers live for more than an epoch
         self.placements, self.choices = placements, choices
-        self.steps_per_epoch = fetch.order.batches
+        self.steps_per_epoch = order.batches
         self.inspector: Inspector | None = None
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -133,7 +129,7 @@ class BatchLoader:
 
     def peek(self) -> Batch:
         """The first batch, fetched here, so that workers go on with what they are at."""
-        return self._placed(self.fetch((0, 0)))
+        return self.at(0)
 
     def at(self, step: int) -> Batch:
         """The batch of that step, fetched here; workers and iterators are not disturbed."""

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from runner.data.config import DataConfig
-from runner.data.dataset import Dataset, drops_bad_samples
+from runner.data.dataset import Dataset
 from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
 from runner.security.registry import assembled, construct
@@ -44,19 +44,12 @@ def open_data(
 
         factory = resolve(config._target_, "data._target_")
         dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")
-        return UserDataset(dataset, config._target_, config.validation, config.split_seed, config)
-    for field in fields(config):
-        if getattr(config, field.name) == "???":
-            key = f"data.{field.name}"
-            raise ConfigError(key, f"data={config.kind} needs it", f"{key}=…")
+        return UserDataset(dataset, config._target_, config.validation, config.split_seed)
+    if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
+        key = f"data.{missing[0]}"
+        raise ConfigError(key, f"data={config.kind} needs it", f"{key}=…")
     if config.kind not in OPENERS:
         raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
-    if config.kind == "tokens" and drops_bad_samples(config):
-        raise ConfigError(
-            "data.bad_samples",
-            "windows over token ids move from epoch to epoch: none can be left out",
-            "use stop, and mend the file",
-        )
     module, function = OPENERS[config.kind]
     opener = getattr(import_module(f"runner.data.{module}"), function)
     source: Dataset = opener(config, policy) if config.kind in WITH_POLICY else opener(config)

@@ -13,20 +13,17 @@ from runner.security.files.policy import FilePolicy
 
 def existing(path: str, key: str = "data.path") -> Path:
     """The file or folder `path`, or a ConfigError that suggests what lies beside it."""
-    found = Path(path).expanduser()
-    if found.is_file() or found.is_dir():
-        return found
-    if found.exists():
-        what = "is a pipe, a socket or a device, which can be read only once"
-        raise ConfigError(key, f"{path} {what}", "name a file")
-    folder = found.parent
+    place = Path(path).expanduser()
+    if place.is_file() or place.is_dir():
+        return place
+    if place.exists():
+        raise ConfigError(key, f"{path} is a pipe, a socket or a device", "name a file")
+    folder = place.parent
     if not folder.is_dir():
         raise ConfigError(key, f"{path} is not there, nor is its folder {folder.absolute()}")
-    raise ConfigError(
-        key,
-        f"{path} is not there",
-        suggestion(found.name, (p.name for p in folder.iterdir()), f"{folder.absolute()} has"),
-    )
+    names = (p.name for p in folder.iterdir())
+    near = suggestion(place.name, names, f"{folder.absolute()} has")
+    raise ConfigError(key, f"{path} is not there", near)
 
 
 def suggestion(name: str, known: Iterable[str], has: str) -> str:
@@ -35,8 +32,8 @@ def suggestion(name: str, known: Iterable[str], has: str) -> str:
     near = get_close_matches(name, names, 1)
     if near:
         return f"did you mean {near[0]!r}?"
-    listed = ", ".join(names[:10]) + (f", … ({len(names)} in all)" if len(names) > 10 else "")
-    return f"{has} {listed}" if names else f"{has} nothing"
+    some = ", ".join(names[:10]) + (f", … ({len(names)} in all)" if len(names) > 10 else "")
+    return f"{has} {some}" if names else f"{has} nothing"
 
 
 def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:
@@ -44,10 +41,8 @@ def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:
     if policy is not None and policy.level is SecurityLevel.off:
         return path
     if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
-        raise SecurityError(
-            f"data.path: {path} is refused: it is a link to {path.resolve()}, outside of {root}; "
-            "copy the files there, or follow links with security=off"
-        )
+        problem = f"{path} is refused: it is a link to {path.resolve()}, outside of {root}"
+        raise SecurityError(f"data.path: {problem}; copy the files there, or use security=off")
     return path
 
 
@@ -58,11 +53,8 @@ def class_files(root: Path, policy: FilePolicy | None) -> dict[Path, list[Path]]
     """
     folders = _inside(root, root.iterdir(), policy, Path.is_dir)
     if len(folders) < 2:
-        raise ConfigError(
-            "data.path",
-            f"{root} has {len(folders)} folders in it",
-            "put the files of each class into a folder with the class's name, two or more of them",
-        )
+        fix = "put the files of each class into a folder with its name, two or more of them"
+        raise ConfigError("data.path", f"{root} has {len(folders)} folders in it", fix)
     return {f: _inside(root, f.rglob("*"), policy, Path.is_file) for f in folders}
 
 

@@ -46,12 +46,9 @@ def stdlib_parts(config: StdlibParts) -> TextClassificationDataset:
     for label, part in enumerate(config.parts):
         ranked = sorted(files.get(part, []), key=lambda f: _rank(f[0], config.split_seed))
         if len(ranked) < 2:
-            known = [name for name, sources in files.items() if len(sources) > 1]
-            raise ConfigError(
-                "data.parts",
-                f"{part!r} has {len(ranked)} files in the standard library here, two are needed",
-                suggestion(part, known, "use some of"),
-            )
+            near = suggestion(part, [n for n, several in files.items() if len(several) > 1], "e.g.")
+            problem = f"{part!r} has {len(ranked)} files in the standard library, two are needed"
+            raise ConfigError("data.parts", problem, near)
         validation = min(max(round(len(ranked) * config.validation), 1), len(ranked) - 1)
         for number, (_, text) in enumerate(ranked):
             passages = cut(text, config.sequence)
@@ -59,30 +56,21 @@ def stdlib_parts(config: StdlibParts) -> TextClassificationDataset:
             labels += [label] * len(passages)
             held_out += [number < validation] * len(passages)
     where = np.array(held_out)
-    return TextClassificationDataset(
-        texts,
-        np.array(labels),
-        tuple(config.parts),
-        config.sequence,
-        (np.flatnonzero(~where), np.flatnonzero(where)),
-    )
+    parts, names = (np.flatnonzero(~where), np.flatnonzero(where)), tuple(config.parts)
+    return TextClassificationDataset(texts, np.array(labels), names, config.sequence, parts)
 
 
 def read_stdlib() -> list[tuple[str, bytes]]:
     """Path below the library's folder and content of each file that is not empty, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: dict[str, Path] = {}
+    paths: list[Path] = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in LEFT_OUT]  # not even looked into
-        found |= {
-            (p := Path(folder, f)).relative_to(root).as_posix(): p for f in files if f[-3:] == ".py"
-        }
-    texts = [(name, path.read_bytes()) for name, path in sorted(found.items()) if path.is_file()]
-    texts = [(name, text) for name, text in texts if text]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    sources = sorted((p.relative_to(root).as_posix(), p) for p in paths if p.is_file())
+    texts = [(name, text) for name, path in sources if (text := path.read_bytes())]
     if not texts:
-        raise DataError(
-            f"{root}: this Python has no library source there; use data=text or data=tokens instead"
-        )
+        raise DataError(f"{root}: this Python has no library source; use data=text or data=tokens")
     return texts
 
 

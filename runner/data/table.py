@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import csv
-import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runner.data.batch import RowNames
-from runner.data.config import Tabular, Text
-from runner.data.dataset import drops_bad_samples, usable_samples
+from runner.data.config import BadSamples, DataConfig, Tabular, Text
 from runner.data.paths import existing, suggestion
 from runner.device import memory
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
-log = logging.getLogger("runner")
-
+KEY = "data.bad_samples"
+NAMED = 5  # bad rows, in a message
 MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
 LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
 LONGEST = 40  # characters of a cell, in a message
 PARQUET_ROWS = 1 << 17  # decoded at a time
-DECIMAL_COMMA = re.compile(r"-?[0-9.]*[0-9],[0-9]+")
+NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,17 @@ def read_table(
     With `ignore`, every column but those, as numbers where it holds numbers. A row with a cell
     that cannot be used is a DataError, or is left out with `data.bad_samples=drop`.
     """
-    from pyarrow import ArrowException
-
-    path = existing(config.path)
+    path, all_texts = existing(config.path), ignore is None
     if path.is_dir():
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
 
     def select(names: Sequence[str]) -> list[str]:
-        _check_names(path, names)
+        for name, count in Counter(names).items():
+            if count > 1 or not name:
+                problem = f"{count} columns are called {name[:LONGEST]!r}"
+                raise DataError(
+                    f"{path}: {problem}; each needs a name of its own in the first line"
+                )
         for key, name in [*needed.items(), *(("data.ignore", name) for name in ignore or ())]:
             if name not in names:
                 near = suggestion(name, names, "its columns are")
@@ -90,29 +92,22 @@ def read_table(
         return wanted if ignore is None else [n for n in names if n in wanted or n not in ignore]
 
     read = _read_parquet if path.suffix in (".parquet", ".pq") else _read_csv
-    content = read(path, select, ignore is None)
+    content = read(path, select, all_texts)
     total = len(content.numbers) + len(content.malformed)
     if not total:
         raise DataError(f"{path}: the table is empty")
-    share = config.most_bad if drops_bad_samples(config) else 0.0
+    share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
     problems, values = dict(content.malformed), {}
     for name in list(content.columns):
-        column = content.columns.pop(name)  # its memory is free once it is parsed
-        try:
-            values[name], bad = _parse(column, share, all_texts=ignore is None)
-        except ArrowException:
-            raise DataError(
-                f"{path}: column {name!r} is of type {column.type}, neither numbers nor texts; "
-                f"convert it, or leave it out with data.ignore=[{name}]"
-            ) from None
+        # its memory is free once it is parsed
+        values[name], bad = _parse(content.columns.pop(name), name, path, share, all_texts)
         for row, problem in bad.items():
             problems.setdefault(int(content.numbers[row]), f", column {name!r}: {problem}")
-    named = {number: f"{content.word} {number}{text}" for number, text in problems.items()}
-    choices = usable_samples(named, total, config, str(path), ", or the column with data.ignore")
+    texts = {number: f"{content.word} {number}{text}" for number, text in problems.items()}
+    choices = _without(texts, total, config, path)
     usable = ~np.isin(content.numbers, list(problems)) if problems else slice(None)
     rows = RowNames(content.word, content.numbers[usable])
     columns = {name: _select_rows(column, usable) for name, column in values.items()}
-    _warn_of_decimal_commas(path, columns)
     return Table(path, columns, rows, choices)
 
 
@@ -125,10 +120,30 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
         )
 
 
+def _without(
+    problems: Mapping[int, str], total: int, config: DataConfig, path: Path
+) -> tuple[Choice, ...]:
+    """What is said of the bad rows that are left out; the first one is an error without `drop`."""
+    if not problems:
+        return ()
+    texts = [problems[number] for number in sorted(problems)]
+    if config.bad_samples is not BadSamples.drop:
+        fix = f"correct it, leave such rows out with {KEY}=drop, or the column with data.ignore"
+        raise DataError(f"{path}: {texts[0]}; {fix}")
+    more = f"; and {len(texts) - NAMED:,} more" if len(texts) > NAMED else ""
+    examples = "; ".join(texts[:NAMED]) + more
+    if len(texts) / total > config.most_bad:
+        problem = f"{len(texts):,} of {total:,} rows cannot be used, more than data.most_bad="
+        raise DataError(f"{path}: {problem}{config.most_bad:g}: {examples}")
+    return (Choice(KEY, f"{len(texts):,} of {total:,} left out", examples),)
+
+
 # -- cells -----------------------------------------------------------------------------------------
 
 
-def _parse(column: Any, share: float, all_texts: bool) -> tuple[Values, dict[int, str]]:
+def _parse(
+    column: Any, name: str, path: Path, share: float, all_texts: bool
+) -> tuple[Values, dict[int, str]]:
     """Numbers or texts, and what is wrong with each row that cannot be used.
 
     A column of texts holds numbers where at most `share` of its cells is neither a number nor
@@ -136,11 +151,15 @@ def _parse(column: Any, share: float, all_texts: bool) -> tuple[Values, dict[int
     """
     import pyarrow
 
-    kinds = ("integer", "floating", "decimal", "boolean")
-    if not all_texts and any(getattr(pyarrow.types, f"is_{k}")(column.type) for k in kinds):
+    if not all_texts and NUMBERS.match(str(column.type)):
         numbers = column.cast(pyarrow.float64(), safe=False).to_numpy()
         return numbers, {row: _problem(numbers[row]) for row in _not_float32(numbers)}
-    words, codes = _encode(column)
+    try:
+        words, codes = _encode(column)
+    except (pyarrow.ArrowException, UnicodeDecodeError):
+        problem = f"column {name!r} is of type {column.type}, neither numbers nor UTF-8 texts"
+        fix = f"convert it, or leave it out with data.ignore=[{name}]"
+        raise DataError(f"{path}: {problem}; {fix}") from None
     parsed = np.array([_number(word) for word in words])
     if not all_texts and not np.isnan(parsed[codes]).all():
         text = [np.isnan(n) and not _is_missing(w) for n, w in zip(parsed, words, strict=True)]
@@ -148,20 +167,15 @@ def _parse(column: Any, share: float, all_texts: bool) -> tuple[Values, dict[int
             numbers = parsed[codes]
             bad = _not_float32(numbers)
             return numbers, {row: _problem(numbers[row], words[codes[row]]) for row in bad}
-    wrong = {code: "the value is missing" for code, word in enumerate(words) if not word.strip()}
-    if pyarrow.types.is_binary(column.type):
-        wrong |= {c: "the value is not UTF-8 text" for c, w in enumerate(words) if "\ufffd" in w}
-    rows = np.flatnonzero(np.isin(codes, list(wrong))) if wrong else ()
-    return Texts(tuple(words), codes), {int(row): wrong[codes[row]] for row in rows}
+    empty = [code for code, word in enumerate(words) if not word.strip()]
+    rows = np.flatnonzero(np.isin(codes, empty)).tolist()
+    return Texts(tuple(words), codes), dict.fromkeys(rows, "the value is missing")
 
 
 def _encode(column: Any) -> tuple[list[str], np.ndarray]:
     """The different texts of a column, and which of them each row has; no value is ""."""
     import pyarrow
 
-    if pyarrow.types.is_binary(column.type):  # a csv column with bytes that are not UTF-8
-        cells = [None if c is None else c.decode(errors="replace") for c in column.to_pylist()]
-        column = pyarrow.chunked_array([cells], pyarrow.string())
     if not pyarrow.types.is_dictionary(column.type):
         column = column.cast(pyarrow.string()).dictionary_encode()
     encoded = column.combine_chunks()
@@ -204,32 +218,20 @@ def _problem(number: float, word: str | None = None) -> str:
     return f"{word[:LONGEST]} is {what}"
 
 
-def _warn_of_decimal_commas(path: Path, columns: dict[str, Values]) -> None:
-    for name, column in columns.items():
-        if isinstance(column, Texts) and all(map(DECIMAL_COMMA.fullmatch, column.words)):
-            log.warning(
-                "%s: column %r is taken for texts, and all look like numbers with a decimal comma, "
-                "such as %r: save the table with decimal points",
-                path,
-                name,
-                column.words[0][:LONGEST],
-            )
-
-
-# -- csv -------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
     from pyarrow import ArrowInvalid, csv, string
 
-    check_memory(path, 4 * path.stat().st_size, "its cells", "split it, or leave out columns")
+    size = path.stat().st_size
+    check_memory(path, 4 * size, "its cells", "split it, or leave out columns")
     names, separator, lines, quotes = _scan(path)
     used, malformed = select(names), {}
 
     def skip(row: Any) -> str:
-        malformed[row.number - 2] = (
-            f" has {row.actual_columns} values, and the header names {row.expected_columns} columns"
-        )
+        header = f"and the header names {row.expected_columns} columns"
+        malformed[row.number - 2] = f" has {row.actual_columns} values, {header}"
         return "skip"
 
     forms = [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
@@ -241,16 +243,11 @@ def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
         null_values=forms,  # pyarrow compares letter for letter
     )
     parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip)
-    # with threads pyarrow does not tell the numbers of rows
-    read = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1)
+    # one block, since a row may be of any length; with threads the numbers of rows are unknown
+    block = min(size + 1, 2**31 - 1)
+    read = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1, block_size=block)
     try:
-        try:
-            table = csv.read_csv(path, read, parse, convert)
-        except ArrowInvalid as error:
-            if "straddling" not in str(error):  # a row longer than a block
-                raise
-            read.block_size = min(path.stat().st_size + 1, 2**31 - 1)
-            table = csv.read_csv(path, read, parse, convert)
+        table = csv.read_csv(path, read, parse, convert)
     except ArrowInvalid as error:
         raise DataError(f"{path}: cannot be read as csv: {error}") from None
     total = len(malformed) + len(table)
@@ -259,19 +256,18 @@ def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
         raise DataError(f"{path}: a quote is not closed, so a cell holds all lines after it")
     first = 2 if one_line_each else 1
     numbers = np.delete(np.arange(total), list(malformed)) + first
-    named = {record + first: problem for record, problem in malformed.items()}
+    problems = {record + first: problem for record, problem in malformed.items()}
     columns = dict(zip(used, table.columns, strict=True))
-    return _Content(columns, "line" if one_line_each else "row", numbers, named)
+    return _Content(columns, "line" if one_line_each else "row", numbers, problems)
 
 
 def _scan(path: Path) -> tuple[list[str], str, int, int]:
     """The header, the separator, and the numbers of lines and quotes of a csv file."""
-    quotes = lines = 0
+    quotes, lines, part = 0, 0, b"\n"
     with path.open("rb") as file:
-        first, part = file.readline(), b"\n"
+        first = file.readline()
         file.seek(0)
-        while more := file.read(1 << 22):
-            part = more
+        for part in iter(partial(file.read, 1 << 22), b""):
             quotes, lines = quotes + part.count(b'"'), lines + part.count(b"\n")
     try:
         text = first.decode("utf-8-sig")
@@ -280,18 +276,6 @@ def _scan(path: Path) -> tuple[list[str], str, int, int]:
     separator = max(",;\t", key=text.count)  # a header names columns: what it has most of
     names = [name.strip() for name in next(csv.reader([text], delimiter=separator), [])]
     return names, separator, lines + (not part.endswith(b"\n")), quotes
-
-
-def _check_names(path: Path, names: Sequence[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1 or not name:
-            problem = (
-                f"{count} columns are called {name[:LONGEST]!r}" if name else "a column is unnamed"
-            )
-            raise DataError(f"{path}: {problem}; each needs a name of its own in the first line")
-
-
-# -- parquet ---------------------------------------------------------------------------------------
 
 
 def _read_parquet(path: Path, select: Select, all_texts: bool) -> _Content:
@@ -312,8 +296,8 @@ def _read_parquet(path: Path, select: Select, all_texts: bool) -> _Content:
                 batches.append(batch.select(used))
                 decoded += batch.nbytes
                 check_memory(path, batch.nbytes, f"{decoded:,} bytes of decoded rows", fix)
-        empty = None if batches else schema
-        table = pyarrow.Table.from_batches(batches, empty).unify_dictionaries()
+        table = pyarrow.Table.from_batches(batches, None if batches else schema)
+        table = table.unify_dictionaries()
     except (pyarrow.ArrowException, OSError, IndexError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
     columns = {name: table.column(name) for name in used}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,35 +31,26 @@ def tabular(config: Tabular) -> Tensors:
     target = table.columns.pop(config.target)
     if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
-    rows = len(target.codes if isinstance(target, Texts) else target)
-    train, validation = split(rows, config.validation, config.split_seed, str(table.path))
-    columns = fit_columns(table, train)
-    inputs = encode(table, columns)
+    count = len(target.codes if isinstance(target, Texts) else target)
+    parts = split(count, config.validation, config.split_seed, str(table.path))
+    columns = fit_columns(table, parts[0])
+    inputs = torch.from_numpy(encode(table, columns))
     task, reason = _task(target, config)
     choices = table.choices
     if config.task == "auto":
         choices = (*choices, Choice("data.task", task, reason))
+    sizes = Sizes(task, inputs.shape[1], classes=1)
     if task == "regression" and isinstance(target, np.ndarray):
-        mean, deviation, choice = scale_of(target, train)
+        mean, deviation, choice = scale_of(target, parts[0])
         choices = (*choices, choice)
-        sizes = Sizes(
-            task, inputs.shape[1], classes=1, target_mean=mean, target_deviation=deviation
-        )
+        sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
         values = target.astype(np.float32)
     else:
         names, values = _classes(target)
         check_classes(names, f"{table.path}: column {config.target!r}")
-        sizes = Sizes(task, inputs.shape[1], classes=len(names), class_names=names)
-    return Tensors(
-        torch.from_numpy(inputs),
-        torch.from_numpy(values),
-        sizes,
-        (train, validation),
-        choices,
-        columns,
-        table.rows,
-        "data.ignore",
-    )
+        sizes = replace(sizes, classes=len(names), class_names=names)
+    known = (choices, columns, table.rows, "data.ignore")
+    return Tensors(inputs, torch.from_numpy(values), sizes, parts, *known)
 
 
 def fit_columns(table: Table, train: np.ndarray) -> tuple[Column, ...]:
@@ -71,12 +63,9 @@ def encode(table: Table, columns: Sequence[Column]) -> np.ndarray:
     parts = [_apply(table, column, table.columns.pop(column.name)) for column in columns]
     rows, width = np.arange(len(parts[0])), sum(column.width for column in columns)
     widest = max(columns, key=lambda column: column.width)
-    check_memory(
-        table.path,
-        FEATURE * len(rows) * width,
-        f"{width:,} numbers a row, {widest.width:,} of them for column {widest.name!r},",
-        f"leave it out with data.ignore=[{widest.name}]",
-    )
+    what = f"{width:,} numbers a row, {widest.width:,} of them for column {widest.name!r},"
+    fix = f"leave it out with data.ignore=[{widest.name}]"
+    check_memory(table.path, FEATURE * len(rows) * width, what, fix)
     inputs = np.zeros((len(rows), width), np.float32)
     at = 0
     for column, part in zip(columns, parts, strict=True):
@@ -93,10 +82,9 @@ def _fit(table: Table, name: str, values: Values, train: np.ndarray) -> Column:
         mean, deviation = fit_scale(values[:, None], train)
         return Column(name, 1, float(mean[0]), float(deviation[0]))
     if len(values.words) > MOST_CATEGORIES:
-        raise DataError(
-            f"{table.path}: column {name!r} has {len(values.words):,} different texts, more than "
-            f"{MOST_CATEGORIES} categories; leave it out with data.ignore=[{name}]"
-        )
+        problem = f"column {name!r} has {len(values.words):,} different texts, more than"
+        fix = f"{MOST_CATEGORIES} categories; leave it out with data.ignore=[{name}]"
+        raise DataError(f"{table.path}: {problem} {fix}")
     return Column(name, len(values.words), values=values.words)
 
 
@@ -108,11 +96,10 @@ def _apply(table: Table, column: Column, values: Values) -> np.ndarray:
         scaled = scale(values, column.mean, column.deviation)
     if len(far := np.flatnonzero(~np.isfinite(scaled))):
         row = int(far[0])
-        raise DataError(
-            f"{table.path}: {table.rows(row)}, column {column.name!r}: {values[row]:g} is too far "
-            f"from the rest, which differ by {column.deviation:g}; correct it, or leave the column "
-            f"out with data.ignore=[{column.name}]"
-        )
+        problem = f"{values[row]:g} is too far from the rest, which differ by {column.deviation:g}"
+        fix = f"correct it, or leave the column out with data.ignore=[{column.name}]"
+        where = f"{table.rows(row)}, column {column.name!r}"
+        raise DataError(f"{table.path}: {where}: {problem}; {fix}")
     return scaled
 
 
@@ -120,11 +107,8 @@ def _task(target: Values, config: Tabular) -> tuple[str, str]:
     """The task, and why."""
     if isinstance(target, Texts):
         if config.task == "regression":
-            raise ConfigError(
-                "data.task",
-                f"column {config.target!r} holds texts such as {target.words[0][:LONGEST]!r}",
-                "use classification",
-            )
+            problem = f"column {config.target!r} holds texts such as {target.words[0][:LONGEST]!r}"
+            raise ConfigError("data.task", problem, "use classification")
         return "classification", f"column {config.target!r} holds texts"
     task, reason = guess_task(target)
     return (task, reason) if config.task == "auto" else (config.task, "asked for")

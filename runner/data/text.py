@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Text
-from runner.data.dataset import Dataset, usable_samples
+from runner.data.dataset import Dataset
 from runner.data.labels import check_classes
 from runner.data.order import split
 from runner.data.paths import class_files, existing
@@ -48,13 +49,8 @@ class TextClassificationDataset(Dataset):
         self.positions = torch.arange(sequence)
         self.train, self.validation = parts
         self.choices = choices
-        self.sizes = Sizes(
-            "classification",
-            classes=len(class_names),
-            vocab=PADDING + 1,
-            sequence=sequence,
-            class_names=class_names,
-        )
+        known = {"classes": len(class_names), "vocab": PADDING + 1, "sequence": sequence}
+        self.sizes = Sizes("classification", **known, class_names=class_names)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """A copy of the rows."""
@@ -74,11 +70,10 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
 def text(config: Text, policy: FilePolicy | None = None) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
     path = existing(config.path)
-    read = _from_folders(config, policy) if path.is_dir() else _from_table(config)
+    read = _from_folders(path, policy) if path.is_dir() else _from_table(config)
     texts, labels, classes, choices = read
     check_classes(classes, str(path))
-    longer = sum(len(content) > config.sequence for content in texts)
-    if longer:
+    if longer := sum(len(content) > config.sequence for content in texts):
         reason = f"{longer:,} of {len(texts):,} texts are longer; only their beginning is read"
         choices = (*choices, Choice("data.sequence", config.sequence, reason))
     parts = split(len(texts), config.validation, config.split_seed, str(path))
@@ -97,20 +92,15 @@ def _from_table(config: Text) -> Labelled:
     return contents, labels.codes, labels.words, table.choices
 
 
-def _from_folders(config: Text, policy: FilePolicy | None) -> Labelled:
-    folders = class_files(existing(config.path), policy)
+def _from_folders(root: Path, policy: FilePolicy | None) -> Labelled:
+    folders = class_files(root, policy)
     texts, labels = [], []
-    problems: dict[int, str] = {}
     for label, (folder, files) in enumerate(folders.items()):
         if not files:
             raise DataError(f"{folder}: the class has no files")
         for file in files:
-            content = file.read_bytes()
-            if content.strip():
-                texts.append(content)
-                labels.append(label)
-            else:
-                problems[len(problems)] = f"{file}: the text is empty"
-    total = len(texts) + len(problems)
-    choices = usable_samples(problems, total, config, config.path)
-    return texts, np.array(labels), tuple(folder.name for folder in folders), choices
+            texts.append(file.read_bytes())
+            labels.append(label)
+            if not texts[-1].strip():
+                raise DataError(f"{file}: the text is empty; fill or remove the file")
+    return texts, np.array(labels), tuple(folder.name for folder in folders), ()

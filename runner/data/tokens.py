@@ -11,7 +11,7 @@ import torch
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
-from runner.data.paths import check_link, existing, suggestion
+from runner.data.paths import check_link, existing
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
 
@@ -46,10 +46,9 @@ class TokenWindows(Dataset):
         counts = ((len(train.ids) - sequence) // sequence, (len(validation.ids) - 1) // sequence)
         for stream, count in zip(self.streams, counts, strict=True):
             if count < 1:
-                raise DataError(
-                    f"{stream.name}: {len(stream.ids):,} tokens hold no window of data.sequence="
-                    f"{sequence}; use a shorter one (training needs twice its length)"
-                )
+                problem = f"{len(stream.ids):,} tokens hold no window of data.sequence={sequence}"
+                fix = "use a shorter one (training needs twice its length)"
+                raise DataError(f"{stream.name}: {problem}; {fix}")
         self.train = np.arange(counts[0])
         self.validation = np.arange(counts[0], sum(counts))
 
@@ -64,10 +63,9 @@ class TokenWindows(Dataset):
         if windows.max() >= self.vocab or windows.min() < 0:
             row, column = np.argwhere((windows >= self.vocab) | (windows < 0))[0]
             position = stream.start + int(starts[row] + column)
-            raise DataError(
-                f"{stream.name}: the id at position {position:,} is {windows[row, column]}, and "
-                f"data.vocab={self.vocab}; is it the right data.vocab, and the right data.dtype?"
-            )
+            problem = f"the id at position {position:,} is {windows[row, column]}"
+            fix = f"data.vocab={self.vocab}; is that right, and data.dtype?"
+            raise DataError(f"{stream.name}: {problem}, and {fix}")
         ids = torch.from_numpy(windows)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -78,10 +76,9 @@ def tokens(config: Tokens, policy: FilePolicy | None = None) -> TokenWindows:
         raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")
     if config.dtype not in DTYPES:
         raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
-    kind = np.dtype(config.dtype)
-    path = existing(config.path)
+    kind, path = np.dtype(config.dtype), existing(config.path)
     if path.is_dir():
-        files = [check_link(_inside(path, name), path, policy) for name in ("train.bin", "val.bin")]
+        files = [check_link(existing(f"{path}/{n}.bin"), path, policy) for n in ("train", "val")]
         train, validation = (TokenStream(_map(file, kind), str(file)) for file in files)
     else:
         ids = _map(path, kind)
@@ -91,21 +88,9 @@ def tokens(config: Tokens, policy: FilePolicy | None = None) -> TokenWindows:
     return TokenWindows(train, validation, vocab=config.vocab, sequence=config.sequence)
 
 
-def _inside(folder: Path, name: str) -> Path:
-    file = folder / name
-    if not file.is_file():
-        near = suggestion(name, (p.name for p in folder.iterdir()), "the folder has")
-        raise ConfigError("data.path", f"{folder} has no {name}", near)
-    return file
-
-
 def _map(path: Path, kind: np.dtype) -> np.ndarray:
     size = path.stat().st_size
-    if not size:
-        raise DataError(f"{path}: the file is empty")
-    if size % kind.itemsize:
-        raise DataError(
-            f"{path}: {size:,} bytes are no whole number of {kind} ids; is data.dtype right, and "
-            "the file complete?"
-        )
+    if not size or size % kind.itemsize:
+        problem = f"{size:,} bytes are no whole number of {kind} ids" if size else "is empty"
+        raise DataError(f"{path}: {problem}; is data.dtype right, and the file complete?")
     return np.memmap(path, dtype=kind, mode="r")

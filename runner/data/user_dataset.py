@@ -14,14 +14,11 @@ import torch
 
 from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
-from runner.data.config import DataConfig
-from runner.data.dataset import Dataset, drops_bad_samples, usable_samples
+from runner.data.dataset import Dataset
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
-from runner.data.nested import tensors
 from runner.data.order import sample_seeds, split
 from runner.errors import ConfigError, DataError, RunnerError
-from runner.techniques.base import Choice
 
 TIMED = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # of a sample, after which no other is timed
@@ -37,48 +34,20 @@ class UserDataset(Dataset):
     in_memory = False
     augments = True
 
-    def __init__(
-        self,
-        dataset: Any,
-        target: str,
-        validation: float,
-        split_seed: int,
-        config: DataConfig | None = None,  # for what is done about bad samples; None: they are kept
-    ) -> None:
+    def __init__(self, dataset: Any, target: str, validation: float, split_seed: int) -> None:
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
-                raise ConfigError(
-                    "data._target_",
-                    f"{target} has no {method}, so its samples cannot be fetched by index",
-                    "give it __len__ and __getitem__ (a map-style data set)",
-                )
+                problem = f"{target} has no {method}, so its samples cannot be fetched by index"
+                fix = "give it __len__ and __getitem__ (a map-style data set)"
+                raise ConfigError("data._target_", problem, fix)
         self.dataset = dataset
-        choices: tuple[Choice, ...] = ()
-        if config is not None and drops_bad_samples(config):
-            problems = self._find_problems()
-            choices = usable_samples(problems, len(dataset), config, target)
-            self.dataset = Subset(dataset, [i for i in range(len(dataset)) if i not in problems])
-        self.train, self.validation = split(len(self.dataset), validation, split_seed, target)
-        self.sizes, inferred = infer_sizes(self.dataset, target, self._timed_sample)
-        self.choices = (*choices, *inferred)
+        self.train, self.validation = split(len(dataset), validation, split_seed, target)
+        self.sizes, self.choices = infer_sizes(dataset, target, self._timed_sample)
         if self.sample_seconds is not None:  # infer_sizes read one
-            for index in range(1, min(TIMED, len(self.dataset))):
+            for index in range(1, min(TIMED, len(dataset))):
                 if self.sample_seconds < SLOW_S:
                     with suppress(DataError):  # it is raised when its batch is fetched
                         self._timed_sample(index)
-
-    def _find_problems(self) -> dict[int, str]:
-        """Samples that raise or are not finite; each is fetched once, which takes an epoch."""
-        problems: dict[int, str] = {}
-        for index in range(len(self.dataset)):
-            try:
-                sample = self._timed_sample(index)
-            except DataError as error:
-                problems[index] = str(error).partition("\n")[0]
-                continue
-            if not all(bool(leaf.isfinite().all()) for leaf in tensors(sample)):
-                problems[index] = f"sample {index}: a value is not finite"
-        return problems
 
     def _timed_sample(self, index: int) -> tuple[Nest, Nest]:
         started = time.perf_counter()
@@ -97,10 +66,13 @@ class UserDataset(Dataset):
             samples = [self._sample(i, s) for i, s in zip(numbers, seeds.tolist(), strict=True)]
         inputs = stack([sample[0] for sample in samples], numbers, "inputs")
         target = stack([sample[1] for sample in samples], numbers, "target")
-        task, classes = self.sizes.task, self.sizes.classes
-        self._check(main_leaf(inputs), "inputs", "vocab", self.sizes.vocab, indices)
-        if task != "regression" and isinstance(target, torch.Tensor):
-            self._check(target, "target", "classes", classes, indices)
+        limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
+        if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
+            limits.append(("target", target, "classes", self.sizes.classes))
+        for what, values, size, below in limits:
+            if below is not None and not values.is_floating_point():
+                fix = f"correct it, or give the data set an attribute `{size}` with the right one"
+                check_range(values, below, indices, f"data: {what} of sample", fix)
         return inputs, target
 
     def _sample(self, index: int, seed: int) -> tuple[Nest, Nest]:
@@ -113,35 +85,9 @@ class UserDataset(Dataset):
         except RunnerError:
             raise
         except Exception as error:
-            raise DataError(
-                f"data: sample {index}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-            ) from error
+            problem = f"data: sample {index}: {type(error).__name__}: {error}"
+            raise DataError(f"{problem}\n{traceback.format_exc()}") from error
         return as_pair(sample, index)
-
-    def _check(
-        self, values: torch.Tensor, what: str, size: str, below: int | None, indices: np.ndarray
-    ) -> None:
-        if below is not None and not values.is_floating_point():
-            fix = f"correct it, or give the data set an attribute `{size}` that says what is right"
-            check_range(values, below, indices, f"data: {what} of sample", fix)
-
-
-class Subset:
-    """A data set without some of its samples; all else that is asked of it is its own."""
-
-    def __init__(self, dataset: Any, indices: list[int]) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[self.indices[index]]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "indices"):  # unset while one is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
 
 @contextmanager

@@ -43,8 +43,7 @@ class AnomalyTool(Tool):
         self.trace: ModuleTrace | None = None
         self.active = False
         self.warned = ""  # autograd's last warning, with where a failed operation was called
-        self.failed: Exception | None = None  # the error of the step's first attempt …
-        self.module: str | None = None  # … and the module whose backward was under way
+        self.failed: Exception | None = None  # the error of the step's first attempt
         self.culprits: Counter[str] = Counter()
         self.suspicious = False  # the last step looked at was not finite
         self.first = 0  # step before the first of this process
@@ -112,7 +111,6 @@ class AnomalyTool(Tool):
         if RAISED.search(str(error)) is None:
             return False
         self.active, self.failed = False, error
-        self.module = self.trace.module()
         torch.autograd.set_detect_anomaly(True, check_nan=False)  # `around` restores it
         self.trace.operations_too = True
         return True
@@ -124,15 +122,15 @@ class AnomalyTool(Tool):
         raised, origin = RAISED.search(str(error)), trace.origin()  # waits
         if origin is not None:
             operation, kind = origin[0].name, origin[1]
-            text, module = origin[0].trace, origin[0].module
-        elif raised is not None:
-            operation, kind, text, module = raised[1], "NaN", self.warned, self.module
+            text, module = origin[0].trace, _label(origin[0].module)
+        elif raised is not None:  # each operation of the model got NaN or Inf already
+            operation, kind, text, module = raised[1], "NaN", self.warned, "the loss"
         else:
             name = _bad_parameter(run)
-            what = f"the gradient of {name}" if name else "the loss"
-            return f"{what} is not finite, and backward made no NaN of it", what
+            culprit = f"the gradient of {name}" if name else "the loss"
+            return f"{culprit} is not finite, and backward made no NaN of it", culprit
         place = place_in_text(text)
-        message = f"{operation} gave {kind} in backward, in {_label(module)}"
+        message = f"{operation} gave {kind} in backward, in {module}"
         if place is None:
             return message, operation
         line = line_at(place).short
@@ -145,12 +143,9 @@ class AnomalyTool(Tool):
         if bad is None and culprit is None:
             name, bad = "target", bad_samples(run.train.at(run.progress.step)[1])
         if bad is not None:
-            few, many = bad
-            return f"the {name} is not finite: {few:,} of {many:,} samples", f"bad {name}"
-        if culprit is None:
-            return None
-        key = f"{_label(culprit[0])} in forward"
-        return f"{culprit[1]} first from {key}", key
+            return f"the {name} is not finite: {bad[0]:,} of {bad[1]:,} samples", f"bad {name}"
+        key = f"{_label(culprit[0])} in forward" if culprit else ""
+        return (f"{culprit[1]} first from {key}", key) if culprit else None
 
     def _add_fault(
         self, run: Run, message: str, key: str, in_forward: bool, error: Exception | None
@@ -179,12 +174,12 @@ class AnomalyTool(Tool):
     def cost(self, run: Run) -> Cost | None:
         """Its findings, and how many times a step one of its steps takes."""
         times, self.seconds = self._slowdown(run)
-        pace = "every step" if self.every == 1 else f"every {self.every} steps"
-        compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
-        uncompiled = ", uncompiled" if compiled else ""
-        cost = f"such a step takes {times:.1f} times as long" if times else ""
         finding = self.finding or "no NaN or Inf" if self.looks else "no step was looked at"
-        finding = "; ".join(filter(None, [finding, f"{pace}{uncompiled}", cost]))
+        finding += "; every step" if self.every == 1 else f"; every {self.every} steps"
+        if run.whole is not None or (run.compilation is not None and run.compilation.mode):
+            finding += ", uncompiled"
+        if times:
+            finding += f"; such a step takes {times:.1f} times as long"
         return Cost(self.name, self.looks, self.seconds, finding)
 
     def _slowdown(self, run: Run) -> tuple[float, float]:
@@ -203,9 +198,7 @@ class AnomalyTool(Tool):
         return max(1.0, 1 + more / usual), max(0.0, more * self.looks)
 
 
-def _label(name: str | None) -> str:
-    if name is None:
-        return "the loss"
+def _label(name: str) -> str:
     return name or "the model itself"
 
 

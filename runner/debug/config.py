@@ -7,11 +7,8 @@ from enum import Enum
 from typing import Any
 
 from runner.bounds import bounded, check_bounds
-from runner.errors import ConfigError
 
-# `raise` is no name that a class could give: it is in debug/history.json and captured, or the run
-# ends there, and says where
-OnAnomaly = Enum("OnAnomaly", ["record", "raise"])
+OnAnomaly = Enum("OnAnomaly", ["record", "raise"])  # a class could have no member `raise`
 
 
 def tool(path: str, config: Any) -> Any:
@@ -86,8 +83,6 @@ class GradcheckConfig:
     enabled: bool = False
     modules: list[str] | None = None  # names (blocks.*) or classes; null: all but torch's own
     skip: list[str] = field(default_factory=list)  # what is no derivative on purpose
-    samples: int = bounded(4, min=1)  # of the first batch
-    length: int = bounded(16, min=1)  # tokens of each, where the model takes fewer
     budget_s: float = bounded(10.0, above=0)  # seconds for all checks, smallest first
     tolerance: float = bounded(1e-3, above=0, below=1)  # relative
 
@@ -97,46 +92,33 @@ class GradcheckConfig:
 
 @dataclass
 class MemoryConfig:
-    """Where the memory is, module by module, how it goes over the run, and what grows."""
+    """Where the memory is, module by module, and what grows."""
 
     enabled: bool = False
     every: int | None = bounded(None, min=1)  # steps between two looks; None: debug.every
-    rows: int = bounded(30, min=1)  # of the table of modules, the largest ones
     snapshot: bool = True  # what CUDA's allocator did, for pytorch.org/memory_viz
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.memory")
 
 
-ProfileHandler = Enum("ProfileHandler", ["trace", "table", "both"])
-
-
 @dataclass
 class ProfileConfig:
     """torch.profiler over a few steps, and in words what keeps the run from being faster.
 
-    Outside its windows no step is slower.
+    Outside its window no step is slower.
     """
 
     enabled: bool = False
-    start: int = bounded(20, min=1)  # steps before the first window: the first ones are slow
-    warmup: int = bounded(1, min=1)  # steps of a window that are traced and thrown away
-    steps: int = bounded(5, min=1)  # steps of a window that are kept
-    repeat_every: int | None = 1000  # steps from one window to the next; null: there is only one
-    at_most: int = bounded(3, min=0)  # windows a run
-    handler: ProfileHandler = ProfileHandler.both  # a trace for Perfetto, tables, or both
+    start: int = bounded(20, min=1)  # steps before the window: the first ones are slow
+    warmup: int = bounded(1, min=1)  # steps of the window that are traced and thrown away
+    steps: int = bounded(5, min=1)  # steps of the window that are kept
     shapes: bool = False  # the sizes of the operators' inputs, in the trace
     stacks: bool = False  # the lines of Python in the trace; those steps are much slower
     memory: bool = False  # what each operator allocates, in the trace
-    modules: bool = True  # time by module, where the model is not compiled
-    cuda_synchronize: bool = False  # sections wait for the device at both ends: honest, slower
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.profile")
-        window = self.warmup + self.steps
-        if self.repeat_every is not None and self.repeat_every <= window:
-            problem = f"must be > {window}, the steps of a window, or null, got {self.repeat_every}"
-            raise ConfigError("debug.profile.repeat_every", problem)
 
 
 @dataclass

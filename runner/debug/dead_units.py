@@ -59,20 +59,15 @@ class DeadUnits(TorchFunctionMode):
         output = func(*args, **kwargs)
         if self.watching and isinstance(output, Tensor):
             name = getattr(func, "__name__", "")
-            # ReLU6 is a hardtanh from 0
-            if name in RELUS or (
-                name == "hardtanh" and [*args[1:2], kwargs.get("min_val")][0] == 0
-            ):
+            relu6 = name == "hardtanh" and [*args[1:2], kwargs.get("min_val")][0] == 0
+            if name in RELUS or relu6:
                 self._record(output)
-            elif name != "__get__":  # an attribute of a parameter
-                self._follow(name, (*args, *kwargs.values()))
+            else:
+                owners = [self.owners.get(id(value)) for value in (*args, *kwargs.values())]
+                if name != "__get__" and any(owners):  # not an attribute of a parameter
+                    self.layer = next(filter(None, owners))
+                    self.dimension = 1 if name.startswith(CHANNELS) else -1
         return output
-
-    def _follow(self, name: str, arguments: Iterable[Any]) -> None:
-        owner = next((self.owners[id(one)] for one in arguments if id(one) in self.owners), None)
-        if owner is not None:
-            self.layer = owner
-            self.dimension = 1 if name.startswith(CHANNELS) else -1
 
     def _record(self, output: Tensor) -> None:
         if not self.layer or output.dim() < 2 or not output.numel():

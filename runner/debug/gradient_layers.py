@@ -19,6 +19,7 @@ Named = list[tuple[str, Tensor]]
 Dead = Mapping[str, tuple[int, int]]  # dead units and all units, by layer
 
 NAMED = 5  # names in a line; more are only counted
+BARS = 24  # in the picture
 STATISTICS = 5  # norm, largest, sum, how many are not 0, how many are not finite
 
 
@@ -41,14 +42,8 @@ FAULTS = {
     LayerState.NOT_OPTIMIZED: "not_optimized",
 }
 """The kind of fault in the history; FINE has none."""
-PHRASES = {
-    LayerState.NOT_FINITE: ("is not finite", "layers are not finite"),
-    LayerState.EXPLODING: ("explodes", "layers explode"),
-    LayerState.VANISHING: ("vanishes", "layers vanish"),
-    LayerState.NO_GRADIENT: ("gets no gradient", "parameters get no gradient"),
-    LayerState.NOT_OPTIMIZED: ("is in no optimizer", "parameters are in no optimizer"),
-}
-COLUMNS = "layer norm mean std largest zeros non-finite gradient/weight update/weight state".split()
+NUMBERS = ("norm", "mean", "std", "largest", "zeros", "non_finite", "ratio", "update_ratio")
+HEADER = "layer norm mean std largest zeros non-finite gradient/weight update/weight state".split()
 
 
 @dataclass(frozen=True)
@@ -79,18 +74,17 @@ class Layer:
 
     def as_dict(self) -> dict[str, Any]:
         """For a file: numbers to four digits, and null for what JSON cannot say."""
+        values = {name: getattr(self, name) for name in (*NUMBERS, "weight_norm")}
         numbers = {
             name: float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
-            for name, value in vars(self).items()
-            if name not in ("name", "size", "dimensions", "state")
+            for name, value in values.items()
         }
         return {"layer": self.name, **numbers, "state": self.state.value}
 
     def cells(self) -> list[str]:
-        """A row of a table, under `COLUMNS`."""
-        numbers = [self.norm, self.mean, self.std, self.largest, self.zeros, self.non_finite]
-        numbers += [self.ratio, self.update_ratio]
-        cells = ["–" if value is None else f"{value:.2e}" for value in numbers]
+        """A row of a table, under `HEADER`."""
+        values = [getattr(self, name) for name in NUMBERS]
+        cells = ["–" if value is None else f"{value:.2e}" for value in values]
         return [self.name, *cells, self.state.value]
 
 
@@ -107,10 +101,10 @@ def measure(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
         torch._foreach_norm(values, 0),
         [value.numel() - value.isfinite().sum() for value in values],  # exact: int64
     ]
-    table = torch.stack([_stack(row) for row in rows])
+    statistics = torch.stack([_stack(row) for row in rows])
     if scale is not None:
-        table[:3] /= scale
-    return table
+        statistics[:3] /= scale
+    return statistics
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -145,7 +139,7 @@ def describe(named: Named, numbers: Sequence[float], weights: Sequence[float]) -
         layer = Layer(name, size, parameter.dim(), weight_norm=weight)
         if parameter.grad is not None:
             row = next(rows)
-            layer = _with_gradient(layer, *row) if size else layer  # nothing to take a mean of
+            layer = _with_gradient(layer, *row) if size else layer  # no values: no mean
         layers.append(layer)
     return layers
 
@@ -174,7 +168,7 @@ def judge(
     layers: Sequence[Layer],
     config: GradientsConfig,
     usual: Mapping[str, float] | None = None,
-    optimized: frozenset[str] | None = None,
+    optimized: Collection[str] | None = None,
 ) -> list[Layer]:
     """The layers with their states; `usual` has the norm that a layer had so far, by its name.
 
@@ -221,22 +215,18 @@ def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
 
 def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
     """The faults in a few words: layers by their state, and layers with dead units."""
-    parts = []
-    for state, (one, many) in PHRASES.items():
-        if layers := names.get(state, ()):
-            single = f"{next(iter(layers))} {one}"
-            parts.append(single if len(layers) == 1 else f"{len(layers)} {many}")
+    parts = [f"{join_names([*names[s]], 1)}: {s}" for s in LayerState if names.get(s)]
     if dead:
         name, (gone, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
-        more = f", and in {len(dead) - 1} layers more" if len(dead) > 1 else ""
-        parts.append(f"{name}: {gone} of {units} units dead{more}")
+        more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
+        parts.append(f"{name}{more}: {gone} of {units} units dead")
     return "; ".join(parts) or "nothing amiss"
 
 
-def join_names(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str], most: int = NAMED) -> str:
     """Names in a line, the first few of many."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 # -- a loop of the user's own -----------------------------------------------------------------
@@ -251,9 +241,8 @@ class GradientReport:
     @property
     def problems(self) -> list[str]:
         """Each layer with a fault, in a few words; empty: all is well."""
-        return [
-            f"{row.name}: {row.state}" for row in self.layers if row.state is not LayerState.FINE
-        ]
+        bad = [layer for layer in self.layers if layer.state is not LayerState.FINE]
+        return [f"{layer.name}: {layer.state}" for layer in bad]
 
     def __str__(self) -> str:
         return f"{layer_table(self.layers, {})}\n\n{summarize(names_by_state(self.layers), {})}"
@@ -273,7 +262,7 @@ def check_gradients(
     optimized = None
     if optimizer is not None:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        optimized = frozenset(name for name, parameter in named if id(parameter) in ids)
+        optimized = {name for name, parameter in named if id(parameter) in ids}
     if not named:
         return GradientReport([])
     with torch.no_grad():
@@ -288,47 +277,10 @@ def check_gradients(
 # -- pictures and tables ----------------------------------------------------------------------
 
 
-def by_module(layers: Sequence[Layer], most: int = 24) -> list[Layer]:
-    """The modules as layers, in their order: norms over their parameters, and the worst state."""
-    modules = []
-    for name, own in _group_by_path(layers, most).items():
-        weight = _root_sum([layer.weight_norm for layer in own]) or 0.0
-        steps = [
-            layer.update_ratio * (layer.weight_norm or 0.0)
-            for layer in own
-            if layer.update_ratio is not None
-        ]
-        trained = [layer for layer in own if layer.state is not LayerState.NO_GRADIENT] or own
-        module = Layer(
-            name,
-            sum(layer.size for layer in own),
-            1,
-            norm=_root_sum([layer.norm for layer in own]),
-            update_ratio=math.hypot(*steps) / weight if steps and weight else None,
-            state=next(
-                state for state in LayerState if state in {layer.state for layer in trained}
-            ),
-        )
-        modules.append(module)
-    return modules
-
-
-def _group_by_path(layers: Sequence[Layer], most: int) -> dict[str, list[Layer]]:
-    """Layers by as much of their module's path as leaves no more than `most` groups."""
-    paths = [layer.name.split(".")[:-1] or [layer.name] for layer in layers]
-    depth = max(map(len, paths), default=1)
-    while depth > 1 and len({tuple(path[:depth]) for path in paths}) > most:
-        depth -= 1
-    groups: dict[str, list[Layer]] = {}
-    for path, layer in zip(paths, layers, strict=True):
-        groups.setdefault(".".join(path[:depth]), []).append(layer)
-    return groups
-
-
-def _root_sum(values: Sequence[float | None]) -> float | None:
-    """The norm of several tensors from the norm of each."""
-    known = [value for value in values if value is not None]
-    return math.hypot(*known) if known else None
+def select_weights(layers: Sequence[Layer], most: int) -> list[Layer]:
+    """The weights without biases and the like, in their order; every n-th one of too many."""
+    weights = [layer for layer in layers if layer.dimensions > 1] or [*layers]
+    return weights[:: -(-len(weights) // most)]
 
 
 def draw_flow(layers: Sequence[Layer], step: int) -> Any:
@@ -341,20 +293,21 @@ def draw_flow(layers: Sequence[Layer], step: int) -> Any:
         LayerState.EXPLODING: plots.RED,
         LayerState.VANISHING: plots.ORANGE,
     }
-    rows = by_module(layers)
+    rows = select_weights(layers, BARS)
+    states = {row.state for row in rows}
     return plots.gradient_flow(
         [row.name for row in rows],
         [row.norm for row in rows],
         [row.update_ratio for row in rows],
         [colours[row.state] for row in rows],
-        {state.value: colours[state] for state in LayerState if state in {r.state for r in rows}},
+        {state.value: colours[state] for state in LayerState if state in states},
         step,
     )
 
 
 def layer_table(layers: Sequence[Layer], dead: Dead) -> str:
     """A table in Markdown."""
-    text = markdown.table(COLUMNS, [layer.cells() for layer in layers])
+    text = markdown.table(HEADER, [layer.cells() for layer in layers])
     if dead:
         rows = [(name, f"{gone} of {units}") for name, (gone, units) in dead.items()]
         text += "\n\n" + markdown.table(("layer", "dead units"), rows)

@@ -1,27 +1,29 @@
-"""What a step holds, module by module, measured and predicted."""
+"""The memory of a step, module by module; and the page about a run that ran out of it."""
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.optim import Optimizer
 
-from runner.data.batch import rows
-from runner.data.config import DataConfig
 from runner.data.nested import tensors
-from runner.techniques.base import RunBuilder
-from runner.techniques.memory_prediction import Prediction, predict
+from runner.device import resources
+from runner.record import markdown
+from runner.record.storage import replace_text
 from runner.training.run import Run
 
+log = logging.getLogger("runner")
+
+OOM_FILE = "debug/out_of_memory.md"
 BATCH, LOSS = "(batch)", "(loss)"
 MIB = 2**20
+ROWS = 30  # of a table, the largest modules
 PARTS = ("parameters", "gradients", "optimizer", "average", "buffers", "activations")
 
 
@@ -62,16 +64,16 @@ class Breakdown:
         ranked = sorted(self.rows, key=lambda row: -row.all)
         return [row for row in ranked[:most] if row.all]
 
-    def table(self, most: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and rows of a table in MiB: the largest modules, and all of them."""
+    def table(self) -> str:
+        """In Markdown and MiB: the largest modules, and all of them."""
         total = ModuleMemory("all", "", **{part: self.total(part) for part in PARTS})
         cells = []
-        for row in (*self.largest(most), total):
+        for row in (*self.largest(ROWS), total):
             sizes = [*(getattr(row, part) for part in PARTS), row.all]
             cells.append(
                 (row.name, row.kind, *(f"{size / MIB:.3f}" if size else "" for size in sizes))
             )
-        return ("module", "class", *PARTS, "MiB in all"), cells
+        return markdown.table(("module", "class", *PARTS, "MiB in all"), cells)
 
 
 class SavedTensors:
@@ -131,9 +133,10 @@ class SavedTensors:
             self.bytes[name] = self.bytes.get(name, 0) + storage_bytes(tensor)
 
 
-def break_down(run: Run, saved: SavedTensors) -> Breakdown:
-    """The memory of a step whose gradients are still there."""
-    update, result = run.update, Breakdown(run.progress.step + 1, saved.samples)
+def break_down(run: Run, saved: SavedTensors | None = None) -> Breakdown:
+    """The memory of a step whose gradients are still there; without `saved`, no activations."""
+    update, kept = run.update, {} if saved is None else saved.bytes
+    result = Breakdown(run.progress.step + 1, saved.samples if saved else 0)
     averages = dict(zip(map(id, update.parameters), update.average, strict=False))
     seen: set[int] = set()
 
@@ -153,11 +156,11 @@ def break_down(run: Run, saved: SavedTensors) -> Breakdown:
         row.optimizer = count(v for p in own for v in update.optimizer.state.get(p, {}).values())
         row.average = count(averages.get(id(p)) for p in own)
         row.buffers = count(module.buffers(recurse=False))
-        row.activations = saved.bytes.get(name, 0)
+        row.activations = kept.get(name, 0)
         result.rows.append(row)
     for name, kind in ((BATCH, "inputs"), (LOSS, type(run.objective).__name__)):
-        if held := saved.bytes.get(name, 0):
-            result.rows.append(ModuleMemory(name, kind, activations=held))
+        if size := kept.get(name, 0):
+            result.rows.append(ModuleMemory(name, kind, activations=size))
     if copies := count(update.buffers.saved):
         result.rows.append(ModuleMemory("(guard)", "copies of buffers", buffers=copies))
     return result
@@ -175,46 +178,35 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.element_size() * tensor._nnz()
 
 
-def predict_step(run: Run, samples: int | None = None) -> Prediction:
-    """A step's memory with `samples` per backward (None: as now), traced without its data.
+def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> None:
+    """Write debug/out_of_memory.md: what holds the memory, the largest module first.
 
-    Nothing of the run changes; what the model raises when it is traced passes through. A tenth of
-    a second, and hardly any memory.
+    An error here is logged, the run's own error counts. Without a breakdown of a step before,
+    the page has what is held now.
     """
-    draft = RunBuilder(
-        device=run.device,
-        sizes=run.sizes,
-        model=run.model,
-        optimizer_class=type(run.update.optimizer),
-        objective=run.objective,
-        batch_size=run.train.samples(0),
-        micro_batch=min(run.micro_batch, run.train.samples(0)),
-        micro_batch_asked=None,
-        tf32_asked=None,
-        threads_asked=None,
-        sample=lambda count: rows(run.train.peek(), slice(count)),  # placed already
-        data=DataConfig(kind=""),
-        in_memory=True,
-        loader=lambda how: run.train,
-        total_steps=run.total_steps,
-        scope=ExitStack(),
-        forward=run.forward,
-        make_optimizer=lambda model: _similar_optimizer(run.update.optimizer, model),
-        ema=bool(run.update.average),
-        contexts=list(run.contexts),
+    if run.folder is None:
+        return
+    try:
+        text = _oom_page(run, reason, breakdown)
+        (run.folder / OOM_FILE).parent.mkdir(exist_ok=True)
+        replace_text(run.folder / OOM_FILE, text)
+        run.recorder.text("memory/out_of_memory", text, run.progress.step)
+        log.warning("what holds the memory is in %s", run.folder / OOM_FILE)
+    except Exception as error:  # memory is short, and a model may be anything
+        log.warning("no %s: %s: %s", OOM_FILE, type(error).__name__, error)
+
+
+def _oom_page(run: Run, reason: str, breakdown: Breakdown | None) -> str:
+    room = resources.room()
+    left = (
+        f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.whose)}, "
+        f"{room.left / MIB:,.0f} of them free after the step was given up."
     )
-    with torch.compiler.set_stance("force_eager"):
-        return predict(draft, samples)
-
-
-def _similar_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """Another one that keeps the same state; its rates do not matter."""
-    parameters = inspect.signature(type(optimizer)).parameters
-    options = {
-        name: value
-        for name, value in optimizer.defaults.items()
-        if name in parameters and name not in ("lr", "fused", "foreach", "capturable")
-    }
-    make: Any = type(optimizer)
-    made: Optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-3, **options)
-    return made
+    if run.device.kind != "cpu":
+        left += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
+    title = "## By module, MiB"
+    if breakdown is not None:
+        title += f", at step {breakdown.step} with {breakdown.samples} samples"
+    table = (breakdown or break_down(run)).table()
+    lines = ["# Out of memory", "", markdown.escape(reason), "", left, "", title, "", table]
+    return "\n".join(lines) + "\n"

@@ -21,32 +21,33 @@ class TracedOperation:
 
     name: str
     trace: str  # of its forward, as Python prints it
-    module: str | None  # None: of the loss
+    module: str  # in whose forward it was made; empty for the model itself
     incoming: Tensor  # largest absolute value of the gradients, 0-d
     outgoing: Tensor
 
 
 class ModuleTrace:
-    """While `watching`, knows the module whose backward is under way.
+    """While `watching`, keeps the largest value of each module's output, on the device.
 
-    A module is entered when the gradient of its output is there, and left when that of its input
-    is. Forward costs a reduction over each module's output, and nothing is read before it is asked
-    for. With `operations_too` each operation's gradients are recorded as well.
+    With `operations_too` it keeps those of each operation of the backward pass as well, which
+    belongs to the innermost module in whose forward its node was made. Nothing is read before it
+    is asked for.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.inside: list[str] = []  # entered and not left; what is in another comes after it
         self.inputs: list[Tensor] = []  # of each micro-batch: which samples are not finite
         self.outputs: list[tuple[str, Tensor]] = []  # largest absolute value, in order
         self.operations_too = False
         self.operations: list[TracedOperation] = []  # in the order of backward
+        self.inside: list[str] = []  # modules whose forward is under way
+        self.nodes: set[Any] = {None}  # of the graph, that belong to a module
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Hooks on every module; the records stay afterwards."""
         self.forget()
-        self.inside, self.operations_too = [], False
+        self.operations_too = False
         with ExitStack() as stack:
             for name, module in modes.hookable(self.model):
                 stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
@@ -54,14 +55,11 @@ class ModuleTrace:
             hook = self.model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
             stack.callback(hook.remove)
             yield
+        self.nodes = {None}
 
     def forget(self) -> None:
         """Drop the records of a step that is made again."""
         self.inputs, self.outputs, self.operations = [], [], []
-
-    def module(self) -> str | None:
-        """The innermost module whose backward is under way; None outside the model."""
-        return self.inside[-1] if self.inside else None
 
     def bad_input(self) -> tuple[int, int] | None:
         """How many of the model's samples are not finite, and of how many; waits."""
@@ -83,44 +81,32 @@ class ModuleTrace:
         """
         incoming = _read([operation.incoming for operation in self.operations])  # waits
         outgoing = _read([operation.outgoing for operation in self.operations])  # waits
-        for operation, came, went in zip(self.operations, incoming, outgoing, strict=True):
-            if not math.isfinite(came):
+        for operation, before, after in zip(self.operations, incoming, outgoing, strict=True):
+            if not math.isfinite(before):
                 return None  # it is from the loss
-            if not math.isfinite(went):
-                return operation, _kind(went)
+            if not math.isfinite(after):
+                return operation, _kind(after)
         return None
 
     def _before(self, name: str) -> Any:
-        def leave(_: Tensor) -> None:
-            if name in self.inside:
-                self.inside.remove(name)
-
         def hook(module: nn.Module, inputs: Any) -> None:
-            if module is self.model:  # the backward before, of another micro-batch, is over
-                self.inside.clear()
-            for tensor in tensors(inputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(leave)  # type: ignore[no-untyped-call]
+            if module is self.model:
+                self.inside, self.nodes = [], {None}
+            elif self.operations_too:  # what led here is of the module around
+                self._record_operations(inputs, self.inside[-1] if self.inside else "")
+            self.inside.append(name)
 
         return hook
 
     def _after(self, name: str) -> Any:
-        prefix = f"{name}." if name else ""
-
-        def enter(_: Tensor) -> None:
-            """Put it before what is within it: of two with one output the inner is told first."""
-            if name not in self.inside:
-                within = (i for i, other in enumerate(self.inside) if other.startswith(prefix))
-                self.inside.insert(next(within, len(self.inside)), name)
-
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self.outputs.append((name, peak([tensor])))
-                if tensor.requires_grad:
-                    tensor.register_hook(enter)  # type: ignore[no-untyped-call]
-            if self.operations_too and module is self.model:
-                self._record_operations(output)
+            if self.operations_too:
+                self._record_operations(output, name)
+            if name in self.inside:  # a forward that raised is left where it was
+                del self.inside[self.inside.index(name) :]
 
         return hook
 
@@ -129,23 +115,22 @@ class ModuleTrace:
         if bad is not None:
             self.inputs.append(bad)
 
-    def _record_operations(self, output: Any) -> None:
-        """Record all operations that lead to the model's output."""
-        waiting: list[Any] = [tensor.grad_fn for tensor in tensors(output)]
-        seen: set[Any] = {None}
+    def _record_operations(self, values: Any, module: str) -> None:
+        """Watch the operations that lead to the values and belong to no module so far."""
+        waiting: list[Any] = [tensor.grad_fn for tensor in tensors(values)]
         while waiting:
             node = waiting.pop()
-            if node not in seen:
-                seen.add(node)
-                node.register_hook(self._recorder(node))
+            if node not in self.nodes:
+                self.nodes.add(node)
+                node.register_hook(self._recorder(node, module))
                 waiting.extend(next_ for next_, _ in node.next_functions)
 
-    def _recorder(self, node: Any) -> Any:
-        trace = "".join(node.metadata.get("traceback_", ()))  # anomaly mode writes it there
+    def _recorder(self, node: Any, module: str) -> Any:
+        name, trace = node.name(), "".join(node.metadata.get("traceback_", ()))  # of anomaly mode
 
         def hook(outgoing: Any, incoming: Any) -> None:
             peaks = peak(tensors(incoming)), peak(tensors(outgoing))
-            self.operations.append(TracedOperation(node.name(), trace, self.module(), *peaks))
+            self.operations.append(TracedOperation(name, trace, module, *peaks))
 
         return hook
 
@@ -168,7 +153,7 @@ def _bad_rows(value: Any) -> Tensor | None:
 
 
 def _count(bad: Sequence[Tensor]) -> tuple[int, int] | None:
-    few = sum(int(one.sum()) for one in bad)  # waits
+    few = sum(int(rows.sum()) for rows in bad)  # waits
     return (few, sum(map(len, bad))) if few else None
 
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from runner.debug.config import DebugConfig
 from runner.debug.profile_report import (
     Facts,
-    module_table,
-    operator_table,
+    operator_name,
     section_table,
+    trace_table,
     verdicts,
 )
 from runner.debug.profile_trace import Trace, Window
@@ -34,15 +34,15 @@ log = logging.getLogger("runner")
 
 PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
 PAGE, ROWS, TRACES = "debug/profile.md", "debug/profile.json", "debug/traces"
-AHEAD = 1000  # steps in which a place for a window is looked for
+AHEAD = 1000  # steps in which a place for the window is looked for
 QUIET = "KINETO_LOG_LEVEL"
 
 
 class ProfileTool(Tool):
-    """Windows of torch.profiler, the user's sections; says what would make a run faster.
+    """A window of torch.profiler, the user's sections; says what would make a run faster.
 
-    Outside of windows it makes no step slower. On its account: starting the profiler and reading
-    its events.
+    Outside of its window it makes no step slower. On its account: starting the profiler and
+    reading its events.
     """
 
     name: ClassVar[str] = "profile"
@@ -52,33 +52,30 @@ class ProfileTool(Tool):
         self.own = config.profile
         self.next = math.inf  # step after which there is something to do
         self.window: Window | None = None
-        self.windows: list[dict[str, Any]] = []
-        self.trace: Trace | None = None  # of the latest window
-        self.without_modules = ""  # why there are no times by module
+        self.trace: Trace | None = None
+        self.trace_file = ""
+        self.first = 0  # step of the trace
         self.totals = Totals()
         self.before: dict[str, float] = {}  # the stopwatch when the window began
-        self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds of windows, which are no usual steps
+        self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds of the window: no usual steps
         self.verdicts: list[str] = []
         self.facts = Facts({})
         self.collected = 0.0  # seconds for which sections were counted
         self.tools = 0.0  # seconds of the other debug tools, without what they draw at the end
 
     def due(self, step: int) -> bool:
-        """At the ends of windows, and at each step in one."""
+        """At the ends of the window, and at each step in it."""
         return step >= self.next
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Collect sections all the while; sum up at the end."""
-        waits = self.own.cuda_synchronize and not run.device.reads_are_free
-        self.totals, entered = Totals(run.device.synchronize if waits else None), perf_counter()
-        if self.own.at_most:
-            latest = run.total_steps - run.progress.step - self.own.warmup - self.own.steps
-            self.next = run.progress.step + min(self.own.start, max(1, latest))
-        loud = QUIET not in os.environ  # Kineto says on stderr that it starts and stops
-        os.environ.setdefault(QUIET, "6")
+        latest = run.total_steps - run.progress.step - self.own.warmup - self.own.steps
+        self.next = run.progress.step + min(self.own.start, max(1, latest))
+        entered, loud = perf_counter(), QUIET not in os.environ
+        os.environ.setdefault(QUIET, "6")  # else Kineto says on stderr that it starts and stops
         try:
-            with collect(self.totals):
+            with collect() as self.totals:
                 yield
         finally:
             self.collected = perf_counter() - entered
@@ -91,7 +88,7 @@ class ProfileTool(Tool):
             self.seconds += perf_counter() - start
 
     def on_step(self, run: Run, step: Step) -> None:
-        """Begin a window, count its steps, end it; reads nothing of the step."""
+        """Begin the window, count its steps, end it; reads nothing of the step."""
         if self.window is None:
             self._begin(run, step.number)
         elif self.window.step() or step.number >= run.total_steps:
@@ -102,7 +99,7 @@ class ProfileTool(Tool):
         tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook is not self)
         self.tools = sum(tool.seconds for tool in tools)
 
-    # -- windows -------------------------------------------------------------------------------
+    # -- the window ----------------------------------------------------------------------------
 
     def _begin(self, run: Run, step: int) -> None:
         if self.rests(step):
@@ -124,46 +121,33 @@ class ProfileTool(Tool):
         self.seconds += perf_counter() - start
 
     def _close(self, run: Run, window: Window) -> None:
-        self.window = None
+        self.window, self.next = None, math.inf
         start = perf_counter()
         try:
             window.stop()
             if window.recorded:
-                self._keep(run, window)
-        except (OSError, ValueError, RuntimeError) as error:
+                self.trace, self.first = window.read(), window.first
+                self._store(run, window)
+        except (ValueError, RuntimeError) as error:
             self._give_up(run, error)
-        more = len(self.windows) < self.own.at_most and self.own.repeat_every is not None
-        self.next = run.progress.step + (self.own.repeat_every or 0) if more else math.inf
-        self._exclude(run, perf_counter() - start)
-        if self.windows:
-            self._judge(run)
-            self._show(run)
+        for phase, seconds in run.watch.spent.items():
+            # the watch may have begun anew since: then it knows of less
+            self.excluded[phase] = max(0.0, seconds - self.before.get(phase, 0.0))
+        self.excluded["other"] += perf_counter() - start if run.watch.running else 0.0
+        self._judge(run)
+        self._show(run)
         self.looks += 1
         self.seconds += perf_counter() - start
 
-    def _keep(self, run: Run, window: Window) -> None:
-        """Read the window's events, and store its trace."""
-        row: dict[str, Any] = {"first": window.first, "steps": window.recorded, "trace": None}
-        self.windows.append(row)
-        handler = self.own.handler.name
-        if handler != "trace":
-            self.trace, self.without_modules = window.read(), window.without_modules
-            row |= self.trace.as_dict()
-        if run.folder is None or handler == "table":
+    def _store(self, run: Run, window: Window) -> None:
+        if run.folder is None:
             return
         name = f"{TRACES}/step_{window.first:08d}.json.gz"
         try:
             window.store(run.folder / name)
-            row["trace"] = name
+            self.trace_file = name
         except OSError as error:
             log.warning("profile: no trace: %s", error)
-
-    def _exclude(self, run: Run, reading_s: float) -> None:
-        """Take the window's seconds, and those of reading it, from the usual steps."""
-        for phase, seconds in run.watch.spent.items():
-            # the watch may have begun anew since: then it knows of less
-            self.excluded[phase] += max(0.0, seconds - self.before.get(phase, 0.0))
-        self.excluded["other"] += reading_s if run.watch.running else 0.0
 
     def _give_up(self, run: Run, error: Exception) -> None:
         self.next = math.inf
@@ -172,7 +156,7 @@ class ProfileTool(Tool):
             f"torch.profiler: {error}",
             step=run.progress.step,
             category="performance",
-            action="no more windows",
+            action="no trace",
             error=error,
         )
 
@@ -183,39 +167,30 @@ class ProfileTool(Tool):
         self.verdicts = verdicts(self.facts)
         self.finding = "; ".join(self.verdicts[:2])
 
-    def _modules(self) -> str:
-        if self.trace is not None and self.trace.modules:
-            return module_table(self.trace)
-        return f"No times by module: {self.without_modules}.\n"
-
     def _show(self, run: Run) -> None:
         step, facts = run.progress.step, self.facts
         values = {"step_ms": facts.step_ms}
         values |= {f"{name}_percent": share * 100 for name, share in facts.split.items() if share}
         if self.trace is not None:
             values["operators_per_step"] = facts.operators
-            if self.trace.busy is not None:
-                values["device_busy_percent"] = self.trace.busy * 100
-            run.recorder.text("profile/operators", operator_table(self.trace), step)
-            run.recorder.text("profile/modules", self._modules(), step)
+            run.recorder.text("profile/trace", trace_table(self.trace), step)
+        if facts.busy is not None:
+            values["device_busy_percent"] = facts.busy * 100
         run.recorder.show(step, "profile", values)
 
     def _conclude(self, run: Run) -> None:
         """The verdict over the whole run, in TensorBoard and in two files."""
         self._judge(run)
-        step = run.progress.step
         text = "\n".join(f"- {md.escape(verdict)}" for verdict in self.verdicts)
-        run.recorder.text("profile/verdict", text, step)
-        if self.totals.rows:
-            run.recorder.text("profile/sections", section_table(self.totals, self.collected), step)
+        run.recorder.text("profile/verdict", text, run.progress.step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.facts) | {"techniques": sorted(self.facts.techniques)},
-            "windows": self.windows,
-            "without_modules": self.without_modules,
+            "first": self.first,
+            "trace_file": self.trace_file,
+            "trace": self.trace.as_dict() if self.trace else None,
             "seconds": self.collected,
             "sections": [vars(total) | {"mean": total.mean} for total in self.totals.by_time()],
-            "categories": self.totals.by_category(),
         }
         self.write_json(run.folder, ROWS, record)
         if run.folder is not None:
@@ -232,17 +207,12 @@ class ProfileTool(Tool):
         lines += ["## Time of a step", "", md.table(("", ""), split), ""]
         lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
         if self.trace is not None:
-            row = self.windows[-1]
-            lines += [f"## Steps {row['first']} to {row['first'] + row['steps'] - 1}, profiled", ""]
-            if self.trace.busy is not None:
-                lines += [f"The device was busy {self.trace.busy:.0%} of the time.", ""]
-            lines += ["### Operators", "", operator_table(self.trace)]
-            lines += ["### Modules", "", self._modules()]
+            last = self.first + self.trace.steps - 1
+            lines += [f"## Steps {self.first} to {last}, profiled", "", trace_table(self.trace)]
+        if self.trace_file:
+            lines += ["", f"To be opened in ui.perfetto.dev: `{self.trace_file}`"]
         if self.totals.rows:
-            lines += ["## Sections", "", section_table(self.totals, self.collected or 1.0)]
-        if traces := [row["trace"] for row in self.windows if row["trace"]]:
-            lines += ["## Traces", "", "To be opened in ui.perfetto.dev:", ""]
-            lines += [f"- `{name}`" for name in traces]
+            lines += ["", "## Sections", "", section_table(self.totals, self.collected)]
         return "\n".join(lines).rstrip() + "\n"
 
 
@@ -275,7 +245,7 @@ def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, in
 def _collect_facts(
     run: Run, trace: Trace | None, excluded: dict[str, float], tools: float
 ) -> Facts:
-    """What is known of the run's steps; `excluded` are seconds of windows by phase.
+    """What is known of the run's steps; `excluded` are seconds of the window by phase.
 
     The seconds of other debug `tools` lie between steps for the most part: more than the truth is
     excluded rather than less.
@@ -301,18 +271,17 @@ def _collect_facts(
 def _trace_facts(trace: Trace | None) -> dict[str, Any]:
     if trace is None or not trace.calls or not trace.seconds:
         return {}
-    steps = max(1, trace.steps)
-    facts = {
+    steps, largest = max(1, trace.steps), trace.operators[0]
+    (module, share), caller = trace.hot_spot, trace.caller
+    return {
         "operators": trace.calls / steps,
         "calling": trace.calling,
-        "operator_share": trace.operator_seconds / trace.seconds,
-        "operator_ms": trace.operator_seconds / steps * 1e3,
-        "kinds": trace.kinds,
-        "copies": trace.copies / trace.seconds,
+        "operator": operator_name(largest.name),
+        "operator_share": largest.seconds / (trace.operator_seconds or 1.0),
+        "operator_ms": largest.seconds / steps * 1e3,
         "busy": trace.busy,
+        "module": module.name if module else "",
+        "module_share": share,
+        "caller": caller.name if caller else "",
+        "caller_operators": caller.operators / steps if caller else 0.0,
     }
-    module, share = trace.hot_spot
-    if module is not None:
-        facts |= {"module": module.name, "module_share": share}
-        facts["module_operators"] = module.operators / steps
-    return facts

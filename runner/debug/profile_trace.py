@@ -1,9 +1,8 @@
-"""A few steps under torch.profiler, and what its events say: operators, modules, copies."""
+"""A few steps under torch.profiler, and what its events say of operators and modules."""
 
 from __future__ import annotations
 
 import math
-import re
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -28,16 +27,6 @@ MODULE = "module "  # before a module's name, in the ranges around its forward
 OUTSIDE = "(outside the modules)"
 BACKWARD = "autograd::engine::evaluate_function: "
 CALIBRATION = "runner calibration"  # the range of operators that are no part of a step
-ATTENTION, GRAPHS = "attention", "compiled graphs"
-KINDS = (  # the first that is in a name counts
-    (GRAPHS, re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction)")),
-    (ATTENTION, re.compile(r"attention|flash|fmha", re.IGNORECASE)),
-    ("convolutions", re.compile(r"conv(?!ert)", re.IGNORECASE)),
-    (
-        "matrix products",
-        re.compile(r"mm$|bmm|matmul|gemm|linear|_int_mm|_scaled_mm|mkldnn", re.IGNORECASE),
-    ),
-)
 
 
 @dataclass
@@ -46,8 +35,7 @@ class TracedOperator:
 
     name: str
     calls: int = 0
-    seconds: float = 0.0  # on the host
-    device_seconds: float = 0.0  # of the kernels that it started
+    seconds: float = 0.0  # on the host; on an accelerator those of the kernels that it started
 
 
 @dataclass
@@ -77,18 +65,13 @@ class Trace:
     module_steps: dict[str, list[float]] = field(default_factory=dict)  # seconds in each step
     on_device: bool = False  # times are those of an accelerator's kernels
     busy: float | None = None  # share of the time in which the device computed
-    copies: float = 0.0  # seconds of copies between host and device
     calibration_calls: int = 0  # of small operators, made after each step for comparison
     calibration_share: float = 0.0  # their CPU time, of that of the step
-
-    def spent(self, operator: TracedOperator) -> float:
-        """Seconds of an operator: on an accelerator those of its kernels."""
-        return operator.device_seconds if self.on_device else operator.seconds
 
     @cached_property
     def operator_seconds(self) -> float:
         """Seconds of all operators."""
-        return sum(self.spent(operator) for operator in self.operators)
+        return sum(operator.seconds for operator in self.operators)
 
     @cached_property
     def calls(self) -> int:
@@ -104,42 +87,37 @@ class Trace:
         return self.calls / (self.calibration_calls or math.inf) * self.calibration_share
 
     @property
+    def inside(self) -> list[Module]:
+        """The modules, without the operators outside of all of them."""
+        return [module for module in self.modules if module.name != OUTSIDE]
+
+    @property
+    def caller(self) -> Module | None:
+        """The module that calls the most operators by itself."""
+        return max(self.inside, key=lambda module: module.operators, default=None)
+
+    @property
     def hot_spot(self) -> tuple[Module | None, float]:
         """The module that takes the most of a median step, and its share of the operators' time.
 
         The median, since the scheduler's pauses lengthen single steps.
         """
         typical = {m.name: median(self.module_steps.get(m.name, [0.0])) for m in self.modules}
-        inside = [module for module in self.modules if module.name != OUTSIDE]
-        if not inside:
+        if not self.inside:
             return None, 0.0
-        most = max(inside, key=lambda module: typical[module.name])
+        most = max(self.inside, key=lambda module: typical[module.name])
         whole = median(map(sum, zip(*self.module_steps.values(), strict=True)))
         return most, typical[most.name] / (whole or 1.0)
 
-    @property
-    def kinds(self) -> dict[str, float]:
-        """Shares of the operators' time by what they do, the largest first; others left out."""
-        whole, sums = self.operator_seconds or 1.0, dict[str, float]()
-        for operator in self.operators:
-            if kind := operator_kind(operator.name):
-                sums[kind] = sums.get(kind, 0.0) + self.spent(operator) / whole
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
     def as_dict(self, most: int = 50) -> dict[str, Any]:
         """For a file: the longest operators and modules."""
-        row = {name: getattr(self, name) for name in ("seconds", "busy", "copies", "kinds")}
-        return row | {
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
             "operator_seconds": self.operator_seconds,
-            "operators_per_step": self.calls / max(1, self.steps),
             "operators": [asdict(operator) for operator in self.operators[:most]],
             "modules": [asdict(module) for module in self.modules[:most]],
         }
-
-
-def operator_kind(name: str) -> str:
-    """One of the kinds above; empty for all others."""
-    return next((kind for kind, marks in KINDS if marks.search(name)), "")
 
 
 def read_events(events: Iterable[Any], steps: int) -> Trace:
@@ -156,17 +134,15 @@ def read_events(events: Iterable[Any], steps: int) -> Trace:
     reader.finish()
     if device and trace.seconds:
         trace.busy = min(1.0, _covered([e.time_range for e in device]) / 1e6 / trace.seconds)
-        moves = [e for e in device if re.search("HtoD|DtoH", e.name)]
-        trace.copies = sum(e.time_range.elapsed_us() for e in moves) / 1e6
     return trace
 
 
 def _covered(ranges: list[Any]) -> float:
     """Time that lies in any of the ranges: kernels side by side count once."""
     covered, until = 0.0, -math.inf
-    for one in sorted(ranges, key=lambda r: r.start):
-        covered += max(0.0, one.end - max(one.start, until))
-        until = max(until, one.end)
+    for span in sorted(ranges, key=lambda r: r.start):
+        covered += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
     return covered
 
 
@@ -202,13 +178,12 @@ class _Reader:
             self._count(event, module, backward)
 
     def _count(self, event: Any, module: str, backward: int | None) -> None:
+        on_device = self.trace.on_device
+        spent = event.self_device_time_total if on_device else event.self_cpu_time_total
         name = event.name.removeprefix(BACKWARD)
         operator = self.operators.setdefault(name, TracedOperator(name))
         operator.calls += 1
-        operator.seconds += event.self_cpu_time_total / 1e6
-        operator.device_seconds += event.self_device_time_total / 1e6
-        on_device = self.trace.on_device
-        spent = event.self_device_time_total if on_device else event.self_cpu_time_total
+        operator.seconds += spent / 1e6
         step = max(0, bisect_right(self.starts, event.time_range.start) - 1)
         if backward is None:
             self._module(module).forward += spent / 1e6
@@ -227,10 +202,9 @@ class _Reader:
             module = self.owners.get(number, OUTSIDE)
             self._module(module).backward += seconds
             self._add(module, seconds, step)
-        trace = self.trace
-        trace.operators = sorted(self.operators.values(), key=trace.spent, reverse=True)
+        self.trace.operators = sorted(self.operators.values(), key=lambda op: -op.seconds)
         if len(self.modules) > (OUTSIDE in self.modules):
-            trace.modules = sorted(self.modules.values(), key=lambda module: -module.seconds)
+            self.trace.modules = sorted(self.modules.values(), key=lambda module: -module.seconds)
 
     def _module(self, name: str) -> Module:
         return self.modules.setdefault(name, Module(name))
@@ -241,7 +215,7 @@ class Window:
 
     def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
         """Start, to keep so many steps; raises RuntimeError where another profiler is at work."""
-        self.run, self.config, self.steps = run, config, steps
+        self.run, self.steps = run, steps
         self.first = run.progress.step + config.warmup + 1  # step in the trace
         self.left = config.warmup + steps
         self.scope = ExitStack()
@@ -261,19 +235,12 @@ class Window:
         )
         run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
         self.profiler.start()
-        self.without_modules = self._why_no_modules()
-        if not self.without_modules:
+        compiled = any(m._compiled_call_impl is not None for m in run.model.modules())
+        self.compiled = compiled or run.whole is not None or run.compilation is not None
+        if not self.compiled:
             self.scope.enter_context(_module_ranges(run.model))
         totals.tracing = True
         self.scope.callback(setattr, totals, "tracing", False)
-
-    def _why_no_modules(self) -> str:
-        if not self.config.modules:
-            return "debug.profile.modules=false"
-        compiled = any(m._compiled_call_impl is not None for m in self.run.model.modules())
-        if compiled or self.run.whole is not None or self.run.compilation is not None:
-            return "steps are compiled; optimization=none shows the modules of uncompiled ones"
-        return ""
 
     @property
     def recorded(self) -> int:
@@ -283,8 +250,8 @@ class Window:
     def step(self) -> bool:
         """A step has ended; says whether it was the last."""
         self.left -= 1
-        if self.recorded and (took := thread_time() - self.began):
-            self.calibrations.append(_calibrate() / took)
+        if self.recorded and (spent := thread_time() - self.began):
+            self.calibrations.append(_calibrate() / spent)
         if self.left == 0:
             self.run.device.synchronize()  # waits: kernels still under way belong to the window
             return True

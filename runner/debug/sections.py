@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,13 +23,12 @@ RANGE = "section "  # before the name, in a trace
 
 @dataclass
 class Total:
-    """All calls of one section. Sections inside it count in `seconds`, and not in `own`."""
+    """All calls of one section."""
 
     name: str
     category: str
     calls: int = 0
-    seconds: float = 0.0
-    own: float = 0.0
+    seconds: float = 0.0  # with the sections inside it; a section inside itself counts once
 
     @property
     def mean(self) -> float:
@@ -38,11 +37,9 @@ class Total:
 
 
 class Totals:
-    """Calls and seconds by name and category, from all threads."""
+    """Calls and seconds by name and category, from all threads of this process."""
 
-    def __init__(self, synchronize: Callable[[], object] | None = None) -> None:
-        """`synchronize` is called at both ends of each section: the host waits for the device."""
-        self.synchronize = synchronize or (lambda: None)
+    def __init__(self) -> None:
         self.process = os.getpid()
         self.tracing = False  # sections are ranges of a profiler's trace, too
         self.rows: dict[tuple[str, str], Total] = {}
@@ -53,50 +50,38 @@ class Totals:
         """A section begins in this thread."""
         if os.getpid() != self.process:  # a data worker, whose copy is never read
             return
-        self.synchronize()  # waits for the device where asked for
         range_ = None
         if self.tracing:
             range_ = torch.autograd.profiler.record_function(RANGE + name)
             range_.__enter__()  # type: ignore[no-untyped-call]
-        self._stack().append([name, category, perf_counter(), 0.0, range_])
+        self._stack().append((name, category, perf_counter(), range_))
 
     def leave(self) -> None:
         """The section that began last in this thread ends."""
         stack = self._stack()
         if not stack or os.getpid() != self.process:  # began before there was a collector
             return
-        self.synchronize()  # waits for the device where asked for
-        name, category, start, inside, range_ = stack.pop()
-        took = perf_counter() - start
+        name, category, start, range_ = stack.pop()
+        seconds = perf_counter() - start
         if range_ is not None:
             range_.__exit__(None, None, None)
-        if stack:
-            stack[-1][3] += took
-        again = any(outer[0] == name for outer in stack)  # a section in itself counts once
+        again = any(outer[0] == name for outer in stack)
         with self.lock:
             if (name, category) not in self.rows and len(self.rows) >= MOST:
                 name, category = OTHERS, ""
             row = self.rows.setdefault((name, category), Total(name, category))
             row.calls += 1
-            row.seconds += 0.0 if again else took
-            row.own += took - inside
+            row.seconds += 0.0 if again else seconds
 
-    def _stack(self) -> list[list[Any]]:
-        """Sections that this thread is in: name, category, start, seconds of inner ones, range."""
-        stack: list[list[Any]] = self.threads.__dict__.setdefault("stack", [])
+    def _stack(self) -> list[tuple[str, str, float, Any]]:
+        """Sections that this thread is in: name, category, start, range of the trace."""
+        stack: list[tuple[str, str, float, Any]] = self.threads.__dict__.setdefault("stack", [])
         return stack
 
     def by_time(self) -> list[Total]:
         """Every section, the longest first."""
         with self.lock:
             return sorted(self.rows.values(), key=lambda row: -row.seconds)
-
-    def by_category(self) -> dict[str, float]:
-        """Seconds of each category, each counted once where sections lie in one another."""
-        sums: dict[str, float] = {}
-        for row in self.by_time():
-            sums[row.category] = sums.get(row.category, 0.0) + row.own
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 _collecting: Totals | None = None
@@ -108,7 +93,7 @@ class Section(ContextDecorator):
     Inside a compiled graph it is nothing: there is no Python left to be timed.
     """
 
-    __slots__ = ("category", "entered", "name")
+    __slots__ = ("category", "name")
 
     def __init__(self, name: str, category: str = "") -> None:
         self.name, self.category = name, category
@@ -124,12 +109,12 @@ class Section(ContextDecorator):
 
 
 @contextmanager
-def collect(totals: Totals) -> Iterator[Totals]:
-    """Sections count in `totals` meanwhile, in all threads; in no other process."""
+def collect() -> Iterator[Totals]:
+    """Time sections in here, in all threads: `with profile.collect() as totals:`."""
     global _collecting
-    before, _collecting = _collecting, totals
+    before, _collecting = _collecting, Totals()
     try:
-        yield totals
+        yield _collecting
     finally:
         _collecting = before
 
@@ -138,11 +123,7 @@ class Sections:
     """The type of `runner.profile`: `section` for one's code, `collect` for one's own loops."""
 
     section = Section
-
-    @staticmethod
-    def collect(synchronize: Callable[[], object] | None = None) -> Any:
-        """Time sections in here: `with profile.collect() as totals:`, then `totals.by_time()`."""
-        return collect(Totals(synchronize))
+    collect = staticmethod(collect)
 
 
 profile = Sections()

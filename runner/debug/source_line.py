@@ -17,14 +17,9 @@ import runner
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(runner.__file__).parent) + os.sep
-SHOWN = tuple(OURS + part + os.sep for part in ("models", "objectives"))
-"""Of ours, the code of models and losses."""
+SHOWN = (f"{OURS}models{os.sep}", f"{OURS}objectives{os.sep}")  # of ours: models and losses
 STEP_MODULE = os.path.join(OURS, "training", "step.py")
-CALLERS = (
-    STEP_MODULE,
-    os.path.join(OURS, "training", "loop.py"),
-    os.path.join(OURS, "data", "batch.py"),
-)
+CALLERS = (STEP_MODULE, *(os.path.join(OURS, p) for p in ("training/loop.py", "data/batch.py")))
 """The callers of the model; what called these is no part of the step."""
 
 Place = tuple[str, int]

@@ -42,8 +42,8 @@ def of_cpu(flags: frozenset[str]) -> Capabilities:
     return Capabilities(True, fast, True, False, False, False, True, notes)
 
 
-def of_nvidia(major: int, minor: int) -> Capabilities:
-    """An NVIDIA GPU of this compute capability.
+def of_gpu(major: int, minor: int, nvidia: bool = True) -> Capabilities:
+    """A GPU of this compute capability; `nvidia` is false under ROCm, which has no TF32.
 
     Tensor cores came with 7.0 (Volta), bf16 and TF32 with 8.0 (Ampere): CUDA C++ Programming
     Guide, table of features per compute capability.
@@ -52,16 +52,8 @@ def of_nvidia(major: int, minor: int) -> Capabilities:
     notes = ["fp16 gradients need a loss scale; bf16 does not"]
     if not ampere:
         notes.append(f"compute capability {major}.{minor}: bf16 is emulated, there is no TF32")
-    return Capabilities(ampere, ampere, True, volta, ampere, volta, True, tuple(notes))
-
-
-def of_amd(architecture: str) -> Capabilities:
-    """An AMD GPU through ROCm; gfx908 and the later gfx9 (CDNA) have matrix cores.
-
-    TF32 is off in hipBLASLt unless asked for in the environment.
-    """
-    matrix = architecture.startswith(("gfx908", "gfx90a", "gfx94", "gfx95"))
-    return Capabilities(True, matrix, True, True, False, matrix, True, (f"ROCm, {architecture}",))
+    tf32 = ampere and nvidia
+    return Capabilities(ampere, ampere, True, volta, tf32, volta, True, tuple(notes))
 
 
 def of_mps(bf16: bool) -> Capabilities:

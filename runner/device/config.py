@@ -37,14 +37,11 @@ class DeviceConfig:
     kind: DeviceKind = DeviceKind.auto
     index: int | None = None  # which one of several; None: the current one
     memory_fraction: float | None = bounded(None, above=0, max=1)  # of the accelerator's memory
-    clean_above: float | None = bounded(
-        0.9, above=0, max=1
-    )  # share of memory held, above which it is cleaned; None: never
+    clean_above: float | None = bounded(0.9, above=0, max=1)  # share of memory held; None: never
     tf32: bool | None = None  # None: the tf32 technique decides
     cudnn_benchmark: bool = False
     deterministic: bool = False
     threads: int | None = bounded(None, min=1)  # intra-op threads; None: torch's own choice
-    interop_threads: int | None = bounded(None, min=1)
     affinity: list[int] | None = None  # CPU cores this process may use
     priority: int | None = bounded(None, min=-20, max=19)  # niceness
 

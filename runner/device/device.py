@@ -58,7 +58,6 @@ class Device:
         """The knobs as they stand now, read back from where they act."""
         settings: dict[str, Any] = {
             "threads": torch.get_num_threads(),
-            "interop_threads": torch.get_num_interop_threads(),
             "affinity": allowed_cores(),
             "priority": os.getpriority(os.PRIO_PROCESS, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -195,12 +194,9 @@ def _open(
         where = TorchDevice("cuda", before if index is None else index)
         scope.callback(torch.cuda.set_device, before)
         torch.cuda.set_device(where)
-        found = torch.cuda.get_device_properties(where)
-        if torch.version.hip is not None:
-            able = capabilities.of_amd(found.gcnArchName)
-        else:
-            able = capabilities.of_nvidia(found.major, found.minor)
-        return where, found.name, found.total_memory, able
+        gpu = torch.cuda.get_device_properties(where)
+        able = capabilities.of_gpu(gpu.major, gpu.minor, nvidia=torch.version.hip is None)
+        return where, gpu.name, gpu.total_memory, able
     name = capabilities.cpu_name()
     if kind == "mps":
         able = capabilities.of_mps(torch.backends.mps.is_macos_or_newer(14, 0))
@@ -223,6 +219,10 @@ def _refuse_misplaced(config: DeviceConfig, kind: str, able: Capabilities, here:
 
 
 def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
+    """Cores, priority, and threads inside one operator: as asked, else torch's choice.
+
+    With more threads than cores they spin while they wait, and a step took four times as long.
+    """
     if config.affinity is not None or config.priority is not None:
         from runner.device import process
 
@@ -231,24 +231,6 @@ def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
         if config.priority is not None:
             process.set_priority(config.priority, scope)
     # After affinity, so that threads started by this inherit it and are as many as its cores.
-    notes = _set_threads(config, scope)
-    asked, now = config.interop_threads, torch.get_num_interop_threads()
-    if asked is not None and asked != now:
-        try:
-            torch.set_num_interop_threads(asked)
-        except RuntimeError:
-            notes.append(
-                f"device.interop_threads={asked} came too late, torch keeps {now}: it can be set "
-                "only once in a process, before its first parallel work"
-            )
-    return notes
-
-
-def _set_threads(config: DeviceConfig, scope: ExitStack) -> list[str]:
-    """Threads inside one operator: as asked, else torch's choice, never above the affinity's cores.
-
-    With more threads than cores they spin while they wait, and a step took four times as long.
-    """
     threads, before, cores = config.threads, torch.get_num_threads(), usable_cores()
     notes = []
     if threads is None and config.affinity is not None and before > cores:

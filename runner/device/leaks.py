@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 MIB = 2**20
 WINDOW, QUARTER = 32, 8  # samples
 NEEDED = WINDOW + QUARTER  # samples for a window, and for the cleaning that confirms it
-BLOCKS = 8  # of a window; each counts by its smallest sample
+BLOCK = 4  # samples of a window; each block counts by its smallest
 FEWEST = 4  # samples for growth to be stated without a verdict
 Z = 2.576  # of a normal distribution, both tails of 1 %
-MOST_WINDOWS = 24
 LARGEST_RISE = 0.4  # of the growth, that one of the steps between blocks may make up
 LASTING = 0.75  # of the first half's slope, that the second must still have: a warm-up slows down
 SHARE = 0.02  # of what is held, that must have been added: long windows see every small thing
 AFTER_CLEANING = 0.5  # of the slope, that must be left between two cleanings
+
+Sample = tuple[int, int]  # step and bytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class LeakDetector:
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
         self.leaking = False  # a leak was confirmed
-        self.recent: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # the warm-up included
+        self.recent: deque[Sample] = deque(maxlen=WINDOW)  # the warm-up included
         self._suspicious: list[_Window] = []
 
     @property
@@ -64,29 +65,29 @@ class LeakDetector:
         self.start = step if self.start is None else self.start
         self.recent.append((step, held))
         self._suspicious = []
-        sample: tuple[int, int] | None = (step, held)
         if step < self.start + self.warm_up:
             return False
-        for depth in range(MOST_WINDOWS):
-            if sample is None:
+        sample = (step, held)
+        for window in self.windows:
+            smaller = window.add(sample)
+            self._judge(window)
+            if smaller is None:
                 break
-            if depth == len(self.windows):
-                self.windows.append(_Window())
-            sample = self.windows[depth].add(sample)
-            self._judge(self.windows[depth])
+            sample = smaller
+        else:
+            self.windows.append(_Window())
+            self.windows[-1].add(sample)
         return bool(self._suspicious)
 
     def _judge(self, window: _Window) -> None:
         if len(window.samples) < WINDOW or window.count % QUARTER:
             return
-        trend = judge(list(window.samples), self.least, self.least_slope)
+        trend = judge(window.samples, self.least, self.least_slope)
         if not self.leaking:
             self.trend = trend
-        if window.confirmed:
-            return
         if trend.leaking:
             window.suspected = window.suspected or trend
-        if window.suspected is not None:
+        if window.suspected is not None and not window.confirmed:
             self._suspicious.append(window)
 
     def cleaned(self, step: int, held: int) -> Trend | None:
@@ -102,14 +103,23 @@ class LeakDetector:
             slope = (held - before[1]) / (step - before[0])
             if slope > max(self.least_slope, AFTER_CLEANING * suspected.slope):
                 window.confirmed = self.leaking = True
-                rate = min(slope, suspected.slope)  # garbage of the first window is no leak
-                low, high = sorted((slope, suspected.slope))
-                confirmed = replace(suspected, slope=rate, low=low, high=high, last=step, held=held)
+                low, high = sorted((slope, suspected.slope))  # garbage of the first is no leak
+                confirmed = replace(suspected, slope=low, low=low, high=high, last=step, held=held)
                 self.trend = confirmed
         self._suspicious = []
         return confirmed
 
-    def growth(self) -> float | None:
+    def describe(self) -> str:
+        """The verdict, or by how many samples there is none yet."""
+        if self.leaking and self.trend is not None:
+            return f"a leak: growing {_rate(self.trend.slope)} a step"
+        if self.samples >= NEEDED:
+            return f"no leak found in {self.samples:,} samples"
+        text = f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
+        growth = self._growth()
+        return text if growth is None else f"{text}: growing {_rate(growth)} a step so far"
+
+    def _growth(self) -> float | None:
         """Bytes a step of the newest samples, from the smallest one on; None within noise."""
         samples = list(self.recent)
         lowest = min(range(len(samples)), key=lambda i: (samples[i][1], -i), default=0)
@@ -119,29 +129,19 @@ class LeakDetector:
         slope, low, _ = _sen(points)
         return slope if _is_steady(points, low, self.least, self.least_slope) else None
 
-    def describe(self) -> str:
-        """The verdict, or by how many samples there is none yet."""
-        if self.leaking and self.trend is not None:
-            return f"a leak: growing {_rate(self.trend.slope)} a step"
-        if self.samples >= NEEDED:
-            return f"no leak found in {self.samples:,} samples"
-        text = f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
-        growth = self.growth()
-        return text if growth is None else f"{text}: growing {_rate(growth)} a step so far"
 
-
+@dataclass
 class _Window:
     """The newest samples; of each two the smaller one goes to the next window."""
 
-    def __init__(self) -> None:
-        self.samples: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        self.count = 0
-        self.confirmed = False
-        self.suspected: Trend | None = None
-        self.clean: tuple[int, int] | None = None  # step and bytes after the first cleaning
-        self.half: tuple[int, int] | None = None
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    count: int = 0
+    confirmed: bool = False
+    suspected: Trend | None = None
+    clean: Sample | None = None  # after the first cleaning
+    half: Sample | None = None
 
-    def add(self, sample: tuple[int, int]) -> tuple[int, int] | None:
+    def add(self, sample: Sample) -> Sample | None:
         self.samples.append(sample)
         self.count += 1
         if self.half is None:
@@ -159,17 +159,17 @@ def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def judge(samples: list[tuple[int, int]], least: int, least_slope: float) -> Trend:
-    """The trend of (step, bytes) samples, 16 or more of them, oldest first."""
-    size = len(samples) // BLOCKS
-    samples = samples[-BLOCKS * size :]
-    floors = [min(samples[i : i + size], key=lambda s: s[1]) for i in range(0, len(samples), size)]
+def judge(window: Sequence[Sample], least: int, least_slope: float) -> Trend:
+    """The trend of a window, oldest sample first."""
+    samples = list(window)
+    blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
+    floors = [min(block, key=lambda s: s[1]) for block in blocks]
     slope, low, high = _sen(floors)
     leaking = _is_steady(floors, low, least, least_slope)
     return Trend(leaking, slope, low, high, samples[0][0], samples[-1][0], floors[-1][1])
 
 
-def _sen(points: list[tuple[int, int]]) -> tuple[float, float, float]:
+def _sen(points: list[Sample]) -> tuple[float, float, float]:
     """The median of all pairs' slopes, and Sen's interval by ranks."""
     slopes = sorted(
         (b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :] if t > s
@@ -183,7 +183,7 @@ def _sen(points: list[tuple[int, int]]) -> tuple[float, float, float]:
     return median, slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
 
 
-def _is_steady(points: list[tuple[int, int]], low: float, least: int, least_slope: float) -> bool:
+def _is_steady(points: list[Sample], low: float, least: int, least_slope: float) -> bool:
     """Whether memory grew enough, surely, in no single jump and without slowing down."""
     values = [held for _, held in points]
     grown = values[-1] - values[0]

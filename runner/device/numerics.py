@@ -52,10 +52,8 @@ def set_memory_fraction(fraction: float, where: torch.device, scope: ExitStack) 
         before = torch.cuda.get_per_process_memory_fraction(where)
         scope.callback(torch.cuda.set_per_process_memory_fraction, before, where)
         torch.cuda.set_per_process_memory_fraction(fraction, where)
-    else:
-        # Metal does not tell what is set; 1.7 is torch's default (of the recommended maximum).
-        before = float(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.7"))
-        scope.callback(torch.mps.set_per_process_memory_fraction, before)
+    else:  # Metal does not tell what is set; 1.7 is torch's default
+        scope.callback(torch.mps.set_per_process_memory_fraction, 1.7)
         torch.mps.set_per_process_memory_fraction(fraction)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from time import monotonic, process_time, sleep
 
 from runner.device.capabilities import allowed_cores, usable_cores
 from runner.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 def set_affinity(cores: list[int], scope: ExitStack) -> None:
@@ -25,12 +22,7 @@ def set_affinity(cores: list[int], scope: ExitStack) -> None:
     if not cores or absent:
         problem = f"this process cannot use core {absent[0]}" if absent else "names no core"
         raise ConfigError("device.affinity", problem, f"choose from {sorted(allowed)}")
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
-
-    def restore() -> None:
-        _each_thread(lambda thread: os.sched_setaffinity(thread, before.get(thread, allowed)))
-
-    scope.callback(restore)
+    scope.callback(_each_thread, lambda thread: os.sched_setaffinity(thread, allowed))
     _each_thread(lambda thread: os.sched_setaffinity(thread, cores))
 
 
@@ -38,21 +30,21 @@ def set_priority(niceness: int, scope: ExitStack) -> None:
     """Set the niceness of every thread; below the present one it needs a privilege."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
 
-    def restore() -> None:
-        try:
-            _each_thread(lambda thread: os.setpriority(os.PRIO_PROCESS, thread, before))
-        except PermissionError:  # anyone may become nicer, few may take it back
-            log.info("the process keeps niceness %s: going back needs a privilege", niceness)
+    def set_all(value: int) -> None:
+        _each_thread(lambda thread: os.setpriority(os.PRIO_PROCESS, thread, value))
 
     try:
-        _each_thread(lambda thread: os.setpriority(os.PRIO_PROCESS, thread, niceness))
+        set_all(niceness)
     except PermissionError:
-        raise ConfigError(
-            "device.priority",
-            f"{niceness} is before the present {before}, which needs a privilege",
-            f"use {before} to 19, or start the runner with CAP_SYS_NICE",
-        ) from None
-    scope.callback(restore)
+        problem = f"{niceness} is before the present {before}, which needs a privilege"
+        fix = f"use {before} to 19, or start the runner with CAP_SYS_NICE"
+        raise ConfigError("device.priority", problem, fix) from None
+    scope.callback(_restore_priority, set_all, before)
+
+
+def _restore_priority(set_all: Callable[[int], None], before: int) -> None:
+    with suppress(PermissionError):  # anyone may become nicer, few may take it back
+        set_all(before)
 
 
 def busy_cores(seconds: float = 0.2) -> float:
@@ -62,8 +54,7 @@ def busy_cores(seconds: float = 0.2) -> float:
     """
     if sys.platform != "linux":
         return 0.0
-    before, own = _core_seconds(), process_time()
-    start = monotonic()
+    before, own, start = _core_seconds(), process_time(), monotonic()
     sleep(seconds)
     others = _core_seconds() - before - (process_time() - own)
     return max(0.0, others / (monotonic() - start))
@@ -96,13 +87,7 @@ def _core_seconds() -> float:
 
 def _each_thread(act: Callable[[int], None]) -> None:
     """Linux keeps affinity and niceness for each thread."""
-    for thread in _threads():
+    folder = Path("/proc/self/task")
+    for thread in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else [0]:
         with suppress(ProcessLookupError):  # it ended meanwhile
             act(thread)
-
-
-def _threads() -> list[int]:
-    try:
-        return [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
-    except FileNotFoundError:
-        return [0]

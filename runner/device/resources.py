@@ -6,22 +6,22 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+import torch
 
 from runner.device import cgroup, memory
 from runner.device.device import Device
-
-if TYPE_CHECKING:
-    from runner.device.nvml import Gpu, GpuReading
+from runner.errors import ConfigError
 
 log = logging.getLogger("runner")
 
 GIB = 2**30
-MEMINFO = (b"MemTotal", b"MemAvailable", b"SwapTotal", b"SwapFree")
+GPU_KEY = "stability.watch.gpu"
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Room:
 
     @property
     def used_share(self) -> float:
-        """Share that is taken, 0 to 1, by whichever process."""
+        """Share that is taken, 0 to 1, by all processes."""
         return 1 - self.left / self.limit
 
 
 def room() -> Room:
-    """The limit that is nearest, of the machine, the container and `ulimit`; 150 µs.
+    """The limit that is nearest, of the machine, the container and `ulimit`; 300 µs.
 
     Free swap counts as left, since the kernel ends no process before it is full; so does file
     cache that can be dropped.
     """
-    total, left, swap, swap_left = _meminfo()
-    limits = [Room(total + swap, left + swap_left, "this machine's memory")]
+    ram, swap = psutil.virtual_memory(), psutil.swap_memory()
+    limits = [Room(ram.total + swap.total, ram.available + swap.free, "this machine's memory")]
     if (group := cgroup.tightest()) is not None:
         limits.append(Room(*group, "the memory of this container (control group)"))
     limit, own = resource.getrlimit(resource.RLIMIT_AS)[0], memory.limit_left()
@@ -55,21 +55,25 @@ def room() -> Room:
     return max(limits, key=lambda limit: limit.used_share)
 
 
-def swap_bytes() -> int | None:
-    """Swap in use, by all processes; 0 where the system does not tell (not Linux)."""
-    *_, total, left = _meminfo()
-    return total - left
+def swap_bytes() -> int:
+    """Swap in use, by all processes."""
+    return int(psutil.swap_memory().used)
 
 
-def _meminfo() -> tuple[int, ...]:
-    """Memory and swap, each in all and available; 10 µs, where psutil takes 150."""
-    try:
-        with open("/proc/meminfo", "rb", buffering=0) as file:
-            lines = dict(line.split(b":") for line in file.read().splitlines())
-        return tuple(int(lines[name].split()[0]) * 1024 for name in MEMINFO)
-    except (OSError, KeyError, ValueError):  # not Linux
-        found = psutil.virtual_memory()
-        return int(found.total), int(found.available), 0, 0
+def gpu_readings(device: Device) -> dict[str, float]:
+    """What NVML tells of the GPU, through torch; nothing without the extra `gpu` (pynvml)."""
+    questions: dict[str, Callable[[torch.device], float]] = {
+        "gpu_percent": torch.cuda.utilization,
+        "gpu_gib": lambda where: torch.cuda.device_memory_used(where) / GIB,
+        "gpu_celsius": torch.cuda.temperature,
+        "gpu_mhz": torch.cuda.clock_rate,
+        "gpu_watt": lambda where: torch.cuda.power_draw(where) / 1e3,
+    }
+    answers = {}
+    for name, ask in questions.items() if device.kind == "cuda" else ():
+        with suppress(Exception):  # a GPU, or a slice of one, need not tell; NVML may be missing
+            answers[name] = float(ask(device.torch))
+    return answers
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,9 @@ class Reading:
     at: float  # time.monotonic()
     cpu_percent: float  # of all cores, since the reading before
     ram_percent: float
-    swap_bytes: int | None
+    swap_bytes: int
     disk_free_bytes: int | None
-    gpu: GpuReading | None
+    gpu: dict[str, float]
 
     def row(self) -> dict[str, float]:
         """Names and values for TensorBoard's `usage`; swap where there is any in use."""
@@ -90,7 +94,7 @@ class Reading:
             values["disk_free_gib"] = self.disk_free_bytes / GIB
         if self.swap_bytes:
             values["swap_gib"] = self.swap_bytes / GIB
-        return values | (self.gpu.row() if self.gpu else {})
+        return values | self.gpu
 
 
 class Machine:
@@ -103,21 +107,18 @@ class Machine:
     def __init__(
         self, folder: Path | None = None, every_s: float = 5.0, gpu: bool | None = None
     ) -> None:
-        self.folder, self.every_s, self.asked = folder, every_s, gpu
-        self.gpu: Gpu | None = None
+        self.folder, self.every_s, self.gpu = folder, every_s, gpu
+        self.device: Device | None = None
         self.reading: Reading | None = None
-        self.opened = False
 
     def open(self, device: Device) -> None:
-        """Find the GPU, and begin to count the CPU's time. Raises ConfigError, see `nvml.find`."""
-        if self.opened:
-            return
-        self.opened = True
-        psutil.cpu_percent(None)  # the first answer is about the time since this one
-        if device.kind == "cuda" or self.asked:
-            from runner.device import nvml
-
-            self.gpu = nvml.find(device, self.asked)
+        """Begin to count the CPU's time. Raises ConfigError where a GPU's state cannot be had."""
+        if self.gpu and not gpu_readings(device):
+            problem = f"a {device.kind} device has no NVML, or it does not answer"
+            raise ConfigError(GPU_KEY, problem, f"pip install nvidia-ml-py, or set {GPU_KEY}=null")
+        if self.device is None:
+            psutil.cpu_percent(None)  # the first answer is about the time since this one
+        self.device = device
 
     def sample(self) -> Reading:
         """The newest reading; made now, if the last one is older than `every_s`."""
@@ -129,7 +130,7 @@ class Machine:
                 ram_percent=psutil.virtual_memory().percent,
                 swap_bytes=swap_bytes(),
                 disk_free_bytes=_disk_free(self.folder),
-                gpu=self.gpu.read() if self.gpu else None,
+                gpu=gpu_readings(self.device) if self.device and self.gpu is not False else {},
             )
         return self.reading
 
@@ -137,8 +138,8 @@ class Machine:
 def _disk_free(folder: Path | None) -> int | None:
     """Bytes that may still be written where `folder` is (None: here); None if it does not tell."""
     try:
-        found = os.statvfs(folder or ".")
+        disk = os.statvfs(folder or ".")
     except OSError as error:
         log.debug("no reading of the disk: %s", error)
         return None
-    return found.f_bavail * found.f_frsize
+    return disk.f_bavail * disk.f_frsize

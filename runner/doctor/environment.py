@@ -30,9 +30,9 @@ SHARED_MEMORY = 256 * MIB  # a few batches of images from a few workers; contain
 MIN_DISK = 100 * MIB
 FILES = 1024  # every worker holds pipes, and every batch in flight a file in /dev/shm
 PACKAGES = (
-    "torch", "hydra-core", "omegaconf", "tensorboard", "numpy", "safetensors", "rich", "psutil",
-    "matplotlib", "Pillow", "pyarrow", "triton",
-)  # fmt: skip
+    "torch hydra-core omegaconf tensorboard numpy safetensors rich psutil matplotlib Pillow "
+    "pyarrow triton"
+).split()
 
 
 class Status(Enum):
@@ -68,14 +68,9 @@ def checks(device: Device, outputs: Path) -> list[DoctorCheck]:
         packages(requirements),
         *compilers(device.kind, os.environ),
         compile_cache(os.environ),
-        shared_memory(memory.shared_memory_bytes()),
-        available_memory(memory.available_bytes()),
+        *limits(device),
         disk(outputs),
-        open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        load(os.getloadavg()[0], os.cpu_count() or 1),
     ]
-    if device.kind == "cuda":
-        results.append(device_memory(*torch.cuda.mem_get_info(device.torch)))
     return results + [DoctorCheck("device", Status.warn, text) for text in device.warnings]
 
 
@@ -99,9 +94,8 @@ def declared() -> tuple[list[str], str]:
     try:
         file = Path(__file__).parents[2] / "pyproject.toml"
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        if project["name"] == "runner":
-            return list(project["dependencies"]), str(project["requires-python"])
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return list(project["dependencies"]), str(project["requires-python"])
+    except OSError:
         pass
     try:
         wheel = metadata.metadata("runner")["Requires-Python"]
@@ -124,8 +118,8 @@ def packages(requirements: Sequence[str]) -> DoctorCheck:
     unmet = []
     for need in map(Requirement, requirements):
         version = _version(need.name)
-        here = need.marker is None or need.marker.evaluate({"extra": ""})
-        if here and not (version and need.specifier.contains(version, prereleases=True)):
+        applies = need.marker is None or need.marker.evaluate({"extra": ""})
+        if applies and not (version and need.specifier.contains(version, prereleases=True)):
             unmet.append((f"{need.name}{need.specifier}", version or "not installed"))
     text = "; ".join(f"{need} is needed, found {version}" for need, version in unmet)
     fix = f"pip install {' '.join(repr(need) for need, _ in unmet)}"
@@ -170,26 +164,26 @@ def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     return DoctorCheck.of("compile cache", problem is None, problem or str(folder), fix)
 
 
-def shared_memory(free: int | None) -> DoctorCheck:
-    """Loader workers have room to hand over their batches."""
-    if free is None:
-        return DoctorCheck("shared memory", Status.ok, "no /dev/shm; workers use files instead")
+def limits(device: Device) -> Iterator[DoctorCheck]:
+    """What a run needs of memory, files and cores is there."""
+    shared, free = memory.shared_memory_bytes(), memory.available_bytes()
+    text = "no /dev/shm: workers use files" if shared is None else f"{size(shared)} in /dev/shm"
     fix = "data.workers=0; in a container --shm-size=1g or --ipc=host"
-    return DoctorCheck.of("shared memory", free >= SHARED_MEMORY, f"{size(free)} in /dev/shm", fix)
-
-
-def available_memory(free: int) -> DoctorCheck:
-    """There is memory left to work in."""
+    yield DoctorCheck.of("shared memory", shared is None or shared >= SHARED_MEMORY, text, fix)
     fix = "end other programs, or raise the container's limit"
-    return DoctorCheck.of("memory", free >= GIB, f"{size(free)} available", fix)
-
-
-def device_memory(free: int, total: int) -> DoctorCheck:
-    """No other process holds the GPU's memory."""
-    fix = "nvidia-smi shows what holds it; device.index picks another GPU"
-    return DoctorCheck.of(
-        "GPU memory", free >= total / 2, f"{size(free)} of {size(total)} free", fix
-    )
+    yield DoctorCheck.of("memory", free >= GIB, f"{size(free)} available", fix)
+    if device.kind == "cuda":
+        free, total = torch.cuda.mem_get_info(device.torch)
+        text, fix = f"{size(free)} of {size(total)} free", "nvidia-smi shows what holds it"
+        yield DoctorCheck.of("GPU memory", free >= total / 2, text, fix)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = files == resource.RLIM_INFINITY or files >= FILES
+    text = "unlimited" if files == resource.RLIM_INFINITY else f"at most {files}"
+    fix = "ulimit -n 4096 before the runner starts"
+    yield DoctorCheck.of("open files", enough, text, fix)
+    average, cores = os.getloadavg()[0], os.cpu_count() or 1
+    fix = "wait; or OMP_WAIT_POLICY=passive before the runner starts, or fewer device.threads"
+    yield DoctorCheck.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
 
 
 def disk(outputs: Path) -> DoctorCheck:
@@ -201,20 +195,6 @@ def disk(outputs: Path) -> DoctorCheck:
     bad = Status.warn if free >= MIN_DISK else Status.fail
     fix = "free some, or checkpoint less often"
     return DoctorCheck.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, bad)
-
-
-def open_files(limit: int) -> DoctorCheck:
-    """The process may open enough files for loader workers."""
-    unlimited = limit == resource.RLIM_INFINITY
-    text = "unlimited" if unlimited else f"at most {limit}"
-    fix = "ulimit -n 4096 before the runner starts"
-    return DoctorCheck.of("open files", unlimited or limit >= FILES, text, fix)
-
-
-def load(average: float, cores: int) -> DoctorCheck:
-    """The machine is not busy; on a busy one, waiting threads spin: steps took 4 times as long."""
-    fix = "wait; or OMP_WAIT_POLICY=passive before the runner starts, or fewer device.threads"
-    return DoctorCheck.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
 
 
 def size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""What went wrong, where people look: debug/history.json while it happens, pictures at the end."""
+"""What went wrong, where people look: debug/history.json while it happens, a picture at the end."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from runner.record import history
 from runner.training.hook import Hook, Report
 from runner.training.run import Run
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 log = logging.getLogger("runner")
 
 WRITE_S = 1.0  # between two writings of history.json
-PLOTS = "debug/plots"
+TIMELINE = "debug/plots/timeline.png"
 SEVERITIES = ("info", "warning", "error")
 
 
@@ -44,9 +39,10 @@ class Faults(Hook):
             run.history.write()
             run.guardian.anomalies.write(run.folder)
             try:
-                self._show(run)
+                if run.folder is not None and run.history.faults:
+                    _draw_timeline(run)
             except (OSError, ValueError, ArithmeticError) as error:
-                log.warning("no pictures of the faults: %s", error)
+                log.warning("no picture of the faults: %s", error)
 
     def on_report(self, run: Run, report: Report) -> None:
         """Write the history now and then."""
@@ -55,25 +51,20 @@ class Faults(Hook):
             self.written = now
             run.history.write()
 
-    def _show(self, run: Run) -> None:
-        if run.folder is None or not run.history.faults:
-            return
-        from runner.record import plots
 
-        faults, step = list(run.history.faults.values()), run.progress.step
-        lanes: dict[str, set[int]] = {}
-        severities: dict[str, str] = {}
-        for row in run.guardian.anomalies:  # a fault names its first twenty steps, these all
-            lanes.setdefault(row.kind, set()).add(row.step)
-        for fault in faults:
-            lanes.setdefault(fault.kind, set()).update((*fault.steps, fault.last_step))
-            worst = max(fault.severity, severities.get(fault.kind, "info"), key=SEVERITIES.index)
-            severities[fault.kind] = worst
-        counts = run.history.counts
-        self._picture(run, "timeline", plots.fault_timeline(lanes, counts, severities, step))
-        self._picture(run, "distribution", plots.fault_counts(counts, severities, step))
-        run.recorder.text("faults/history", history.fault_table(faults), step)
+def _draw_timeline(run: Run) -> None:
+    from runner.record import plots
 
-    def _picture(self, run: Run, name: str, rgb: NDArray[np.uint8]) -> None:
-        run.recorder.image(f"faults/{name}", rgb, run.progress.step)
-        run.recorder.save_image(f"{PLOTS}/{name}.png", rgb)
+    faults, step = list(run.history.faults.values()), run.progress.step
+    lanes: dict[str, set[int]] = {}
+    severities: dict[str, str] = {}
+    for row in run.guardian.anomalies:  # a fault names its first twenty steps, these all
+        lanes.setdefault(row.kind, set()).add(row.step)
+    for fault in faults:
+        lanes.setdefault(fault.kind, set()).update((*fault.steps, fault.last_step))
+        worst = max(fault.severity, severities.get(fault.kind, "info"), key=SEVERITIES.index)
+        severities[fault.kind] = worst
+    rgb = plots.fault_timeline(lanes, run.history.counts, severities, step)
+    run.recorder.image("faults/timeline", rgb, step)
+    run.recorder.save_image(TIMELINE, rgb)
+    run.recorder.text("faults/history", history.fault_table(faults), step)

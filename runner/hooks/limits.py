@@ -11,7 +11,7 @@ import torch
 
 from runner.device import numerics
 from runner.errors import ConfigError
-from runner.record.text import resume_argument
+from runner.hooks.resources import stop_for
 from runner.security import limits
 from runner.security.config import LimitsConfig
 from runner.security.limits import MB, Exceeded
@@ -21,7 +21,7 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 KEY = "security.limits"
-LOOK_S = 1.0  # between two checks of memory, time and the device
+CHECK_S = 1.0  # between two checks of memory, time and the device
 SCAN_S = 5.0  # between two counts of the folder where no checkpoint is written
 
 
@@ -36,7 +36,7 @@ class Limits(Hook):
     def __init__(self, config: LimitsConfig) -> None:
         self.config = config
         self.before = 0  # bytes in the run's folder when the run began or was resumed
-        self.next_look = self.next_scan = 0.0
+        self.next_check = self.next_scan = 0.0
         self.saved_step = -1  # of the checkpoint that was counted last
 
     @property
@@ -52,10 +52,9 @@ class Limits(Hook):
             self.before = limits.folder_bytes(run.folder)
         exceeded = None if config.memory_mb is None else limits.over_memory(config.memory_mb)
         if exceeded is not None:
+            problem = f"{exceeded.taken} before the first step"
             fix = "a higher limit; torch alone takes some 300 MB"
-            raise ConfigError(
-                f"{KEY}.{exceeded.key}", f"{exceeded.told} before the first step", fix
-            )
+            raise ConfigError(f"{KEY}.{exceeded.key}", problem, fix)
         with ExitStack() as scope:
             if config.device_memory_mb is not None:
                 _limit_allocator(run, config.device_memory_mb, scope)
@@ -65,39 +64,30 @@ class Limits(Hook):
         """Check the limits now and then."""
         now = time.monotonic()
         counted = self.config.disk_mb is None or self.saved_step == run.saved_step
-        if (now < self.next_look and counted) or step.number >= run.total_steps:
+        if (now < self.next_check and counted) or step.number >= run.total_steps:
             return None
-        self.next_look = now + LOOK_S
-        exceeded = next(self._exceeded(run, now), None)
+        self.next_check = now + CHECK_S
+        exceeded = next(filter(None, self._checks(run, now)), None)
         if exceeded is None:
             return None
-        told = f"{exceeded.told} ({KEY}.{exceeded.key})"
-        again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
-        run.stop_reason = f"{told}; go on{again}, and a higher limit or {exceeded.way_out}"
-        run.history.add(
-            f"limit_{exceeded.key}",
-            told,
-            step=step.number,
-            category="resources",
-            severity="error",
-            action="a checkpoint is saved and the run ends",
-        )
-        return Verdict.STOP
+        message = f"{exceeded.taken} ({KEY}.{exceeded.key})"
+        way_out = f", and a higher limit or {exceeded.way_out}"
+        kind = f"limit_{exceeded.key}"
+        return stop_for(run, kind, message, way_out, step.number, "resources")
 
-    def _exceeded(self, run: Run, now: float) -> Iterator[Exceeded]:
-        config, found = self.config, list[Exceeded | None]()
+    def _checks(self, run: Run, now: float) -> Iterator[Exceeded | None]:
+        config = self.config
         if config.hours is not None:
-            found.append(limits.over_time(config.hours, now - run.started))
+            yield limits.over_time(config.hours, now - run.started)
         if config.memory_mb is not None:
-            found.append(limits.over_memory(config.memory_mb))
+            yield limits.over_memory(config.memory_mb)
         if config.device_memory_mb is not None:
-            found.append(limits.over_device(config.device_memory_mb, _device_bytes(run)))
+            yield limits.over_device(config.device_memory_mb, _device_bytes(run))
         if config.disk_mb is not None and run.folder is not None:
             if now >= self.next_scan or self.saved_step != run.saved_step:
                 self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
                 run.checkpointer.wait()  # a file being written is not counted
-                found.append(limits.over_disk(config.disk_mb, run.folder, self.before))
-        return (exceeded for exceeded in found if exceeded is not None)
+                yield limits.over_disk(config.disk_mb, run.folder, self.before)
 
 
 def _device_bytes(run: Run) -> int:

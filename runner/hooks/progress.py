@@ -35,16 +35,16 @@ class ProgressDisplay(Hook):
     def __init__(self, config: MonitoringConfig) -> None:
         self.config = config
         self.live: Live | None = None
-        self.started = self.refreshed = self.logged = 0.0
-        self.first_step = 0
-        self.first_report = (0.0, 0)  # its time, and its last step
+        self.refreshed = self.logged = 0.0
+        self.pace_start = (0.0, 0)  # time and step from which the pace is counted
+        self.first_stretch = True  # it may include compiling
         self.result = ""  # of the last validation
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Show until the run ends; leave the terminal as it was."""
-        self.started = self.logged = time.monotonic()
-        self.first_step = run.progress.step
+        self.logged = time.monotonic()
+        self.pace_start = (self.logged, run.progress.step)
         screen = console()
         if screen.is_terminal and not screen.is_dumb_terminal:
             live = Live(console=screen, auto_refresh=False, transient=True)
@@ -58,17 +58,15 @@ class ProgressDisplay(Hook):
 
     def on_report(self, run: Run, report: Report) -> None:
         """Refresh the display, or log a line, if it is time."""
-        now = time.monotonic()
-        if self.first_report[1] == 0:
-            self.first_report = (now, report.last)
+        now, left = time.monotonic(), self._time_left(run, report)
         if self.live is not None and now - self.refreshed >= REFRESH_S:
             self.refreshed = now
-            self._draw(self.live, run, report)
+            self._draw(self.live, run, report, left)
         if now - self.logged >= self.config.line_every_s:
             self.logged = now
             done = f"step {report.last:,}/{run.total_steps:,} ({report.last / run.total_steps:.0%})"
-            facts = [done, *self._facts(run, report), f"{self._left(run, report)} left"]
-            log.info("%s", " · ".join(facts), extra={"live": self.live is not None})
+            line = " · ".join([done, *_facts(run, report), f"{left} left"])
+            log.info("%s", line, extra={"live": self.live is not None})
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """Log the metrics, the monitored one first."""
@@ -83,50 +81,29 @@ class ProgressDisplay(Hook):
         if monitored in metrics:
             self.result = f"{run.monitor} {_short(metrics[monitored])}{best}"
 
-    def _facts(self, run: Run, report: Report) -> list[str]:
-        """Loss, rate and speed of the stretch."""
-        finite = [loss for loss in report.loss if math.isfinite(loss)]
-        loss = f"{sum(finite) / len(finite):.4f}" if finite else "not finite"
-        facts = [f"loss {loss}", f"lr {report.lr:.2e}"]
-        if report.seconds > 0:
-            tokens = run.sizes.sequence if run.objective.unit == "tokens" else None
-            rate = report.samples / report.seconds * (tokens or 1)
-            seconds = report.seconds / len(report.loss)
-            step = f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
-            facts += [step, f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"]
-        if run.progress.skipped:
-            facts.append(f"{run.progress.skipped} skipped")
-        return facts
-
-    def _left(self, run: Run, report: Report) -> str:
+    def _time_left(self, run: Run, report: Report) -> str:
         """Time to the end, at the pace so far, validation and checkpoints included.
 
-        Without the first stretch as soon as there is another: it may include compiling.
+        Without the first stretch as soon as there is another.
         """
-        first = self.first_report[1] == report.last
-        since, step = (self.started, 0) if first else self.first_report
-        done = report.last - max(step, self.first_step)
-        if done <= 0 or (first and (run.whole is not None or run.compilation is not None)):
-            return "?"
-        seconds = (time.monotonic() - since) / done * (run.total_steps - report.last)
+        now, (start, step) = time.monotonic(), self.pace_start
+        seconds = (now - start) / max(1, report.last - step) * (run.total_steps - report.last)
+        if self.first_stretch:
+            self.first_stretch, self.pace_start = False, (now, report.last)
+            if run.whole is not None or run.compilation is not None:
+                return "?"
         return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
-    def _draw(self, live: Live, run: Run, report: Report) -> None:
+    def _draw(self, live: Live, run: Run, report: Report, left: str) -> None:
         epoch = f"epoch {report.last / run.train.steps_per_epoch:.1f}"
-        counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {self._left(run, report)} left"
+        counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {left} left"
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True)
-        bar = ProgressBar(run.total_steps, report.last)
-        head.add_row(bar, Text(counts, no_wrap=True, overflow="ellipsis"))
-        lines = [" · ".join(self._facts(run, report)), self.result]
-        texts = [
-            Text(escape_control_chars(line), no_wrap=True, overflow="ellipsis")
-            for line in lines
-            if line
-        ]
+        head.add_row(ProgressBar(run.total_steps, report.last), _one_line(counts))
+        lines = filter(None, [" · ".join(_facts(run, report)), self.result])
         try:
-            live.update(Group(head, *texts), refresh=True)
+            live.update(Group(head, *map(_one_line, lines)), refresh=True)
         except (OSError, ValueError):  # the terminal has gone; the run goes on
             self._stop()
 
@@ -135,6 +112,24 @@ class ProgressDisplay(Hook):
         if live is not None:
             with suppress(OSError, ValueError):  # the terminal has gone
                 live.stop()
+
+
+def _facts(run: Run, report: Report) -> list[str]:
+    """Loss, rate and speed of the stretch."""
+    finite = [loss for loss in report.loss if math.isfinite(loss)]
+    loss = f"{sum(finite) / len(finite):.4f}" if finite else "not finite"
+    facts = [f"loss {loss}", f"lr {report.lr:.2e}"]
+    if report.seconds > 0:
+        tokens = run.sizes.sequence if run.objective.unit == "tokens" else None
+        rate = report.samples / report.seconds * (tokens or 1)
+        seconds = report.seconds / len(report.loss)
+        step = f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
+        facts += [step, f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"]
+    return [*facts, f"{run.progress.skipped} skipped"] if run.progress.skipped else facts
+
+
+def _one_line(text: str) -> Text:
+    return Text(escape_control_chars(text), no_wrap=True, overflow="ellipsis")
 
 
 def _short(value: float) -> str:

@@ -17,7 +17,6 @@ from runner.errors import Interrupted
 from runner.hooks.predictions import Predictions
 from runner.record import hparams, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
-from runner.record.provenance import describe_git
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report
 from runner.training.run import Run
@@ -26,16 +25,12 @@ log = logging.getLogger("runner")
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
-PICTURES_S = 5.0  # between two looks at the model's predictions, which take some 30 ms
-QUALITY = {
-    "classification": {"accuracy": ["val/accuracy"]},
-    "language_modelling": {"bits": ["val/bits_per_byte", "val/bits_per_token"]},
-    "regression": {"R²": ["val/r2"]},
-}
+SAMPLES_S = 5.0  # between two records of the model's predictions, which take some 30 ms
+MOST_CLASSES = 24  # of the confusion matrix; more could not be read
 
 
 class Recording(Hook):
-    """Rows of metrics, the config and the origin as text, and pictures of what is being learned.
+    """Rows of metrics, the config as text, and what is being learned.
 
     `settings` is the config, flat: `optimizer.lr` and so on.
     """
@@ -53,20 +48,17 @@ class Recording(Hook):
         self.predictions = Predictions(outputs)
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
-        self.epoch = (0, 0.0)  # the number of the latest that ended, and when
-        self.epoch_seconds: float | None = None  # of that one, until it is in a row
-        self.row_due = self.load_due = self.pictures_due = 0.0
-        self.unseen: Evaluation | None = None  # an improvement that came too soon after the last
+        self.row_due = self.load_due = self.samples_due = 0.0
+        self.pending: Evaluation | None = None  # an improvement that came too soon after the last
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Open with where the run comes from; close with how it ended."""
         self.machine.open(run.device)
         now = time.monotonic()
-        self.row_due, self.pictures_due = now + SYSTEM_ROW_S, now + PICTURES_S
-        self._introduce(run)
-        epoch, steps = divmod(run.progress.step, run.train.steps_per_epoch)
-        self.epoch = (epoch, math.nan if steps else now)  # one that is under way is not timed
+        self.row_due, self.samples_due = now + SYSTEM_ROW_S, now + SAMPLES_S
+        if run.folder is not None:
+            self._introduce(run, run.folder)
         status = "failed"
         try:
             yield
@@ -91,17 +83,8 @@ class Recording(Hook):
         self.samples += report.samples
         self.steps += len(report.loss)
         self.last_step = report.last
-        self._time_epoch(report.last // run.train.steps_per_epoch)
         if time.monotonic() >= self.row_due:
-            self._system(run)
-
-    def _time_epoch(self, epoch: int) -> None:
-        """Note the seconds of an epoch that ended in this stretch, validation included."""
-        before, since = self.epoch
-        if epoch > before:
-            self.epoch = epoch, time.monotonic()
-            seconds = (self.epoch[1] - since) / (epoch - before)
-            self.epoch_seconds = seconds if math.isfinite(seconds) else None
+            self._write_system_row(run)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """A row, and when it is the best so far, what the model makes of some samples."""
@@ -109,44 +92,26 @@ class Recording(Hook):
         run.recorder.scalars(evaluation.step, "val", values)
         if not evaluation.improved or not run.recorder.showing:
             return
-        self.unseen = evaluation
+        self.pending = evaluation
         now = time.monotonic()
-        if now >= self.pictures_due:
-            self.pictures_due = now + PICTURES_S
-            self._show(run, evaluation)
+        if now >= self.samples_due:
+            self.samples_due = now + SAMPLES_S
+            self._record_predictions(run, evaluation)
 
-    def _introduce(self, run: Run) -> None:
-        recorder = run.recorder
-        if run.folder is None:
-            return
-        try:
-            origin = provenance.record(run.folder)
-        except OSError as error:
-            log.warning("no provenance.json: %s", error)
-            origin = {}
-        domains = self.config.domains
-        values, choices = hparams.swept_columns(
-            self.settings,
-            hydra_files.overrides_by_key(hydra_files.recorded_overrides(run.folder)),
-            domains,
-        )
-        recorder.hparams(
-            _row_name(run.name, run.folder),
-            hparams.common_columns(self.settings) | values,
-            _metrics(run),
-            choices,
-            list(values) or hparams.SHOWN_FIRST,
-        )
-        recorder.layout(_charts(run))
-        step = run.progress.step
-        config = run.folder / ".hydra" / "config.yaml"  # environment variables are unresolved in it
+    def _introduce(self, run: Run, folder: Path) -> None:
+        typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
+        values, foremost = hparams.hparam_columns(self.settings, typed)
+        run.recorder.hparams(_row_name(run.name, folder), values, _metrics(run), foremost)
+        config = folder / hydra_files.CONFIG  # environment variables are unresolved in it
         if config.is_file():
             text = read_record(config).decode("utf-8", "replace")
-            recorder.text("about/config", markdown.code(text, "yaml"), step)
-        if origin:
-            recorder.text("about/origin", _origin(origin), step)
+            run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
+        try:
+            provenance.record(folder)
+        except OSError as error:
+            log.warning("no provenance.json: %s", error)
 
-    def _system(self, run: Run) -> None:
+    def _write_system_row(self, run: Run) -> None:
         """Rates over the steps since the last such row, and what the machine is doing."""
         now = time.monotonic()
         self.row_due = now + SYSTEM_ROW_S
@@ -159,8 +124,6 @@ class Recording(Hook):
         }
         if run.objective.unit == "tokens" and run.sizes.sequence:
             values["tokens_per_second"] = values["samples_per_second"] * run.sizes.sequence
-        if self.epoch_seconds is not None:
-            values["epoch_seconds"], self.epoch_seconds = self.epoch_seconds, None
         if peak := memory.peak_device_bytes(run.device):
             values["device_peak_gib"] = peak / GIB
         if now >= self.load_due:
@@ -169,34 +132,24 @@ class Recording(Hook):
         run.recorder.scalars(self.last_step, "system", values)
         self.seconds, self.samples, self.steps = 0.0, 0, 0
 
-    def _show(self, run: Run, evaluation: Evaluation) -> None:
-        self.unseen = None
-        self._confusion(run, evaluation)
+    def _record_predictions(self, run: Run, evaluation: Evaluation) -> None:
+        self.pending = None
+        _record_confusion(run, evaluation)
         try:
             self.predictions.show(run, evaluation.step)
         except Exception as error:  # a model of the user's may take no other batch than its own
             log.warning("no sample predictions: %s: %s", type(error).__name__, error)
-            self.pictures_due = math.inf
-
-    def _confusion(self, run: Run, evaluation: Evaluation) -> None:
-        if evaluation.confusion is None or not evaluation.confusion.sum():
-            return
-        from runner.record.plots import confusion_matrix
-
-        counts = evaluation.confusion.long().numpy()
-        run.recorder.image(
-            "val/confusion", confusion_matrix(counts, run.sizes.class_names), evaluation.step
-        )
+            self.samples_due = math.inf
 
     def _conclude(self, run: Run, status: str) -> None:
         if self.steps:
-            self._system(run)
-        late = self.unseen
+            self._write_system_row(run)
+        late = self.pending
         if late is not None and status in ("done", "stopped"):
             if late.step == run.progress.step:
-                self._show(run, late)
+                self._record_predictions(run, late)
             else:  # the weights have moved on
-                self._confusion(run, late)
+                _record_confusion(run, late)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
         best = {} if value is None else {name: value}
         run.recorder.end(status, run.progress.step, best)
@@ -206,6 +159,18 @@ def _mean(values: list[float]) -> float:
     """Over those that are finite; NaN if none is."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _record_confusion(run: Run, evaluation: Evaluation) -> None:
+    """Counts by true and predicted class, as a table in the Text tab."""
+    counts = evaluation.confusion
+    if counts is None or not counts.sum() or len(counts) > MOST_CLASSES:
+        return
+    given = run.sizes.class_names
+    names = [given[i] if i < len(given) else str(i) for i in range(len(counts))]
+    cells = [[name, *row] for name, row in zip(names, counts.long().tolist(), strict=True)]
+    table = markdown.table(("true \\ predicted", *map(markdown.escape, names)), cells)
+    run.recorder.text("val/confusion", table, evaluation.step)
 
 
 def _row_name(name: str, folder: Path) -> str:
@@ -218,34 +183,6 @@ def _row_name(name: str, folder: Path) -> str:
 
 def _metrics(run: Run) -> list[str]:
     """Tags that become columns of HParams."""
-    rate = (
-        "usage/tokens_per_second" if run.objective.unit == "tokens" else "usage/samples_per_second"
-    )
     best = f"val/best/{run.monitor.removeprefix('val/')}"
-    tags = [best, run.monitor, "val/loss", "train/loss", rate]
-    return list(dict.fromkeys(tags))
-
-
-def _charts(run: Run) -> dict[str, list[str]]:
-    """TensorBoard joins the layouts of all runs, so a title must name the same tags in each."""
-    tokens = {"tokens per second": ["usage/tokens_per_second"]}
-    return {
-        "loss": ["train/loss", "val/loss"],
-        **QUALITY.get(run.sizes.task, {}),
-        "learning rate": ["train/lr"],
-        "gradient norm": ["train/grad_norm"],
-        **(tokens if run.objective.unit == "tokens" else {}),
-        "samples per second": ["usage/samples_per_second"],
-        "step time, ms": ["usage/step_ms"],
-        "epoch, seconds": ["usage/epoch_seconds"],
-        "memory, GiB": ["usage/process_gib", "usage/device_peak_gib"],
-    }
-
-
-def _origin(origin: Mapping[str, Any]) -> str:
-    git = origin["git"]
-    code = "not in a git repository"
-    if git is not None:
-        code = f"{describe_git(git)}, {git.get('untracked', '?')} files untracked"
-    rows = [("started", origin["started"]), ("code", code), *origin["versions"].items()]
-    return f"{markdown.code(origin['command'], 'sh')}\n\n{markdown.table(('what', 'which'), rows)}"
+    rate = f"usage/{'tokens' if run.objective.unit == 'tokens' else 'samples'}_per_second"
+    return list(dict.fromkeys([best, run.monitor, "val/loss", "train/loss", rate]))

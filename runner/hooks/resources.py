@@ -42,10 +42,10 @@ class Resources(Hook):
         self.clean_above = clean_above
         self.config = config
         self.machine = machine
-        self.left: float | None = None  # share held after the last cleaning, while above
+        self.cleaned_share: float | None = None  # held after the last cleaning, while above
         self.room: Room | None = None
-        self.held = 0  # by the process, when the room was read
-        self.next_look = 0.0  # at the machine
+        self.process_bytes = 0  # when the room was read
+        self.next_reading = 0.0  # of the machine
         self.swap_before: int | None = None
         self.warned: set[str] = set()
         self.leaks: dict[str, Fault] = {}  # longer windows find them again
@@ -56,132 +56,117 @@ class Resources(Hook):
         if self.config.enabled:
             self.machine.open(run.device)
             self.swap_before = resources.swap_bytes()
-            least = round(self.config.leak_mb * MIB)
-            if self.config.leaks:
-                run.leaks["process"] = LeakDetector(least=least)
-            if self.config.leaks and run.device.kind == "cuda":
-                run.leaks["device"] = LeakDetector(least=least)
+            kinds = ["process", "device"] if run.device.kind == "cuda" else ["process"]
+            for kind in kinds if self.config.leaks else []:
+                run.leaks[kind] = LeakDetector(least=round(self.config.leak_mb * MIB))
         yield
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
         """Check what is cheap each time, the rest now and then."""
-        self._clean(run, report)
+        self._clean(run, report.last)
         if not self.config.enabled:
             return None
-        for what, detector in run.leaks.items():
-            if detector.add(report.last, _held(run, what)):
+        for kind, detector in run.leaks.items():
+            if detector.add(report.last, _held_bytes(run, kind)):
                 memory.clean(run.device)  # what still grows is held
-                trend = detector.cleaned(report.last, _held(run, what))
+                trend = detector.cleaned(report.last, _held_bytes(run, kind))
                 if trend is not None:
-                    self._report_leak(run, what, trend, report.last)
+                    self._report_leak(run, kind, trend, report.last)
         now = time.monotonic()
-        if now >= self.next_look:
-            self.next_look = now + self.machine.every_s
-            self._warn(run, self.machine.sample(), report.last)
+        if now >= self.next_reading:
+            self.next_reading = now + self.machine.every_s
+            for warning, message in self._warnings(run, self.machine.sample()):
+                self._warn_once(run, warning, message, report.last)
             self.room = None
-        return self._stop(run, report)
+        return self._stop(run, report.last)
 
-    def _clean(self, run: Run, report: Report) -> None:
+    def _clean(self, run: Run, step: int) -> None:
         if self.clean_above is None:
             return
-        held = memory.used_share(run.device)
-        if held <= self.clean_above:
-            self.left = None
-            return
-        if self.left is not None and held < self.left + GROWN:
-            return
-        first = self.left is None
-        memory.clean(run.device)
-        self.left = memory.used_share(run.device)
-        run.history.add(
-            "memory_cleaned",
-            f"{held:.0%} of the memory was held (device.clean_above={self.clean_above:g}); "
-            f"{self.left:.0%} after cleaning",
-            step=report.last,
-            category="memory",
-            action="cleaned",
-            say=first,
-        )
+        share, before = memory.used_share(run.device), self.cleaned_share
+        if share <= self.clean_above:
+            self.cleaned_share = None
+        elif before is None or share >= before + GROWN:
+            memory.clean(run.device)
+            self.cleaned_share = memory.used_share(run.device)
+            message = (
+                f"{share:.0%} of the memory was held (device.clean_above={self.clean_above:g}); "
+                f"{self.cleaned_share:.0%} after cleaning"
+            )
+            run.history.add(
+                "memory_cleaned",
+                message,
+                step=step,
+                category="memory",
+                action="cleaned",
+                say=before is None,
+            )
 
-    def _stop(self, run: Run, report: Report) -> Verdict | None:
+    def _stop(self, run: Run, step: int) -> Verdict | None:
         """End the run if there is next to no memory left and it is this process that holds it."""
         above = self.config.stop_above
-        if above is None or report.last >= run.total_steps:
+        if above is None or step >= run.total_steps:
             return None
-        held = memory.process_bytes()
-        if self.room is not None and held - self.held < NEARER * self.room.left:
+        grown = memory.process_bytes() - self.process_bytes
+        if self.room is not None and grown < NEARER * self.room.left:
             return None
         room = self._read_room()
         # a run that was cut smaller to fit lives at its own limit, where nothing is killed
         if room.used_share <= above or (room.own and run.history.counts.get("out_of_memory")):
             return None
         memory.clean(run.device)
-        room, held = self._read_room(), self.held
+        room = self._read_room()
         if room.used_share <= above:
             return None
-        told = (
+        message = (
             f"{room.used_share:.0%} of {room.whose} ({room.limit / GIB:.1f} GiB) is taken, this "
-            f"process holds {held / GIB:.1f} GiB"
+            f"process holds {self.process_bytes / GIB:.1f} GiB"
         )
-        if held < OURS * room.limit and not room.own:
+        if self.process_bytes < OURS * room.limit and not room.own:
             action = "the run goes on: other processes fill it"
-            self._warn_once(run, "memory_short", told, report.last, action)
+            self._warn_once(run, "memory_short", message, step, action)
             return None
-        told += f" ({KEY}.stop_above={above:g})"
-        again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
-        run.stop_reason = (
-            f"{told}; go on{again} where there is more memory, or with a smaller "
-            "training.batch_size"
-        )
-        run.history.add(
-            "memory_stop",
-            told,
-            step=report.last,
-            category="memory",
-            severity="error",
-            action="a checkpoint is saved and the run ends",
-        )
-        return Verdict.STOP
+        message += f" ({KEY}.stop_above={above:g})"
+        way_out = " where there is more memory, or with a smaller training.batch_size"
+        return stop_for(run, "memory_stop", message, way_out, step, "memory")
 
     def _read_room(self) -> Room:
-        self.room, self.held = resources.room(), memory.process_bytes()
+        self.room, self.process_bytes = resources.room(), memory.process_bytes()
         return self.room
 
-    def _report_leak(self, run: Run, what: str, trend: Trend, step: int) -> None:
-        whose = "the process" if what == "process" else "the tensors on the device"
-        reached = trend.held + trend.slope * (run.total_steps - step)
+    def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
+        subject = "the process" if kind == "process" else "the tensors on the device"
+        at_the_end = trend.held + trend.slope * (run.total_steps - step)
         message = (
-            f"leak: {whose} grows by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
+            f"leak: {subject} grows by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
             f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
-            f"{trend.held / MIB:,.0f} MiB now, {reached / MIB:,.0f} MiB at step {run.total_steps}"
+            f"{trend.held / MIB:,.0f} MiB now, {at_the_end / MIB:,.0f} MiB at step "
+            f"{run.total_steps}"
         )
-        if what in self.leaks:  # the same one, better known
-            self.leaks[what].message = message
-            self.leaks[what].last_step = step
+        if kind in self.leaks:  # the same one, better known
+            self.leaks[kind].message = message
+            self.leaks[kind].last_step = step
             run.history.unwritten = True
             return
-        named = run.settings.get("debug.memory.enabled")
-        action = "" if named else "debug=memory names what grows"
-        self.leaks[what] = run.history.add(
+        action = "" if run.settings.get("debug.memory.enabled") else "debug=memory names what grows"
+        self.leaks[kind] = run.history.add(
             "leak", message, step=step, category="memory", action=action
         )
 
-    def _warn(self, run: Run, reading: Reading, step: int) -> None:
-        config, gpu = self.config, reading.gpu
+    def _warnings(self, run: Run, reading: Reading) -> Iterator[tuple[str, str]]:
+        """The kind and the text of each thing that is wrong with the machine."""
+        config = self.config
         free, swap = reading.disk_free_bytes, reading.swap_bytes
         if free is not None and free < config.disk_min_mb * 1e6:
             text = f"{free / 1e6:,.0f} MB are free on the disk of {run.folder or 'this folder'}"
-            self._warn_once(run, "disk_low", f"{text} ({KEY}.disk_min_mb)", step)
+            yield "disk_low", f"{text} ({KEY}.disk_min_mb)"
         grown = 0 if swap is None or self.swap_before is None else swap - self.swap_before
         if grown > config.swap_mb * 1e6:
             text = f"{grown / 1e6:,.0f} MB more are swapped out than at the start"
-            self._warn_once(run, "swapping", f"{text} ({KEY}.swap_mb)", step)
-        if gpu is not None and (gpu.temperature or 0.0) > config.gpu_temperature:
-            text = f"the GPU has {gpu.temperature:g} °C"
-            self._warn_once(run, "gpu_hot", f"{text} ({KEY}.gpu_temperature)", step)
-        if gpu is not None and gpu.slowed:
-            text = f"the GPU lowered its clocks to {gpu.clock_mhz} MHz: too hot, or short of power"
-            self._warn_once(run, "gpu_slowed", text, step)
+            yield "swapping", f"{text} ({KEY}.swap_mb)"
+        celsius = reading.gpu.get("gpu_celsius", 0.0)
+        if celsius > config.gpu_temperature:
+            yield "gpu_hot", f"the GPU has {celsius:g} °C ({KEY}.gpu_temperature)"
 
     def _warn_once(self, run: Run, kind: str, message: str, step: int, action: str = "") -> None:
         if kind not in self.warned:
@@ -189,7 +174,22 @@ class Resources(Hook):
             run.history.add(kind, message, step=step, category="resources", action=action)
 
 
-def _held(run: Run, what: str) -> int:
-    if what == "process":
+def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, category: str) -> Verdict:
+    """End the run, with a checkpoint, for a limit of memory, disk or time; say how to go on."""
+    again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
+    run.stop_reason = f"{message}; go on{again}{way_out}"
+    run.history.add(
+        kind,
+        message,
+        step=step,
+        category=category,
+        severity="error",
+        action="a checkpoint is saved and the run ends",
+    )
+    return Verdict.STOP
+
+
+def _held_bytes(run: Run, kind: str) -> int:
+    if kind == "process":
         return memory.anonymous_bytes()
     return torch.cuda.memory_allocated(run.device.torch)

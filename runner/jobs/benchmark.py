@@ -5,30 +5,24 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from rich.live import Live
-from rich.text import Text
 
 from runner.benchmark import regression
 from runner.benchmark.arms import Arm, arms_of, asks, reference_of
 from runner.benchmark.attribution import attribute
 from runner.benchmark.blocks import INTERRUPTED
-from runner.benchmark.engine import Cut, failures, interruptible, measure
-from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.rounds import MeasureOptions
-from runner.benchmark.statistics import Estimate
+from runner.benchmark.engine import Cut, failures, measure
+from runner.benchmark.result import DONE, BenchmarkResult, Claims
+from runner.benchmark.rounds import MeasureOptions, interruptible
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
 from runner.parity.candidates import without_techniques
 from runner.record import provenance
-from runner.record.console import console, print_stdout
-from runner.record.text import escape_control_chars
+from runner.record.console import print_stdout
 from runner.report import comparison
 from runner.report.table import terminal
 
@@ -46,9 +40,7 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
     """
     settings = config.benchmark
     if settings.claims:
-        from runner.jobs import claims  # its subjects are for nothing else
-
-        claims.main(config, folder)
+        _claims(config, folder)
         return None
     arms = arms_of(settings, *_typed())
     if any(arm.config.optimization.level == "auto" for arm in arms):
@@ -57,18 +49,13 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
         arms = resolve_arms(arms, folder)
     then = regression.stored(settings, [arm.name for arm in arms])
     errors: list[RunnerError] = []
-    screen = console()
-    animated = config.monitoring.progress and screen.is_terminal and not screen.is_dumb_terminal
-    live = Live(console=screen, auto_refresh=False, transient=True) if animated else None
-    with live or nullcontext():
-        display = _Display(config, [arm.name for arm in arms], live)
-        try:
-            result = measure(arms, settings, folder, seed=config.seed, watched=display.watched)
-        except Cut as cut:
-            result = cut.result
-            errors.append(cut)
-        if settings.attribute and not errors:
-            errors += _attribute(result, arms, config)
+    try:
+        result = measure(arms, settings, folder, seed=config.seed)
+    except Cut as cut:
+        result = cut.result
+        errors.append(cut)
+    if settings.attribute and not errors:
+        errors += _attribute(result, arms, config)
     try:
         if then is not None and not errors:
             errors += _compare(result, then, config)
@@ -81,6 +68,23 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
             if isinstance(error, kind):
                 raise error
     return result
+
+
+def _claims(config: RunConfig, folder: Path) -> None:
+    """`benchmark.claims=true`: leave claims.md and claims.json; what is done stays on Ctrl-C."""
+    from runner.benchmark.claims import measure_claims  # for nothing else
+    from runner.jobs import claims as report
+
+    def save(claims: Claims) -> None:
+        try:
+            report.write(claims, folder)
+        except StorageError as error:  # the next one may be written
+            log.warning("%s", error)
+
+    claims = measure_claims(config, save)
+    print_stdout(report.show(claims))
+    report.write(claims, folder)
+    print_stdout("", f"as Markdown: {folder / 'claims.md'}", soft_wrap=True)
 
 
 def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
@@ -117,7 +121,6 @@ def _attribute(
                 MeasureOptions(config.benchmark),
                 known.summary,
                 config.seed,
-                log.info,
                 math.inf if result.noise_floor is None else result.noise_floor,
             )
     except RunnerError as error:  # the arms are shown all the same
@@ -152,32 +155,3 @@ def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
     comparison.write(rows, folder)
     print_stdout(terminal(rows), crop=False)  # a command is one line
     return errors
-
-
-class _Display:
-    """The ratios so far: one line that changes on a terminal, a plain line now and then elsewhere.
-
-    The plain lines go to run.log in either case.
-    """
-
-    def __init__(self, config: RunConfig, names: Sequence[str], live: Live | None) -> None:
-        self.names, self.live = names, live
-        self.budget_s, self.every_s = config.benchmark.budget_s, config.monitoring.line_every_s
-        self.shown = time.monotonic()
-
-    def watched(self, estimates: Mapping[str, Estimate], blocks: int, seconds: float) -> None:
-        """Show one more block."""
-        ratios = [f"{n} {_describe(estimates[n])}" for n in self.names if n in estimates]
-        parts = [f"block {blocks}", f"{seconds:.0f} of {self.budget_s:g} s", *ratios]
-        line = escape_control_chars(" · ".join(parts))
-        if self.live is not None:
-            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        if time.monotonic() - self.shown >= self.every_s:
-            self.shown = time.monotonic()
-            log.info("%s", line, extra={"live": self.live is not None})
-
-
-def _describe(estimate: Estimate) -> str:
-    if math.isfinite(estimate.half_width):
-        return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
-    return f"{estimate.ratio:.2f}×"

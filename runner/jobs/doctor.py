@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -126,51 +126,33 @@ def examine(config: RunConfig, folder: Path | None = None) -> DoctorReport:
 
 def show(report: DoctorReport) -> RenderableType:
     """The report for a terminal of 80 columns."""
-    device, cpu = report.device, report.cpu
-    able = device["capabilities"]
+    device = {k: v for k, v in report.device.items() if not isinstance(v, dict | list)}
+    able = report.device["capabilities"]
+    device["can"] = ", ".join(name for name, value in able.items() if value is True)
+    device["notes"] = "; ".join(able["notes"])
+    device |= report.device["settings"] | {"memory": size(device.pop("memory_bytes"))}
+    sizes = {f"memory, {name}": size(n) for name, n in report.memory.items() if n is not None}
+    machine = report.cpu | {"flags": ", ".join(report.cpu["flags"])} | sizes
+    versions = {name: text or "not installed" for name, text in report.versions.items()}
     counts = [sum(check.status is status for check in report.checks) for status in Status]
     return Group(
-        *_section(
-            "device",
-            [
-                ("picked", f"{device['kind']}: {device['name']}"),
-                ("why", device["reason"]),
-                ("can", ", ".join(name for name, value in able.items() if value is True)),
-                ("cannot", ", ".join(name for name, value in able.items() if value is False)),
-                *(("note", note) for note in able["notes"]),
-                ("memory", size(device["memory_bytes"])),
-                *((name, str(value)) for name, value in device["settings"].items()),
-            ],
-        ),
-        *_section(
-            "machine",
-            [
-                ("cpu", cpu["name"]),
-                ("flags", ", ".join(cpu["flags"]) or "none that matter"),
-                ("torch's kernels", cpu["kernels"]),
-                ("cores", f"{device['cores']} usable, load {cpu['load']:.1f}"),
-                *(
-                    (name, size(count))
-                    for name, count in report.memory.items()
-                    if count is not None
-                ),
-            ],
-        ),
-        *_section(
-            "versions", [(n, text or "not installed") for n, text in report.versions.items()]
-        ),
+        *_section("device", device.items()),
+        *_section("machine", machine.items()),
+        *_section("versions", versions.items()),
         *_section("techniques", [(row.name, _outlook(row)) for row in report.techniques]),
         *_section("checks", [(check.name, _check(check)) for check in report.checks]),
         Text("{} ok, {} warnings, {} failed".format(*counts), style="bold"),
     )
 
 
-def _section(heading: str, rows: Sequence[tuple[str, RenderableType]]) -> list[RenderableType]:
+def _section(heading: str, rows: Iterable[tuple[str, object]]) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
     table.add_column(ratio=1, overflow="fold")
     for name, value in rows:
-        table.add_row(plain_text(name), plain_text(value) if isinstance(value, str) else value)
+        if value not in (None, ""):
+            cell = value if isinstance(value, Text) else plain_text(str(value))
+            table.add_row(plain_text(name), cell)
     return [Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))]
 
 

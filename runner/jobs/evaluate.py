@@ -27,9 +27,9 @@ from runner.training.summary import Summary
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
-    """Evaluate what `checkpoint.resume` or `model.weights` names, in int8 where that is asked for.
+    """Evaluate the weights of `checkpoint.resume` or `model.weights`, also in int8 if requested.
 
-    The summary is written before the model is exported, so that it is there in any case.
+    The summary is written before the export, so that a failed export leaves it.
     """
     kind = config.evaluate.export
     check(kind)
@@ -50,7 +50,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
         _quantize(run)
         bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
         run.recorder.scalars(run.progress.step, "val", bare)
-        # those of the training say nothing of the model that was measured, int8 or on other data
+        # the best of the training is not of the model and data evaluated now
         run.progress.best = run.progress.metrics.get(run.monitor)
         run.progress.best_step = run.progress.step
         summary = build_summary(run, "done", job="evaluate")
@@ -69,9 +69,9 @@ def main(config: RunConfig, folder: Path) -> Summary:
 
 
 def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
-    """The metrics of the model's own outputs, and a fault that counts what is amiss in these.
+    """Evaluate on the raw outputs, and count the outputs that `sanitise` would change as a fault.
 
-    A metric of outputs that were put in order first would flatter the model.
+    Metrics of sanitised outputs would flatter the model.
     """
     if not limits.enabled:
         return evaluate(run)
@@ -80,8 +80,8 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         quantities = run.sizes.task == "regression" and isinstance(output, Tensor)
         if not quantities:
             return sanitise(output, "logits")[1]
-        said = output * run.sizes.target_deviation + run.sizes.target_mean
-        return sanitise(said, "quantities", nan=limits.nan, low=limits.low, high=limits.high)[1]
+        values = output * run.sizes.target_deviation + run.sizes.target_mean
+        return sanitise(values, "quantities", nan=limits.nan, low=limits.low, high=limits.high)[1]
 
     forward = run.forward
     run.forward = watched = Watched(forward, order)
@@ -99,7 +99,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
 
 
 def _quantize(run: Run) -> None:
-    """Put the int8 model's metrics in place of the float one's, if it is worth it."""
+    """Replace the float model's metrics by the int8 model's, if that one was accepted."""
     # the others are about training
     run.techniques[:] = [(n, t) for n, t in run.techniques if isinstance(t, Quantization)]
     collect_evidence(run)
@@ -109,6 +109,6 @@ def _quantize(run: Run) -> None:
         if run.strict and row.requested and not row.engaged:
             raise ConfigError(
                 f"optimization.{row.name}",
-                f"did not take hold: {row.reason}",
+                f"did not engage: {row.reason}",
                 "switch it off or set optimization.strict=false",
             )

@@ -1,4 +1,4 @@
-"""A trained model in a file of another format: written, read back, and compared with the model."""
+"""Exports a trained model, reads the file back, and compares its outputs with the model's."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _write_quantized(run: Run, path: Path) -> None:
     state = run.quantized.model.state_dict()
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and type(tensor) is not Tensor:
-            problem = f"{name} is a {type(tensor).__name__}, which is no plain tensor"
-            raise ConfigError(KEY, problem, "use optimization.quantization.backend=torch")
+            problem = f"{name} is a {type(tensor).__name__}, not a plain tensor"
+            raise ConfigError(KEY, problem, "use optimization.quantization.mode=dynamic")
     path.unlink(missing_ok=True)
     write_file(path, partial(write_tensors, Copier(reuse=False).take(state, {})))
 
@@ -116,7 +116,7 @@ def _write_traced(run: Run, kind: ExportKind, path: Path) -> float:
         path.unlink(missing_ok=True)
         raise ConfigError(
             KEY,
-            f"the {kind.name} file of this model outputs something else, {largest:.2g} off",
+            f"the outputs of the {kind.name} file differ from the model's by {largest:.2g}",
             "its forward depends on the data or is random; try another format",
         )
     return largest

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
-import os
-import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from runner.captures.manifest import FOLDER, find
+from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.workers.process import ChildProcess, ChildSide
+from runner.captures.manifest import find
 from runner.captures.reader import open_capture
 from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
-from runner.masking import masked, masked_all
+from runner.masking import masked_all
 from runner.record import provenance, storage
 from runner.record.console import print_stdout
-from runner.record.storage import HashedFile
 from runner.replay import page
-from runner.replay.findings import Replay
+from runner.replay.attempt import error_line, make_attempt
+from runner.replay.findings import Attempt, Replay
 from runner.replay.investigation import Investigation
-from runner.replay.reopen import config_of, with_weights
+from runner.replay.reopen import config_of, reopened, with_weights
 from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
+from runner.security.secrets import environment_access, permitted
 from runner.training.summary import Summary
-
-log = logging.getLogger("runner")
 
 
 def main(config: RunConfig, folder: Path) -> Replay:
-    """Print what was found, and write replay.md (beside the capture too), replay.json and a script.
+    """Print what was found, and write replay.md, replay.json and reproduce.py.
 
     Raises NotVerified where the step is good when it is made again: the page says what was tried.
     """
@@ -41,24 +39,32 @@ def main(config: RunConfig, folder: Path) -> Replay:
     start = time.monotonic()
     where = find(Path(config.replay.path))
     capture = open_capture(where, FilePolicy.of(config.security, own_trees(folder)))
-    trusted = config.security.trusted
+    trusted, limit_s = config.security.trusted, config.replay.timeout_s
     config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
-        capture = with_weights(capture, Path(temporary), trusted=trusted)
-        investigation = Investigation(
-            capture, folder, trusted, config.replay.attribute, config.replay.timeout_s,
-            origin=where.absolute(),
-        )  # fmt: skip
-        replay = investigation.investigate()
-    named = Path(config.replay.path)
-    named = named if named.is_dir() else named.absolute().parent
-    _write(replay, folder, where, [*own_trees(folder), named])
+        capture = with_weights(capture, Path(temporary), trusted)
+        attempt = ChildAttempts(capture.path, trusted, limit_s, Path(temporary) / "log")
+        attribute, seconds = config.replay.attribute, 6 * limit_s
+        replay = Investigation(
+            capture, folder, attempt, trusted, attribute, seconds, where
+        ).investigate()
+    try:
+        storage.replace_text(
+            folder / "replay.json", json.dumps(page.as_dict(replay), indent=2) + "\n"
+        )
+        storage.replace_text(folder / "replay.md", page.markdown(replay))
+    except OSError as error:
+        raise StorageError(f"{folder}: {error.strerror}") from error
     problem = "" if replay.reproduced else f"step {replay.step} does not reproduce"
     Summary(
-        status="done", reason=problem or replay.verdict, command=provenance.command(),
-        name=config.name, versions=provenance.versions(), faults={replay.kind: 1},
+        status="done",
+        reason=problem or replay.verdict,
+        command=provenance.command(),
+        name=config.name,
+        versions=provenance.versions(),
+        faults={replay.kind: 1},
         wall_seconds=time.monotonic() - start,
-    ).write(folder)  # fmt: skip
+    ).write(folder)
     print_stdout(page.screen(masked_all(replay)))
     print_stdout("", f"as a page: {folder / 'replay.md'}", soft_wrap=True)
     if problem:
@@ -66,43 +72,46 @@ def main(config: RunConfig, folder: Path) -> Replay:
     return replay
 
 
-def _write(replay: Replay, folder: Path, beside: Path, trees: Sequence[Path]) -> None:
-    text = page.markdown(replay)
-    data = json.dumps(page.as_dict(replay), indent=2) + "\n"
+@dataclass(frozen=True)
+class ChildAttempts:
+    """Makes the step of a capture, each time in a process of its own that lives `limit_s`."""
+
+    path: Path
+    trusted: Sequence[str]
+    limit_s: float
+    log: Path
+
+    def __call__(self, without: Collection[str]) -> Attempt:
+        """The step without these techniques."""
+        arguments = (self.path, list(self.trusted), sorted(without), permitted())
+        process = ChildProcess(_answer, arguments, self.log)
+        try:
+            process.start()
+            attempt: Attempt = process.answer(self.limit_s)
+            return attempt
+        except ArmEnded as ended:
+            late = f"not done within replay.timeout_s={self.limit_s:g}"
+            return Attempt(failed=late if ended.status == "timeout" else ended.reason)
+        finally:
+            process.end()
+
+
+def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collection[str]) -> Attempt:
+    """The step of the capture in `path`, made here; what prevents it is in the answer."""
     try:
-        storage.replace_text(folder / "replay.json", data)
-        storage.replace_text(folder / "replay.md", text)
-    except OSError as error:
-        raise StorageError(f"{folder}: {error.strerror}") from error
-    try:
-        _put_beside(beside.absolute(), text, trees)
-    except OSError as error:  # it may be on a disk that only reads
-        log.info("no replay.md beside the capture: %s", error.strerror)
+        capture = open_capture(path)
+        with reopened(capture, trusted=trusted, without=without) as (run, batch):
+            return make_attempt(run, batch, capture)
+    except Exception as error:
+        return Attempt(failed=error_line(error))
 
 
-def _put_beside(capture: Path, text: str, trees: Sequence[Path]) -> None:
-    """Write replay.md into a capture, which may come from anybody: through no link in it.
-
-    It lies in one of `trees`; where the page of a replay only says so, it may lie anywhere.
-    """
-    if not any(capture.resolve().is_relative_to(tree.resolve()) for tree in trees):
-        raise OSError(errno.EPERM, f"{capture} is not in what was named")
-    if any(folder.is_symlink() for folder in _within_run(capture)):
-        raise OSError(errno.ELOOP, f"{capture} is a link")
-    temporary = capture / f".tmp-replay-{secrets.token_hex(8)}.md"
-
-    def fill(file: HashedFile) -> None:
-        file.write(masked(text).encode("utf-8", "replace"))
-
-    try:
-        storage.write_file(temporary, fill)  # fails where there is such a name, a link too
-        os.replace(temporary, capture / "replay.md")  # the link itself, if it is one
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _within_run(capture: Path) -> list[Path]:
-    """The capture's folder, and those above it that a run has made."""
-    above = [capture.parent, capture.parent.parent]
-    made = tuple(folder.name for folder in reversed(above)) == Path(FOLDER).parts
-    return [capture, *(above if made else [])]
+def _answer(
+    child: ChildSide,
+    path: Path,
+    trusted: list[str],
+    without: list[str],
+    readable: Sequence[str] | None,
+) -> None:
+    with environment_access(readable):
+        child.pipe.send(make_captured_attempt(path, trusted, without))

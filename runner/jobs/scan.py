@@ -2,26 +2,192 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.text import Text
 
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
-from runner.record.console import console, print_stdout
-from runner.record.text import escape_control_chars
-from runner.report.scan import JSON, Scan, ScanRow, terminal
+from runner.record.console import console, plain_text, print_stdout
+from runner.record.storage import replace_text
+from runner.record.text import escape_control_chars, json_safe
+from runner.report.format import size
+from runner.security.config import SecurityLevel
 from runner.security.files.formats import is_loadable
 from runner.security.files.policy import FilePolicy
 from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.paths import own_trees
-from runner.security.trust import Severity
+from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
 from runner.training.signals import Interrupts
+
+JSON = "scan.json"
+STYLES = {Trust.REFUSED: "bold red", Trust.UNTRUSTED: "yellow"}
+KNOWN = {
+    Trust.UNTRUSTED: "nothing is wrong with it, and its digest is unknown",
+    Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
+    Trust.PINNED: "its digest is in security.pinned",
+}
+
+
+@dataclass(frozen=True)
+class ScanRow:
+    """One thing that was judged."""
+
+    kind: str  # file | checkpoint | folder
+    found: Assessment
+
+    @property
+    def worst(self) -> Reason | None:
+        """The worst finding."""
+        return max(self.found.reasons, key=lambda reason: reason.severity, default=None)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of a single file; of a folder each file has its own."""
+        return next(iter(self.found.files.values())).sha256 if len(self.found.files) == 1 else ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(facts.size for facts in self.found.files.values())
+
+    def accepted(self, level: SecurityLevel) -> bool:
+        """Whether the level loads it."""
+        return not self.found.refused and enough(self.found, level)
+
+    def explain(self, level: SecurityLevel) -> str:
+        """The reason for its trust, and the way out."""
+        worst, trust = self.worst, self.found.trust
+        serious = worst is not None and worst.severity is not Severity.NOTE
+        if not self.found.refused and not enough(self.found, level):
+            way = way_in(self.found)
+            unknown = f"unknown file, which security={level.value} does not load; {way}"
+            return f"{worst}; {unknown}" if serious else unknown
+        if worst is not None and (serious or trust is Trust.UNTRUSTED):
+            return str(worst)
+        return KNOWN.get(trust, "refused")
+
+
+@dataclass
+class Scan:
+    """What job=scan found."""
+
+    path: str
+    level: SecurityLevel
+    total: int = 0  # things that there are to judge
+    rows: list[ScanRow] = field(default_factory=list)  # those that were
+    passed_over: int = 0  # files that nothing loads as a model or as arrays
+    odd: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def worst_first(self) -> list[ScanRow]:
+        """The least trusted first, then by the severity of the worst reason."""
+        severity = {id(row): row.worst.severity if row.worst else 0 for row in self.rows}
+        return sorted(self.rows, key=lambda row: (row.found.trust, -severity[id(row)]))
+
+    @property
+    def refused(self) -> list[ScanRow]:
+        """Those that are refused at any level, and those that this one does not load."""
+        return [row for row in self.worst_first if not row.accepted(self.level)]
+
+    @property
+    def verdict(self) -> str:
+        """In one line."""
+        refused, count = self.refused, _things(len(self.rows))
+        if refused:
+            bad = sum(row.found.refused for row in refused)
+            counts = [f"{bad} of {count} refused"] if bad else []
+            if low := len(refused) - bad:
+                of = "" if bad else f"of {count} "
+                level = f"which security={self.level.value} does not load"
+                counts.append(f"{low} {of}UNTRUSTED, {level}")
+            first = f"{refused[0].found.path}: {refused[0].explain(self.level)}"
+            return escape_control_chars(f"{', '.join(counts)}; the first, {first}")
+        if self.interrupted:
+            return f"interrupted after {len(self.rows)} of {_things(self.total)}: no verdict"
+        if not self.rows:
+            return f"no model and no array lies in {escape_control_chars(self.path)}"
+        trusts = Counter(row.found.trust for row in self.rows)
+        each = ", ".join(f"{trusts[trust]} {trust.name}" for trust in sorted(trusts))
+        return f"nothing refused of {count}: {each}"
+
+    @property
+    def outcome(self) -> str:
+        """In one word."""
+        if self.refused or self.interrupted:
+            return "refused" if self.refused else "interrupted"
+        return "accepted" if self.rows else "empty"
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values, the worst first."""
+        rows = [
+            {
+                "kind": row.kind,
+                "accepted": row.accepted(self.level),
+                "size": row.size,
+                "digest": row.digest,
+                **row.found.as_dict(),
+            }
+            for row in self.worst_first
+        ]
+        return {
+            "schema": 1,
+            "path": self.path,
+            "security": self.level.value,
+            "verdict": self.outcome,
+            "complete": not self.interrupted,
+            "counts": {t.name: sum(r.found.trust is t for r in self.rows) for t in Trust},
+            "things": self.total,
+            "passed_over": self.passed_over,
+            "seconds": self.seconds,
+            "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.odd],
+            "rows": rows,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write scan.json. Raises OSError."""
+        text = json.dumps(json_safe(self.as_dict()), indent=2, allow_nan=False) + "\n"
+        replace_text(folder / JSON, text)
+
+
+def terminal(scan: Scan, most: int) -> RenderableType:
+    """The worst first, `most` of them; made for 80 columns."""
+    parts: list[RenderableType] = [Text(), plain_text(f"scan of {scan.path}", "bold")]
+    for row in scan.worst_first[:most]:
+        head = Text(f"{row.found.trust.name:9} ", STYLES.get(row.found.trust, "green"))
+        head.append(plain_text(row.found.path, "bold"))
+        digest = plain_text(f"  sha256 {row.digest or 'in scan.json'}", "dim")
+        for line in (head, digest):  # what is broken cannot be copied
+            line.no_wrap, line.overflow = True, "ignore"
+        formats = {facts.format for facts in row.found.files.values()} - {OTHER}
+        about = f"{row.kind}, {', '.join(sorted(formats)) or OTHER}, {size(row.size)}"
+        lines = [plain_text(about, "dim"), plain_text(row.explain(scan.level))]
+        parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
+    notes = [f"not opened: {reason}" for reason in scan.odd[:most]]
+    if len(scan.rows) > most:
+        notes.insert(0, f"… and {_things(len(scan.rows) - most, ' more')}, in {JSON}")
+    if scan.passed_over:
+        files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
+        notes.append(f"{files} of other kinds, which nothing here loads")
+    return Group(*parts, *(plain_text(note, "dim") for note in notes))
+
+
+def _things(count: int, more: str = "") -> str:
+    return f"1 thing{more}" if count == 1 else f"{count:,} things{more}"
 
 
 def main(config: RunConfig, folder: Path) -> Scan:
@@ -80,14 +246,10 @@ def _judged(path: Path, scan: Scan) -> Iterator[Item]:
         alone = item.kind == "file" and item.path != path
         if alone and item.files and not is_loadable(item.path):
             scan.passed_over += 1
-        elif not item.files and not _is_refused(item):
+        elif not item.files and not item.refused:
             scan.odd += item.odd
         else:
             yield item
-
-
-def _is_refused(item: Item) -> bool:
-    return any(reason.severity is Severity.REFUSAL for reason in item.odd)
 
 
 def _write(scan: Scan, folder: Path, rows: int) -> None:

@@ -16,7 +16,7 @@ from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
 from runner.parity.continuation import STEPS, Continuation, continuation
-from runner.parity.parity import Agreement, Parity
+from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.reference import check_parity
 from runner.record.console import plain_text, print_stdout
 from runner.record.storage import replace_text
@@ -69,9 +69,6 @@ def as_dict(what: VerifyKind, result: Parity | Continuation) -> dict[str, Any]:
 
 def show_parity(result: Parity) -> RenderableType:
     """The verdict, and of each kind of tensor the worst; made for 80 columns."""
-    about = Table.grid(padding=(0, 2))
-    about.add_column(style="dim", min_width=12)
-    about.add_column(ratio=1, overflow="fold")
     lines = [("verdict", result.verdict.value, STYLES[result.verdict])]
     if result.first is not None:
         lines.append(("first", str(result.first), ""))
@@ -85,20 +82,22 @@ def show_parity(result: Parity) -> RenderableType:
     lines.append(("precision", f"{result.precision}, held against {result.reference}", ""))
     lines += [("note", note, "") for note in result.notes]
     lines += [("not judged", omission, "") for omission in result.not_judged]
+    about = Table.grid(padding=(0, 2))
+    about.add_column(style="dim", min_width=12)
+    about.add_column(ratio=1, overflow="fold")
     for name, value, style in lines:
         about.add_row(plain_text(name), plain_text(value, style))
     title = Text(f"parity over {result.steps} steps", style="bold cyan")
-    return Group(title, about, Text(), _worst_of_each_kind(result))
+    return Group(title, about, Text(), _worst_of_each_kind(result.rows))
 
 
-def _worst_of_each_kind(result: Parity) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("kind", overflow="fold")
+def _worst_of_each_kind(rows: list[ParityRow]) -> Table:
+    table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
     for heading in ("tensors", "step", "worst error", "explained"):
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("in", overflow="fold")
-    for kind in dict.fromkeys(row.kind for row in result.rows):
-        group = [row for row in result.rows if row.kind == kind]
+    for kind in dict.fromkeys(row.kind for row in rows):
+        group = [row for row in rows if row.kind == kind]
         worst = max(group, key=lambda row: row.error / row.bound if row.bound else row.error)
         style = "" if all(row.within for row in group) else "bold red"
         numbers = f"{worst.step}", f"{worst.error:.1e}", f"{worst.bound:.1e}"

@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch import nn
 
 from runner.benchmark.arms import Arm, arms_of, check_budget
 from runner.benchmark.auto.resolve import resolve_arms
@@ -27,20 +25,15 @@ from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import Unguarded, leave_if_imported
 from runner.build import Components
-from runner.data.dataset import Dataset
-from runner.data.user_dataset import UserDataset
 from runner.errors import UsageError
-from runner.library import batches
-from runner.library.lazy_run import check_trainable, device_of, objective_of
+from runner.library.arguments import Loss, check_trainable, describe, device_of
+from runner.library.lazy_run import loss_objective
 from runner.library.pipeline import make_dataset, name_of, with_components
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
 from runner.techniques.base import Technique
 from runner.techniques.config import Optimization
-from runner.training.run import Run
-
-log = logging.getLogger("runner")
 
 WHO = "benchmark_optimizations"
 
@@ -51,13 +44,11 @@ def benchmark_optimizations(
     arms: Sequence[str] = LEVELS,
     *,
     validation: Any = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Loss | None = None,
     optimizer: Optimizer | None = None,
     techniques: Sequence[type[Technique] | Technique] = (),
-    metrics: Mapping[str, Callable[[Run], float]] | None = None,
     reference: str | None = None,
     budget_s: float = 60.0,
-    batch_size: int | None = None,
     parity: bool = True,
     control: bool = True,
     folder: str | Path | None = None,
@@ -66,13 +57,13 @@ def benchmark_optimizations(
 ) -> BenchmarkResult:
     """Measure ways to train `model` on `data` against each other, paired, each in its own process.
 
-    `data` is a map-style data set, a DataLoader of one, or (inputs, target) as tensors or arrays,
-    the sample first. `arms` are levels or overrides (`"optimizer=sgd optimization=basic"`), the
-    first of which, or `reference`, is what the others are held against; each of `techniques` (your
-    own classes, or instances with their knobs set) is a further arm, the plain run and it.
-    `metrics` are functions of the finished run, a column each. `budget_s` is for measuring;
-    starting, compiling and parity come on top. Without a `loss_fn` (the mean of (output, target))
-    the objective follows from the targets, without an `optimizer` it is that of the config.
+    `data` is a map-style data set, or (inputs, target) as tensors or arrays, the sample first.
+    `arms` are levels or overrides (`"optimizer=sgd optimization=basic"`), the first of which, or
+    `reference`, is what the others are held against; each of `techniques` (your own classes, or
+    instances with their knobs set) is a further arm, the plain run and it. `overrides`, such as
+    `training.batch_size=64`, are for all arms. `budget_s` is for measuring; starting, compiling and
+    parity come on top. Without a `loss_fn` (the mean of (output, target)) the objective follows
+    from the targets, without an `optimizer` it is that of the config. `told` gets progress lines.
 
     The caller's model, its modes and all random states stay as they are: processes get copies, so
     all that is given has to be picklable, and a script has to guard what it does with
@@ -84,29 +75,27 @@ def benchmark_optimizations(
     if isinstance(arms, str):
         raise UsageError(f"{WHO}: arms must be a list, got one string: [{arms!r}]")
     own = _named(techniques)
-    data, size = _dataset_of(data)
     settings = BenchmarkConfig(
         arms=list(arms), reference=reference, budget_s=budget_s, parity=parity, control=control
     )
-    size = batch_size or size
     typed = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
-    if size is not None:
-        typed.insert(0, f"training.batch_size={size}")
     chosen = arms_of(settings, typed, others=len(own))
     source = make_dataset(WHO, data, validation, chosen[0].config, loss_fn is not None)
-    chosen = [_rename(model, data, arm) for arm in chosen]
-    chosen += [_arm(name, target, chosen) for target, (name, _) in own.items()]
+    chosen = [  # no command line trains this model on these data
+        replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
+        for arm in chosen
+    ]
+    chosen += [_arm(technique, target, chosen) for target, technique in own.items()]
     check_budget(settings, len(chosen))
-    objective = None if loss_fn is None else objective_of(loss_fn)
-    _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
-    made = {target: technique for target, (_, technique) in own.items()}
-    given = Components(model, source, objective, optimizer, techniques=made)
+    _refuse_interactive(*model.modules(), loss_fn, data, *own.values())
+    objective = loss_fn and loss_objective(loss_fn)
+    given = Components(model, source, objective, optimizer, techniques=own)
     where = None if folder is None else Path(folder)
     if where is not None:
         where.mkdir(parents=True, exist_ok=True)
     chosen = resolve_arms(chosen, where, given)
     try:
-        result = measure(chosen, settings, where, given, metrics, told=told)
+        result = measure(chosen, settings, where, given, announce=told)
     except Unguarded as error:
         raise UsageError(f"{WHO}: {error}") from None
     if where is not None:
@@ -123,61 +112,40 @@ def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -
     print_stdout(table.terminal(comparison.of_benchmark(result, where)))
 
 
-def _rename(model: nn.Module, data: Any, arm: Arm) -> Arm:
-    """The arm for this model and these data; no command line trains them."""
-    return replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
-
-
-def _refuse_interactive(model: nn.Module, source: Dataset, *others: Any) -> None:
+def _refuse_interactive(*objects: Any) -> None:
     """Raise UsageError for code typed into a notebook or a shell: no process could import it."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is not None and Path(file).is_file():
         return
-    data = source.dataset if isinstance(source, UserDataset) else None
-    for thing in (*model.modules(), data, *others):
-        kind = thing if isinstance(thing, FunctionType) else type(thing)
-        if kind.__module__ == "__main__" or str(thing).startswith("__main__."):
-            name = thing if isinstance(thing, str) else kind.__qualname__
+    for kind in (x if isinstance(x, FunctionType) else type(x) for x in objects):
+        if kind.__module__ == "__main__":
             raise UsageError(
-                f"{WHO}: {name} was defined in a notebook or shell, and each arm is a process of "
-                "its own, which cannot import it from there; put it into a module (a .py file)"
+                f"{WHO}: {kind.__qualname__} was defined in a notebook or shell, and each arm is a "
+                "process of its own, which cannot import it; put it into a module (a .py file)"
             )
 
 
-def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, tuple[str, Technique]]:
-    """Each by its dotted name: the name of its arm, and the technique, switched on."""
-    named: dict[str, tuple[str, Technique]] = {}
+def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Technique]:
+    """Each by its dotted name, switched on."""
+    named: dict[str, Technique] = {}
     for given in techniques:
         kind = given if isinstance(given, type) else type(given)
         if not issubclass(kind, Technique):
             raise UsageError(
-                f"{WHO}: techniques must inherit from runner.Technique, "
-                f"got {batches.describe(given)}"
+                f"{WHO}: techniques must inherit from runner.Technique, got {describe(given)}"
             )
         technique = kind(enabled=True) if isinstance(given, type) else replace(given, enabled=True)
-        target = name_of(technique)
-        if target in named:
+        if name_of(technique) in named:
             raise UsageError(f"{WHO}: techniques has {kind.__name__} twice")
-        named[target] = kind.__name__, technique
+        named[name_of(technique)] = technique
     return named
 
 
-def _arm(name: str, target: str, arms: Sequence[Arm]) -> Arm:
+def _arm(technique: Technique, target: str, arms: Sequence[Arm]) -> Arm:
     """The plain run with that technique."""
+    name = type(technique).__name__
     if any(arm.name == name for arm in arms):
         raise UsageError(f"{WHO}: two arms are named {name}; rename the class")
     config = deepcopy(arms[0].config)
     config.optimization = Optimization(level="none", extra=[target])
     return Arm(name, config, [f"optimization.extra=[{target}]"], folder=f"technique-{name}")
-
-
-def _dataset_of(data: Any) -> tuple[Any, int | None]:
-    """The data set of a loader, and its batch size; anything else as it is."""
-    if not isinstance(data, DataLoader):
-        return data, None
-    if data.batch_size is None or data.collate_fn is not default_collate:
-        raise UsageError(
-            f"{WHO}: data is a DataLoader with its own batch_sampler or collate_fn; "
-            "give a data set, loader.dataset"
-        )
-    return data.dataset, data.batch_size

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from runner.data.batch import Inputs, call, count
 from runner.data.nested import tensors, tree_map
 from runner.errors import UsageError
-from runner.library import batches
-from runner.library.lazy_run import (
-    LazyRun,
-    Loss,
-    check_loss_fn,
-    device_of,
-    objective_of,
-    run_contexts,
-)
+from runner.library.arguments import Loss, as_batch, check_model_arguments, device_of, moved
+from runner.library.lazy_run import LazyRun, run_contexts
 from runner.models import modes
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.optim.optimizer import Optimizer
@@ -36,11 +29,8 @@ from runner.training.summary import Summary
 USE_LOOP = "not for a bare model; use optimize_training_loop"
 USE_PIPELINE = "not for a bare model or loop; use create_training_pipeline"
 NOT_FOR_A_LOOP = dict.fromkeys(("pipeline", "quantization"), USE_PIPELINE)
-NOT_FOR_A_MODEL = {
-    **dict.fromkeys(("whole_step", "chunked_loss", "accumulation"), USE_LOOP),
-    **NOT_FOR_A_LOOP,
-}
-NO_OPTIMIZER = "not for a bare model: it has no optimizer; use optimize(model, optimizer=…)"
+TRAINING = ("whole_step", "chunked_loss", "accumulation", "fused_optimizer")
+NOT_FOR_A_MODEL = {**dict.fromkeys(TRAINING, USE_LOOP), **NOT_FOR_A_LOOP}
 
 
 def optimize(
@@ -48,7 +38,6 @@ def optimize(
     level: str = "advanced",
     *,
     example: Any = None,
-    optimizer: Optimizer | None = None,
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
 ) -> Optimized:
@@ -57,41 +46,33 @@ def optimize(
     They are applied to the example (a tensor, a tuple by position or a dict by name), or where
     there is none to the inputs of the first call. `device` is where the model shall be (`auto`,
     `cpu`, `cuda:1`, …); None leaves it where it is. `overrides` are typed as on the command line,
-    such as `optimization.compile.enabled=false`. Raises UsageError or ConfigError.
+    such as `optimization.compile.enabled=false`. To train under a level, use
+    `optimize_training_loop`. Raises UsageError or ConfigError.
     """
-    return Optimized(model, level, example, optimizer, device, overrides)
+    optimized = Optimized(LazyRun("optimize", model, level, overrides, device, NOT_FOR_A_MODEL))
+    if example is not None:
+        optimized.ready(example)
+    return optimized
 
 
 @final
 class Optimized:
     """Called as the model is; `model` is the model itself, with its own parameters and keys.
 
-    Some techniques flip switches of the whole process (the number of threads, TF32), so close it,
-    or use it as a context manager. Outputs in 16 bits come back as float32, so that a loss that is
-    computed outside loses nothing.
+    The model's attributes and methods are there too. Some techniques flip switches of the whole
+    process (the number of threads, TF32), so close it, or use it as a context manager. Outputs in
+    16 bits come back as float32, so that a loss that is computed outside loses nothing.
     """
 
-    active: ClassVar[int] = 0  # calls of ours that are under way: a decorated model is plain then
-
-    def __init__(
-        self,
-        model: nn.Module,
-        level: str = "advanced",
-        example: Any = None,
-        optimizer: Optimizer | None = None,
-        device: str | torch.device | None = None,
-        overrides: Sequence[str] = (),
-    ) -> None:
-        self.model = model
-        not_applicable = NOT_FOR_A_MODEL
-        if optimizer is None:
-            not_applicable = not_applicable | {"fused_optimizer": NO_OPTIMIZER}
-        self.lazy = LazyRun(
-            "optimize", model, level, overrides, device, not_applicable, optimizer=optimizer
-        )
+    def __init__(self, lazy: LazyRun) -> None:
+        self.lazy, self.model = lazy, lazy.model
         self.called = False
-        if example is not None:
-            self.ready(example)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model, such as `parameters`."""
+        if name.startswith("__") or name in ("lazy", "model"):  # unset while one is copied
+            raise AttributeError(name)
+        return getattr(self.model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, computed under the techniques."""
@@ -101,23 +82,22 @@ class Optimized:
         while True:
             try:
                 with run_contexts(run):
-                    output = self.call_model(*args, **kwargs)
+                    output = self.forward(*args, **kwargs)
                 return tree_map(output, _full_precision) if run.contexts else output
-            except Exception as error:
+            except Exception as error:  # a compiler failed: a simpler way is tried
                 if not any(recover(run, error) for recover in run.recoveries):
                     raise
 
     def ready(self, inputs: Inputs) -> Run:
         """Apply the techniques, with these inputs as the example, if that was not done yet."""
-        run: Run = _plainly(self.lazy.build_run, inputs)
-        return run
+        return self.lazy.build_run(inputs)
 
-    def call_model(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The run's own forward, whose contexts the caller has entered."""
         if self.lazy.run is None:
             raise UsageError("optimize: it was closed; make another one")
         self.called = True
-        return _plainly(self.lazy.run.forward, *args, **kwargs)
+        return self.lazy.run.forward(*args, **kwargs)
 
     def _as_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """The arguments of a call as the inputs of a batch; without tensors they are defaults."""
@@ -138,8 +118,7 @@ class Optimized:
             with preserve_state(self.model, device=where, safe=large), torch.no_grad():
                 with modes.evaluation_mode(self.model):
                     call(self, run.validation.peek()[0])
-        statuses: list[TechniqueStatus] = _plainly(self.lazy.statuses)
-        return statuses
+        return self.lazy.statuses()
 
     def close(self) -> None:
         """Undo every global switch; the model is as before, and this can no longer be called."""
@@ -152,73 +131,38 @@ class Optimized:
         self.close()
 
 
-Made = TypeVar("Made", bound=Callable[..., Any])
-
-
 def optimize_model(
     level: str = "advanced",
     *,
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
-) -> Callable[[Made], Made]:
-    """Decorate a module's class, or a function that returns a module.
+) -> Callable[[Callable[..., nn.Module]], Callable[..., Optimized]]:
+    """Decorate a module's class, or a function that returns a module: calls return an `Optimized`.
 
-    Instances of the class stay what they are, and calling one goes through its `optimized`
-    (an `Optimized`). The function returns an `Optimized` in place of the module.
+    A decorated class is a function: it has no subclasses. To keep the class, call `optimize`.
     """
     if not isinstance(level, str):
         raise UsageError("optimize_model: level must be a name; write @optimize_model()")
 
-    def decorate(made: Any) -> Any:
-        def wrap(model: nn.Module) -> Optimized:
-            return Optimized(model, level, None, None, device, overrides)
-
-        if isinstance(made, type) and issubclass(made, nn.Module):
-            return _decorate_class(made, wrap)
-        if isinstance(made, type) or not callable(made):
+    def decorate(made: Any) -> Callable[..., Optimized]:
+        if not callable(made) or (isinstance(made, type) and not issubclass(made, nn.Module)):
             raise UsageError(
                 f"optimize_model: {made!r} must be a subclass of torch.nn.Module, or a function "
                 "that returns a module"
             )
-        return wraps(made)(lambda *args, **kwargs: wrap(made(*args, **kwargs)))
+
+        @wraps(made, updated=())
+        def make(*args: Any, **kwargs: Any) -> Optimized:
+            return optimize(made(*args, **kwargs), level, device=device, overrides=overrides)
+
+        return make
 
     return decorate
 
 
-def _decorate_class(cls: Any, wrap: Callable[[nn.Module], Optimized]) -> Any:
-    plain = cls.__call__
-
-    def optimized(self: nn.Module) -> Optimized:
-        if "_optimized" not in self.__dict__:
-            self.__dict__["_optimized"] = wrap(self)
-        wrapper: Optimized = self.__dict__["_optimized"]
-        return wrapper
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if Optimized.active or optimized(self).lazy.closed:
-            return plain(self, *args, **kwargs)
-        return optimized(self)(*args, **kwargs)
-
-    def __getstate__(self: nn.Module) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_optimized"}
-
-    cls.__getstate__, cls.__call__ = __getstate__, __call__
-    cls.optimized = property(optimized, doc="What calling it goes through.")
-    return cls
-
-
-def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it with the calls of decorated models left as they are."""
-    Optimized.active += 1
-    try:
-        return function(*args, **kwargs)
-    finally:
-        Optimized.active -= 1
-
-
 def place_inputs(run: Run, inputs: Inputs) -> Inputs:
     """The inputs on the run's device, in the memory order that its techniques want."""
-    inputs = batches.moved(inputs, run.device.torch)
+    inputs = moved(inputs, run.device.torch)
     for place in run.placements:
         inputs = place((inputs, None))[0]
     return inputs
@@ -248,23 +192,14 @@ def optimize_training_loop(
     are as in `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` cuts
     each batch. Raises UsageError or ConfigError.
     """
-    check_loss_fn("optimize_training_loop", loss_fn)
+    who, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
+    check_model_arguments(who, model, loss_fn=loss_fn)
     if steps is not None and steps < 1:
-        raise UsageError(f"optimize_training_loop: steps must be ≥ 1, got {steps}")
-    limit = "null" if clip_norm is None else clip_norm
-    lazy = LazyRun(
-        "optimize_training_loop",
-        model,
-        level,
-        [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides],
-        device,
-        NOT_FOR_A_LOOP,
-        optimizer=optimizer,
-        objective=objective_of(loss_fn),
-        steps=steps,
-    )
+        raise UsageError(f"{who}: steps must be ≥ 1, got {steps}")
+    own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
+    lazy = LazyRun(who, model, level, own, device, NOT_FOR_A_LOOP, optimizer, loss_fn, steps)
     if example is not None:
-        lazy.build_run(*batches.as_batch(example, lazy.who))
+        lazy.build_run(*as_batch(example, who))
     return TrainingLoop(lazy)
 
 
@@ -273,19 +208,17 @@ class TrainingLoop:
     """Called with a batch, makes a step. Close it when done, or use it as a context manager."""
 
     def __init__(self, lazy: LazyRun) -> None:
-        self.lazy = lazy
-        self.model = lazy.model
+        self.lazy, self.model = lazy, lazy.model
         self.skipped: Tensor | None = None  # so far, on the device
 
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
         """One step over (inputs, target); the host does not wait for what it returns."""
         claim_random_state(self, "optimize_training_loop")
-        inputs, target = batches.as_batch(batch, self.lazy.who)
+        inputs, target = as_batch(batch, self.lazy.who)
         run = self.lazy.build_run(inputs, target)
-        if not run.watch.running:
-            run.watch.start()
-        inputs, target = place_inputs(run, inputs), batches.moved(target, run.device.torch)
+        run.watch.start()
+        inputs, target = place_inputs(run, inputs), moved(target, run.device.torch)
         run.watch.split("data")
         step, _ = make_step(run, (inputs, target))
         run.progress.step += 1
@@ -293,23 +226,11 @@ class TrainingLoop:
         self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
         return step
 
-    def over(self, loader: Iterable[Any]) -> Iterator[Step]:
-        """A step for each batch of the loader; the wait for data is in the summary."""
-        source = iter(loader)
-        while True:
-            if self.lazy.run is not None:
-                self.lazy.run.watch.start()
-            try:
-                batch = next(source)
-            except StopIteration:
-                break
-            yield self(batch)
-        if self.lazy.run is not None:
-            self.lazy.run.watch.running = False
-
     def summary(self) -> Summary:
         """Steps, time, memory and techniques so far. Makes the host wait, and runs the model."""
-        run = self._running()
+        run = self.lazy.run
+        if run is None:
+            raise UsageError("optimize_training_loop: no batch has come yet (or it was closed)")
         run.device.synchronize()
         run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
         techniques = self.lazy.statuses()
@@ -321,11 +242,6 @@ class TrainingLoop:
         """Undo every global switch; model and optimizer are as if this had never been."""
         release_random_state(self)
         self.lazy.close()
-
-    def _running(self) -> Run:
-        if self.lazy.run is None:
-            raise UsageError("optimize_training_loop: no batch has come yet (or it was closed)")
-        return self.lazy.run
 
     def __enter__(self) -> TrainingLoop:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, final
@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 
 from runner.benchmark.auto.resolve import resolve_auto
 from runner.build import Components, build
@@ -26,13 +26,18 @@ from runner.data.nested import tensors, tree_map
 from runner.data.order import split
 from runner.data.user_dataset import UserDataset
 from runner.errors import DataError, UsageError
-from runner.library import batches
-from runner.library.batches import InMemory
-from runner.library.lazy_run import check_trainable, objective_of
+from runner.library.arguments import (
+    InMemory,
+    Loss,
+    as_batch,
+    check_trainable,
+    describe,
+    samples,
+)
+from runner.library.lazy_run import loss_objective
 from runner.models.config import ModelConfig
 from runner.optim.optimizer import Optimizer
 from runner.report import run as report
-from runner.techniques.base import Choice
 from runner.training.evaluation import evaluate
 from runner.training.hook import Hook
 from runner.training.loop import train
@@ -47,7 +52,7 @@ def create_training_pipeline(
     data: Any,
     *,
     validation: Any = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Loss | None = None,
     optimizer: Optimizer | None = None,
     level: str = "advanced",
     name: str | None = None,
@@ -73,12 +78,11 @@ def create_training_pipeline(
     default_name = not any(text.lstrip("+").startswith("name=") for text in (*named, *overrides))
     config = with_components(config, model, data, rename=default_name)
     dataset = make_dataset(WHO, data, validation, config, own_loss=loss_fn is not None)
-    objective = None if loss_fn is None else objective_of(loss_fn)
     where = None
     if record:
         started = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
         where = Path(folder or Path("outputs/runs") / config.name / started)
-    given = Components(model, dataset, objective, optimizer)
+    given = Components(model, dataset, loss_fn and loss_objective(loss_fn), optimizer)
     run = build(config, where, resolve_auto(config, where, given))
     run.hooks += hooks
     return TrainingPipeline(run)
@@ -89,12 +93,7 @@ class TrainingPipeline:
     """A run, ready; close it when done, or use it as a context manager."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
-
-    @property
-    def folder(self) -> Path | None:
-        """Where the run is recorded."""
-        return self.run.folder
+        self.run, self.folder = run, run.folder  # None: it is not recorded
 
     def train(self) -> Summary:
         """Train to the end; a report is left in the folder."""
@@ -151,64 +150,52 @@ def make_dataset(
         )
     if isinstance(data, tuple | list | dict):
         return _in_memory(who, data, validation, config, own_loss)
-    whole, parts = data, None
+    whole = data
     if validation is not None:
         whole = ConcatDataset([data, validation])
-        for name in ("classes", "vocab", "sizes"):
-            if getattr(data, name, None) is not None:
-                setattr(whole, name, getattr(data, name))
-        parts = _two_parts(len(data), len(validation))
+        stated = {name: getattr(data, name, None) for name in ("classes", "vocab", "sizes")}
+        vars(whole).update({name: value for name, value in stated.items() if value is not None})
     source = UserDataset(whole, name_of(data), config.data.validation, config.data.split_seed)
-    if parts is not None:
-        source.train, source.validation = parts
+    if validation is not None:
+        source.train, source.validation = np.split(np.arange(len(whole)), [len(data)])
     return source
 
 
 def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Dataset:
-    inputs, target = _as_tensors(who, data, "data")
-    n = batches.samples(inputs, f"{who}: data")
-    if validation is None:
-        parts = split(n, config.data.validation, config.data.split_seed, "data")
+    nest = _as_tensors(f"{who}: data", data)
+    n = total = samples(nest[0], f"{who}: data")
+    if validation is not None:
+        more = _as_tensors(f"{who}: validation", validation)
+        total += samples(more[0], f"{who}: validation")
+        if _form(nest) != _form(more):
+            raise UsageError(f"{who}: validation must have the form of data")
+        rest = iter(tensors(more))
+        nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(rest)]))
+        train, held_out = np.split(np.arange(total), [n])
     else:
-        more = _as_tensors(who, validation, "validation")
-        parts = _two_parts(n, batches.samples(more[0], f"{who}: validation"))
-        inputs, target = _concatenate(who, inputs, more[0]), _concatenate(who, target, more[1])
-        n += len(parts[1])
-    for tensor in tensors((inputs, target)):
-        if not tensor.ndim or len(tensor) != n:
+        train, held_out = split(n, config.data.validation, config.data.split_seed, "data")
+    for tensor in tensors(nest):
+        if not tensor.ndim or len(tensor) != total:
             raise DataError(
-                f"{who}: data has {n:,} samples, and one of its tensors is "
-                f"{batches.describe(tensor)}; the first dimension of all of them is the sample"
+                f"{who}: data has {total:,} samples, and one of its tensors is "
+                f"{describe(tensor)}; the first dimension of all of them is the sample"
             )
-    sizes, choices = _sizes(inputs, target, n, own_loss)
-    return InMemory(inputs, target, sizes, parts, choices)
-
-
-class _Rows:
-    """Tensors as a map-style data set, for the sizes to be inferred from."""
-
-    def __init__(self, target: Any, n: int) -> None:
-        self.n = n
-        self.targets = target if isinstance(target, Tensor) and target.ndim == 1 else None
-
-    def __len__(self) -> int:
-        return self.n
-
-
-def _sizes(inputs: Any, target: Any, n: int, own_loss: bool) -> tuple[Sizes, tuple[Choice, ...]]:
-    def sample(index: int) -> tuple[Any, Any]:
-        row = tree_map((inputs, target), lambda t: t[index])
-        return row[0], row[1]
-
     try:
-        return infer_sizes(_Rows(target, n), "data", sample)
+        whole = TensorDataset(*tensors(nest))
+        vars(whole)["targets"] = nest[1]  # so that labels are not read one by one
+        sizes, choices = infer_sizes(whole, "data", lambda i: tree_map(nest, lambda t: t[i]))
     except DataError:
-        if own_loss:
-            return Sizes("given"), ()  # the caller's loss knows what its targets are
-        raise
+        if not own_loss:
+            raise
+        sizes, choices = Sizes("given"), ()  # the caller's loss knows what its targets are
+    return InMemory(*nest, sizes, (train, held_out), choices)
 
 
-def _as_tensors(who: str, data: Any, what: str) -> tuple[Any, Any]:
+def _form(nest: Any) -> str:
+    return describe(tree_map(nest, lambda tensor: tensor[:1]))
+
+
+def _as_tensors(what: str, data: Any) -> tuple[Any, Any]:
     """Inputs and target as nests of tensors; float64 becomes float32."""
 
     def convert(value: Any) -> Any:
@@ -220,24 +207,11 @@ def _as_tensors(who: str, data: Any, what: str) -> tuple[Any, Any]:
             value = torch.from_numpy(np.ascontiguousarray(value))
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"{who}: {what} must be (inputs, target) as tensors or arrays, or a map-style "
-                f"data set, got {batches.describe(value)} in it"
+                f"{what} must be (inputs, target) as tensors or arrays, or a map-style "
+                f"data set, got {describe(value)} in it"
             )
         value = value.detach().cpu()
         return value.float() if value.dtype == torch.float64 else value
 
-    inputs, target = batches.as_batch(data, f"{who}: {what}")
+    inputs, target = as_batch(data, what)
     return convert(inputs), convert(target)
-
-
-def _concatenate(who: str, one: Any, other: Any) -> Any:
-    theirs = iter(tensors(other))
-    if batches.describe(tree_map(one, lambda t: t[:1])) != batches.describe(
-        tree_map(other, lambda t: t[:1])
-    ):
-        raise UsageError(f"{who}: validation must have the form of data")
-    return tree_map(one, lambda tensor: torch.cat([tensor, next(theirs)]))
-
-
-def _two_parts(train: int, validation: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.arange(train), np.arange(train, train + validation)

@@ -1,26 +1,38 @@
-"""For a hand-written loop: the guard, the clipping and the records that a run has."""
+"""For a hand-written loop: the guard, the clipping, the records and the captures of a run."""
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast, final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
+from runner.captures.manifest import CapturedWeights, CaptureManifest, captures
+from runner.captures.reader import open_capture
 from runner.captures.run_captures import random_state
+from runner.captures.writer import write_capture
 from runner.composing import compose
-from runner.errors import GaveUp, UsageError
-from runner.library.bad_steps import StepCaptures
-from runner.library.guarded_optimizer import GuardedOptimizer, check_loss
-from runner.library.lazy_run import check_overrides
-from runner.library.optimize import Optimized
+from runner.data.batch import count
+from runner.errors import CheckpointError, GaveUp, UsageError
+from runner.library.arguments import Loss, as_batch, check_loss, check_model_arguments, moved
+from runner.library.guarded_optimizer import GuardedOptimizer
+from runner.library.lazy_run import LazyRun
+from runner.models.preserved_state import preserve_random_state
 from runner.optim.optimizer import Optimizer
 from runner.optim.user_optimizer import preserve_rates, scaled_rates
 from runner.record.history import History
+from runner.record.provenance import versions
+from runner.record.text import shorten
+from runner.replay.findings import Cause
+from runner.replay.trace import trace_step
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import StabilityConfig
 from runner.stability.controller import StabilityController
@@ -28,21 +40,18 @@ from runner.training.hook import Step
 from runner.training.metrics import Reader
 from runner.training.run import Progress, Run
 
+log = logging.getLogger("runner")
+
 WHO = "Stability"
 REPORT_EVERY = 10  # steps between two reads of the host, on an accelerator
 SHOWN = 20  # bad steps in a summary's text
 
 
-@dataclass(frozen=True)
-class StepReport:
+@dataclass(slots=True)
+class StepReport(Step):
     """One step; its tensors are on the device, and reading one makes the host wait."""
 
-    number: int  # 1 is the first
-    loss: Tensor  # 0-d
-    grad_norm: Tensor  # 0-d, before clipping; NaN or Inf when the step was not finite
-    skipped: Tensor  # 0-d, 1.0 when the update was not made, else 0.0
-    faults: list[Anomaly]  # bad steps that the host has now learned of, with what is done
-    rolled_back: bool = False  # weights and optimizer are those of a snapshot
+    faults: list[Anomaly]  # bad steps that the host has now learned of, with the action
 
 
 @dataclass(frozen=True)
@@ -51,25 +60,17 @@ class StabilitySummary:
 
     steps: int
     skipped: int
-    rollbacks: int
     faults: dict[str, int]  # by kind
     anomalies: list[Anomaly]  # the bad steps, of very many the first and the latest
 
     def __str__(self) -> str:
-        lines = [f"{self.steps} steps, {self.skipped} skipped, {self.rollbacks} rolled back"]
+        lines = [f"{self.steps} steps, {self.skipped} skipped"]
         for a in self.anomalies[:SHOWN]:
             numbers = f"loss {a.loss:.4g}, grad_norm {a.grad_norm:.4g}"
             lines.append(f"step {a.step}: {a.kind}, {numbers}: {a.action} {a.capture}".rstrip())
         if (more := len(self.anomalies) - SHOWN) > 0:
             lines.append(f"and {more} more")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    step: int
-    tensors: dict[str, Tensor]  # parameters and buffers
-    optimizer: dict[str, Any]
 
 
 @final
@@ -79,47 +80,40 @@ class Stability:
     `config` is an option of the `stability` group (`default`, `strict`, `off`), overrides of it
     (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder` faults are in
     `debug/history.json` there, and a bad step whose `batch` is handed to `step` is captured in
-    `debug/captures`, up to `captures` of them; `replay_step` replays one. Every `snapshot_every`
-    steps weights and optimizer are copied, where they are, for roll-backs; without it, rows
-    of the recovery table that roll back are passed over. For fp16 `loss_scale` (such as 65536.0)
-    takes the place of torch.amp.GradScaler, which must not be used beside it.
+    `debug/captures`, up to `captures` of them; `replay_step` replays one. Rows of the recovery
+    table that roll back are passed over: the loop has its own checkpoints.
 
     `every` is after how many steps the host reads their numbers: 1 on a CPU, where that is free,
     10 elsewhere. A bad step is skipped on the device at once in any case.
     """
-
-    reader: Reader  # from the first step on
-    controller: StabilityController
 
     def __init__(
         self,
         config: StabilityConfig | str | Sequence[str] | None = None,
         folder: str | Path | None = None,
         *,
-        loss_scale: float | None = None,
-        snapshot_every: int | None = None,
         every: int | None = None,
         captures: int = 3,
     ) -> None:
-        for name, value in (("snapshot_every", snapshot_every), ("every", every)):
-            if value is not None and value < 1:
-                raise UsageError(f"{WHO}: {name} must be ≥ 1, got {value}")
-        self.config = _config(config)
-        self.loss_scale, self.snapshot_every, self.every = loss_scale, snapshot_every, every
-        self.max_captures = captures
+        if every is not None and every < 1:
+            raise UsageError(f"{WHO}: every must be ≥ 1, got {every}")
+        if config is None or isinstance(config, str):
+            config = [f"stability={config or 'default'}"]
+        if not isinstance(config, StabilityConfig):
+            config = compose(list(config)).stability
+        self.config = config
+        self.every, self.max_captures = every, captures
         self.guarded: GuardedOptimizer | None = None
-        self.snapshot: _Snapshot | None = None
-        self.closed = False
+        self.closed, self.started = False, perf_counter()
         # the attributes of a run that its controller reads
         self.history = History(None if folder is None else Path(folder))
         self.folder = None  # job=replay is not for these captures
-        self.progress = Progress()
-        self.report_every = 1
+        self.progress, self.report_every = Progress(), 1
         self.captures: StepCaptures | None = None
         if self.history.folder is not None:
             self.history.folder.mkdir(parents=True, exist_ok=True)
 
-    def watch(self, model: nn.Module | Optimized, optimizer: Optimizer) -> None:
+    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Remember the buffers as they are now: a bad step restores them.
 
         Call it before the first forward, so that a first step that is bad leaves no trace in
@@ -127,56 +121,49 @@ class Stability:
         the first step's forward has happened when `step` sees the model.
         """
         self._guard(model, optimizer).update.begin()
-        self._take_snapshot()
 
     def step(
-        self, model: nn.Module | Optimized, loss: Tensor, optimizer: Optimizer, batch: Any = None
+        self, model: nn.Module, loss: Tensor, optimizer: Optimizer, batch: Any = None
     ) -> StepReport:
         """Backward, guard, clip and update, in place of those of the loop.
 
-        Gradients that are there already are added to (see `accumulate`), and gone afterwards. The
-        learning rate, its scheduler and the optimizer's state_dict stay the caller's. `batch` is
-        (inputs, target), for a capture; on an accelerator the last 20 are held on to.
-        Raises GaveUp when the recovery table has nothing left, and UsageError.
+        Gradients that are there already (of other parts of the batch, by `loss.backward()`) are
+        added to, and gone afterwards. The learning rate, its scheduler and the optimizer's
+        state_dict stay the caller's. `batch` is (inputs, target), for a capture; on an accelerator
+        the last 20 are held on to. Raises GaveUp when the recovery table has nothing left, and
+        UsageError.
         """
         guarded = self._guard(model, optimizer)
         check_loss(WHO, loss)
+        number = self.progress.step + 1
+        if self.captures is not None and batch is not None:
+            self.captures.remember(number, batch, 2 * self.report_every)
         try:
-            if self.captures is not None and batch is not None:
-                self.captures.remember(self.progress.step + 1, batch, 2 * self.report_every)
-            step = self._make_step(guarded, loss)
-            faults = self._report() if step.number % self.report_every == 0 else []
-            rolled_back = self._execute(guarded)
-            if self.snapshot_every and step.number % self.snapshot_every == 0:
-                if not self.progress.consecutive_skips and self.controller.decision is None:
-                    self._take_snapshot()
+            try:
+                with scaled_rates(optimizer, guarded.update.backoff):
+                    step = guarded.apply(loss)
+            except BaseException:
+                guarded.update.abandon()
+                raise
+            self.progress.step = number
+            self.reader.add(step, 1)
+            faults = self._report() if number % self.report_every == 0 else []
+            self._execute(optimizer)
             guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
             if self.captures is not None:
                 self.captures.random_state = random_state()
         finally:
             self._write()
-        return StepReport(step.number, step.loss, step.grad_norm, step.skipped, faults, rolled_back)
-
-    def accumulate(self, model: nn.Module | Optimized, loss: Tensor, optimizer: Optimizer) -> None:
-        """Backward alone, for all but the last part of a batch; the loss is a share of the whole's.
-
-        The same as `loss.backward()`, but for `loss_scale`.
-        """
-        check_loss(WHO, loss)
-        self._guard(model, optimizer).backward(loss)
+        return StepReport(number, step.loss, step.grad_norm, step.skipped, faults)
 
     def summary(self) -> StabilitySummary:
         """Counts and bad steps so far. It makes the host wait for the device."""
         if self.guarded is None:
-            return StabilitySummary(0, 0, 0, {}, [])
-        if not self.closed:
-            self._report(wait=True)
-            self._write()
-        progress, counts = self.progress, dict(self.history.counts)
-        anomalies = list(self.controller.anomalies)
-        return StabilitySummary(
-            progress.step, progress.skipped, progress.rollbacks, counts, anomalies
-        )
+            return StabilitySummary(0, 0, {}, [])
+        self._report(wait=True)
+        self._write()
+        done, counts = self.progress, dict(self.history.counts)
+        return StabilitySummary(done.step, done.skipped, counts, list(self.controller.anomalies))
 
     def close(self) -> None:
         """Write the records, and leave the optimizer as it was before."""
@@ -192,53 +179,29 @@ class Stability:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _guard(self, model: nn.Module | Optimized, optimizer: Optimizer) -> GuardedOptimizer:
-        """Prepare once for this model and optimizer; parameters may be added to it later."""
+    def _guard(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
+        """Prepare once for this model and optimizer."""
         if self.closed:
             raise UsageError(f"{WHO}: it was closed; make another one")
-        guarded = self.guarded
-        if guarded is None:
-            return self._start(model, optimizer)
-        if model is not guarded.model or optimizer is not guarded.optimizer:
+        if self.guarded is None:
+            self.guarded = self._start(model, optimizer)
+        if not self.guarded.fits(model, optimizer):
             raise UsageError(
-                f"{WHO}: it is for another model or optimizer; make one for each pair of them"
+                f"{WHO}: it is for another model or optimizer, or for other parameters of it; "
+                "close it and make one for each pair of them"
             )
-        if guarded.refresh():
-            if self.snapshot is not None:  # it has not the optimizer's new groups
-                state = deepcopy(optimizer.state_dict())
-                self.snapshot = replace(self.snapshot, optimizer=state)
-            self.controller.update = guarded.update
-            self.controller.apply_limits(self.progress.step)
-        return guarded
+        return self.guarded
 
-    def _start(self, model: nn.Module | Optimized, optimizer: Optimizer) -> GuardedOptimizer:
-        guarded = GuardedOptimizer(
-            WHO, model, optimizer, config=self.config, loss_scale=self.loss_scale
-        )
+    def _start(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
+        guarded = GuardedOptimizer(WHO, model, optimizer, self.config)
         device = guarded.update.device
         self.report_every = self.every or (1 if device.type == "cpu" else REPORT_EVERY)
         self.reader = Reader(device)
-        self.controller = StabilityController(self.config, guarded.update, guarded.module)
-        self.controller.table.rolls_back = bool(self.snapshot_every)
+        self.controller = StabilityController(self.config, guarded.update, model)
+        self.controller.table.rolls_back = False
         if self.history.folder is not None:
             self.captures = StepCaptures(self.history.folder, self.max_captures, guarded)
-        self.started = perf_counter()
-        self.guarded = guarded
-        self._take_snapshot()
         return guarded
-
-    def _make_step(self, guarded: GuardedOptimizer, loss: Tensor) -> Step:
-        try:
-            bare = guarded.backward(loss)
-            with scaled_rates(guarded.optimizer, guarded.update.backoff):
-                step = guarded.apply(bare)
-        except BaseException:
-            guarded.update.abandon()
-            raise
-        self.progress.step += 1
-        step.number = self.progress.step
-        self.reader.add(step, 1)
-        return step
 
     def _report(self, wait: bool = False) -> list[Anomaly]:
         """Give the controller the numbers that have arrived on the host; with `wait`, all."""
@@ -250,52 +213,15 @@ class Stability:
         new = self.controller.anomalies.count - before
         return self.controller.anomalies.rows[-new:] if new else []
 
-    def _execute(self, guarded: GuardedOptimizer) -> bool:
-        """Carry out what the controller decided; True where weights were rolled back."""
-        controller, rolled_back = self.controller, False
-        run = cast(Run, self)  # it has all attributes that the controller reads
-        with preserve_rates(guarded.optimizer):  # lowered rates are for `scaled_rates` alone
+    def _execute(self, optimizer: Optimizer) -> None:
+        """Carry out what the controller decided."""
+        with preserve_rates(optimizer):  # lowered rates are for `scaled_rates` alone
             try:
-                while controller.execute(run) is not None:
-                    if self._roll_back(guarded):
-                        controller.rolled_back(run)
-                        rolled_back = True
-                    else:
-                        controller.give_up(run)
+                self.controller.execute(cast(Run, self))  # it has what the controller reads
             except GaveUp as error:
                 raise GaveUp(f"{error}{self._replay_hint()}") from None
-            if self.progress.step >= controller.due:
-                controller.apply_limits(self.progress.step)
-        return rolled_back
-
-    def _take_snapshot(self) -> None:
-        """Copy weights, buffers and optimizer, if that is asked for and they are finite."""
-        guarded = self.guarded
-        if guarded is None or not self.snapshot_every or not self.controller.sound():  # host waits
-            return
-        named = {n: t.detach().clone() for n, t in _named_tensors(guarded.module).items()}
-        optimizer = deepcopy(guarded.optimizer.state_dict())
-        self.snapshot = _Snapshot(self.progress.step, named, optimizer)
-
-    def _roll_back(self, guarded: GuardedOptimizer) -> bool:
-        """Restore the snapshot, if there is one."""
-        if self.snapshot is None:
-            return False
-        self._report(wait=True)  # reports in flight are about the weights that are replaced
-        saved = self.snapshot.tensors
-        for name, tensor in _named_tensors(guarded.module).items():
-            if name in saved and saved[name].shape == tensor.shape:
-                tensor.detach().copy_(saved[name])
-        guarded.optimizer.load_state_dict(deepcopy(self.snapshot.optimizer))
-        self.progress.rollbacks += 1
-        self.history.add(
-            "rollback",
-            f"back to the weights of step {self.snapshot.step}",
-            step=self.progress.step,
-            category="numerics",
-            action="rolled back",
-        )
-        return True
+            if self.progress.step >= self.controller.due:
+                self.controller.apply_limits(self.progress.step)
 
     def _write(self) -> None:
         if self.guarded is not None:
@@ -303,23 +229,99 @@ class Stability:
             self.controller.anomalies.write(self.history.folder)
 
     def _replay_hint(self) -> str:
-        rows = reversed(self.controller.anomalies.rows)
-        capture = next((row.capture for row in rows if row.capture), "")
-        if not capture or self.history.folder is None:
+        rows = [row.capture for row in self.controller.anomalies if row.capture]
+        if not rows or self.history.folder is None:
             return ""
-        path = str(self.history.folder / capture)
-        call = f"runner.library.bad_steps.replay_step({path!r}, model, loss_fn)"
+        path = str(self.history.folder / rows[-1])
+        call = f"runner.library.stability.replay_step({path!r}, model, loss_fn)"
         return f"; to see where it comes from: {call}"
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+class StepCaptures:
+    """The first few bad steps, each in a folder of its own below debug/captures."""
+
+    def __init__(self, folder: Path, at_most: int, guarded: GuardedOptimizer) -> None:
+        self.folder, self.at_most, self.guarded = folder, at_most, guarded
+        self.recent: dict[int, tuple[Any, dict[str, Any]]] = {}  # batch and random state by step
+        self.random_state = random_state()
+
+    def remember(self, step: int, batch: Any, late: int) -> None:
+        """Hold on to a batch until the host knows how its step went, `late` steps later."""
+        self.recent[step] = as_batch(batch, WHO), self.random_state
+        self.recent.pop(step - late, None)
+
+    def take(self, run: Any, step: int, kind: str, message: str) -> str | None:
+        """Write the step; None where its batch is not known, or there are enough, or no room."""
+        if step not in self.recent or len(captures(self.folder)) >= self.at_most:
+            return None
+        batch, noise = self.recent[step]
+        module, update, rows = self.guarded.model, self.guarded.update, run.reader.since(step)
+        loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
+        model = module.state_dict()
+        manifest = CaptureManifest(
+            step=step,
+            kind=kind,
+            message=message,
+            weights=CapturedWeights.then if run.progress.step == step else CapturedWeights.later,
+            name="a hand-written loop",
+            given=["model", "data", "objective", "optimizer"],
+            micro_batch=count(batch[1]),
+            threads=torch.get_num_threads(),
+            device={"kind": update.device.type},
+            versions=versions(),
+            loss=str(loss),
+            grad_norm=str(norm),
+        )
+        state = {
+            "batch": batch,
+            "samples": [],
+            "loss": loss,
+            "grad_norm": norm,
+            "buffers": {n: b for n, b in module.named_buffers() if n not in model},
+            "update": update.state(),
+            "random": noise,
+            "random_then": False,
+            "progress": {"step": step},
+            "remedy": 0,
+            "skipped": [],
+        }
+        try:
+            return write_capture(self.folder, manifest, model, state)
+        except Exception as error:  # of the disk, or of a batch that is no plain data
+            log.warning("step %d was not captured: %s: %s", step, type(error).__name__, error)
+            return None
+
+    def log_capture(self) -> None:
+        """Nothing: a loop's captures are named in its summary and when it gives up."""
 
 
-def _config(given: StabilityConfig | str | Sequence[str] | None) -> StabilityConfig:
-    if isinstance(given, StabilityConfig):
-        return given
-    if given is None or isinstance(given, str):
-        return compose([f"stability={given or 'default'}"]).stability
-    check_overrides(WHO, given)
-    return compose(list(given)).stability
+def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
+    """Make a captured step again with every operation traced: where it went bad, in which line.
+
+    `path` is its folder, `model` one of the same shape (a copy of it gets the step's weights),
+    `loss_fn(output, target)` the loss as in the loop. Random numbers are those with which the step
+    before had ended. Raises CheckpointError, SecurityError or UsageError.
+    """
+    check_model_arguments("replay_step", model, loss_fn=loss_fn)
+    capture = open_capture(Path(path))
+    copy, (inputs, target) = deepcopy(model), capture.batch
+    try:
+        copy.load_state_dict(dict(capture.model or {}))
+        for name, buffer in capture.buffers.items():
+            copy.get_buffer(name).copy_(buffer)
+    except (RuntimeError, AttributeError) as error:
+        reason = shorten(str(error), 300)
+        raise CheckpointError(f"{path}: does not fit this model: {reason}") from error
+    inputs = tuple(inputs) if isinstance(inputs, list) else inputs
+    threads = [f"device.threads={capture.manifest.threads}"]
+    idle = torch.optim.SGD([p for p in copy.parameters() if p.requires_grad], lr=0.0)
+    lazy = LazyRun("replay_step", copy, "none", threads, None, {}, idle, loss_fn)
+    with preserve_random_state():
+        try:
+            run = lazy.build_run(inputs, target)
+            torch.set_rng_state(capture.random["torch"])
+            random.setstate(capture.random["python"])
+            np.random.set_state(capture.random["numpy"])
+            return trace_step(run, moved((inputs, target), run.device.torch))
+        finally:
+            lazy.close()

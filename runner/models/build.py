@@ -66,17 +66,13 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
         arguments = assembled(config.arguments, resolve, "model")
         model = construct(factory, arguments, sizes.for_constructor(), "model")
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                "model._target_",
-                f"{config._target_} made a {type(model).__name__}, not a torch.nn.Module",
-                "name a module's class, or a function that returns a module",
-            )
+            problem = f"{config._target_} made a {type(model).__name__}, not a torch.nn.Module"
+            fix = "name a module's class, or a function that returns a module"
+            raise ConfigError("model._target_", problem, fix)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(
-            "model",
-            f"{config._target_ or config.kind} has no parameter that needs a gradient",
-            "there is nothing to train; leave requires_grad on for some",
-        )
+        problem = f"{config._target_ or config.kind} has no parameter that needs a gradient"
+        fix = "there is nothing to train; leave requires_grad on for some"
+        raise ConfigError("model", problem, fix)
     return model
 
 
@@ -85,28 +81,23 @@ def refuse_lazy(model: nn.Module) -> None:
     for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
-            raise ConfigError(
-                "model",
-                f"{name or 'the model'} ({type(module).__name__}) is lazy: its sizes are unknown "
-                "until a first forward, and the optimizer is made before one",
-                "name the sizes (Linear for LazyLinear), or run one batch through it beforehand",
-            )
+            what = f"{name or 'the model'} ({type(module).__name__}) is lazy"
+            problem = f"{what}: its sizes are unknown until a first forward, after the optimizer"
+            fix = "name the sizes (Linear for LazyLinear), or run one batch through it beforehand"
+            raise ConfigError("model", problem, fix)
 
 
 def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
     if config.kind not in FITS:
         raise ConfigError("model.kind", f"no model {config.kind!r}", f"one of {', '.join(FITS)}")
-    if config.arguments:
-        name = next(iter(config.arguments))
-        own = [f.name for f in fields(config) if f.name not in COMMON]
-        raise ConfigError(
-            f"model.{name}", f"model={config.kind} has no such key", f"it has {', '.join(own)}"
-        )
+    own_fields = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in COMMON}
+    for name in config.arguments:
+        problem = f"model={config.kind} has no such key"
+        raise ConfigError(f"model.{name}", problem, f"it has {', '.join(own_fields)}")
     fit = FITS[config.kind]
     if not fit.fits(sizes):
         raise ConfigError("model", *_misfit(config.kind, fit, sizes))
     factory = getattr(import_module(fit.module), fit.name)
-    own_fields = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in COMMON}
     build = partial(factory, **own_fields, **{k: getattr(sizes, k) for k in fit.sizes})
     width = own_fields["width"] << own_fields.get("stages", 0)  # each stage doubles it
     if width**2 * max(own_fields.get("depth", 0), own_fields.get("blocks", 0)) > LARGE:
@@ -120,19 +111,16 @@ def _check_memory(build: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):
         size = sum(p.numel() * p.element_size() for p in build().parameters())
     if size > (available := memory.available_bytes()):
-        raise ConfigError(
-            "model.width",
-            f"the weights take {size / 1e9:,.1f} GB",
-            f"use a model of less than the {available / 1e9:,.1f} GB that are available",
-        )
+        fix = f"use a model of less than the {available / 1e9:,.1f} GB that are available"
+        raise ConfigError("model.width", f"the weights take {size / 1e9:,.1f} GB", fix)
 
 
 def _misfit(kind: str, fit: SizeFit, sizes: Sizes) -> tuple[str, str]:
-    given = ", ".join(f"{k}={v}" for k, v in sizes.for_constructor().items()) or "no sizes"
+    stated = ", ".join(f"{k}={v}" for k, v in sizes.for_constructor().items()) or "no sizes"
     if sizes.task in fit.tasks:
         needs = f"needs {' and '.join(fit.missing(sizes))}"
     else:
         needs = f"is for {' or '.join(fit.tasks)}"
     options = [f"model={name}" for name, other in FITS.items() if other.fits(sizes)]
     fix = f"use {' or '.join(options)}" if options else "name a model of your own by model._target_"
-    return f"{kind} {needs}, and the data is for {sizes.task} and gives {given}", fix
+    return f"{kind} {needs}, and the data is for {sizes.task} and gives {stated}", fix

@@ -25,9 +25,8 @@ class ModelConfig:
         if self.weights == "":
             raise ConfigError("model.weights", "is empty", "name a file or a run's folder, or null")
         if self.weights_except and self.weights is None:
-            raise ConfigError(
-                "model.weights_except", "leaves out parts of no weights", "add model.weights=PATH"
-            )
+            problem = "leaves out parts of no weights"
+            raise ConfigError("model.weights_except", problem, "add model.weights=PATH")
         if not all(self.weights_except):
             raise ConfigError("model.weights_except", "has an empty name", "e.g. [head]")
         if self._target_ is None:  # a foreign class checks for itself, and gets none of these
@@ -71,11 +70,9 @@ class Transformer(ModelConfig):
         """Heads divide the width."""
         if self.width % self.heads:
             fits = [n for n in range(1, min(self.width, 16) + 1) if self.width % n == 0]
-            raise ConfigError(
-                "model.heads",
-                f"must divide model.width={self.width}, got {self.heads}",
-                f"use one of {', '.join(map(str, fits))}, or another width",
-            )
+            problem = f"must divide model.width={self.width}, got {self.heads}"
+            fix = f"use one of {', '.join(map(str, fits))}, or another width"
+            raise ConfigError("model.heads", problem, fix)
 
 
 @dataclass

@@ -58,7 +58,7 @@ class StoredWeights:
     """What was read, by name, and where it is from."""
 
     path: Path
-    held: Mapping[str, Any]  # of shards: tensors on the meta device, with shape and type alone
+    tensors: Mapping[str, Any]  # of shards: tensors on the meta device, with shape and type alone
     sha256: str  # of the file; of shards: over their digests and names
     trust: Trust
     notes: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class StoredWeights:
     def parts(self, policy: FilePolicy) -> Iterator[dict[str, Any]]:
         """Its tensors by name: all, or one shard after the other."""
         if not self.shards:
-            yield dict(self.held)
+            yield dict(self.tensors)
         for shard in self.shards:
             yield shard.read(policy)
 
@@ -92,10 +92,10 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
         return _read_shards(path, policy)
     from runner.security.files.loader import open_file
 
-    found = open_file(path, policy)
-    _log_warnings(found, path)
+    opened = open_file(path, policy)
+    _log_warnings(opened, path)
     return StoredWeights(
-        path, _named_tensors(found, path), found.facts.sha256, found.assessment.trust
+        path, _named_tensors(opened, path), opened.facts.sha256, opened.assessment.trust
     )
 
 
@@ -120,25 +120,25 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
     from runner.security.files.sandbox import Sandbox
 
     by_name = _read_index(index)
-    held: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     shards: list[Shard] = []
     with Sandbox() as sandbox:  # one process for all
         for name in sorted(set(by_name.values())):
             path = index.parent / name
-            found = open_file(path, policy, sandbox=sandbox)
-            _log_warnings(found, path)
-            for key, value in _named_tensors(found, path).items():
-                if key in held:
+            opened = open_file(path, policy, sandbox=sandbox)
+            _log_warnings(opened, path)
+            for key, value in _named_tensors(opened, path).items():
+                if key in tensors:
                     raise ConfigError(KEY, f"{index}: two shards have {short(key)}", WHOLE_COPY)
-                held[key] = value.to("meta") if isinstance(value, Tensor) else value
-            shards.append(Shard(path, found.facts.sha256, found.assessment.trust))
-    missing = {name.replace(COMPILED, "") for name in by_name} - held.keys()
+                tensors[key] = value.to("meta") if isinstance(value, Tensor) else value
+            shards.append(Shard(path, opened.facts.sha256, opened.assessment.trust))
+    missing = {name.replace(COMPILED, "") for name in by_name} - tensors.keys()
     if missing:
         raise ConfigError(KEY, f"{index}: no shard has {some(sorted(missing))}", WHOLE_COPY)
     text = "".join(f"{shard.sha256}  {shard.path.name}\n" for shard in shards)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     notes = [f"in {len(shards)} shards"]
-    return StoredWeights(index, held, sha256, min(s.trust for s in shards), notes, tuple(shards))
+    return StoredWeights(index, tensors, sha256, min(s.trust for s in shards), notes, tuple(shards))
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -155,14 +155,14 @@ def _read_index(index: Path) -> dict[str, str]:
     return by_name
 
 
-def _log_warnings(found: Opened, path: Path) -> None:
-    for reason in found.assessment.reasons:
+def _log_warnings(opened: Opened, path: Path) -> None:
+    for reason in opened.assessment.reasons:
         if reason.severity is Severity.WARNING:
             log.warning("%s: %s: %s", KEY, path, escape_control_chars(str(reason)))
 
 
-def _named_tensors(found: Opened, path: Path) -> dict[str, Any]:
-    state = _state_dict(found.content, path, found.facts.format)
+def _named_tensors(opened: Opened, path: Path) -> dict[str, Any]:
+    state = _state_dict(opened.content, path, opened.facts.format)
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 

@@ -75,12 +75,12 @@ def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> We
     """Hold the weights against the model; nothing of it is changed. Raises ConfigError."""
     own: dict[str, Any] = model.state_dict(keep_vars=True)  # the same object where names are tied
     # before the prefix is looked for: a loss that was saved with the model has another one
-    unused = [name for name in weights.held if _matches(name, fresh)]
+    unused = [name for name in weights.tensors if _matches(name, fresh)]
     fit = WeightsFit(own, [name for name in own if _matches(name, fresh)], unused)
-    rest = [name for name in weights.held if name not in set(unused)]
+    rest = [name for name in weights.tensors if name not in set(unused)]
     fit.prefix = _prefix(rest, own)
-    held = {name.removeprefix(fit.prefix): weights.held[name] for name in rest}
-    fit.unused += [name for name in held if _matches(name, fresh)]
+    tensors = {name.removeprefix(fit.prefix): weights.tensors[name] for name in rest}
+    fit.unused += [name for name in tensors if _matches(name, fresh)]
     for pattern in fresh:
         if not any(_matches(name, [pattern]) for name in (*fit.fresh, *fit.unused)):
             raise ConfigError(
@@ -88,13 +88,13 @@ def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> We
                 f"nothing is called {short(pattern)}, in the model or in {weights.path}",
                 f"the model has {some(own, 2 * SHOWN)}",
             )
-    held = {name: value for name, value in held.items() if not _matches(name, fresh)}
+    tensors = {name: value for name, value in tensors.items() if not _matches(name, fresh)}
     tied: dict[object, list[str]] = {}
     for name, value in own.items():
         tied.setdefault(id(value) if isinstance(value, Tensor) else name, []).append(name)
     for names in tied.values():
-        _fit_one(names, held, fit)
-    unknown = {name: value for name, value in held.items() if name not in own}
+        _fit_one(names, tensors, fit)
+    unknown = {name: value for name, value in tensors.items() if name not in own}
     fit.misfits |= {name: f"{_shape(value)}is not in the model" for name, value in unknown.items()}
     if fit.misfits:
         raise _misfit(weights, fit)
@@ -114,27 +114,27 @@ def _prefix(names: list[str], own: Mapping[str, Any]) -> str:
     return prefix
 
 
-def _fit_one(names: list[str], held: Mapping[str, Any], fit: WeightsFit) -> None:
+def _fit_one(names: list[str], tensors: Mapping[str, Any], fit: WeightsFit) -> None:
     """One value of the model, under all the names that are tied to it."""
-    found = [name for name in names if name in held]
+    present = [name for name in names if name in tensors]
     fresh = [name for name in names if name in fit.fresh]
-    if found and fresh:
+    if present and fresh:
         raise ConfigError(
             EXCEPT,
-            f"{fresh[0]} stays fresh, and is the same tensor as {found[0]}, which does not",
+            f"{fresh[0]} stays fresh, and is the same tensor as {present[0]}, which does not",
             "name both, or neither",
         )
-    if not found:
+    if not present:
         missing = f"{_shape(fit.own[names[0]])}is not in the file"
         fit.misfits |= dict.fromkeys(() if fresh else names, missing)
         return
-    own, first = fit.own[names[0]], held[found[0]]
+    own, first = fit.own[names[0]], tensors[present[0]]
     if wrong := _wrong(first, own):
-        fit.misfits[found[0]] = wrong
-    for name in found[1:]:
-        if not _same(held[name], first):
-            fit.misfits[name] = f"differs from {found[0]}, which is the same tensor in the model"
-    fit.sources.update(dict.fromkeys(names, fit.prefix + found[0]))
+        fit.misfits[present[0]] = wrong
+    for name in present[1:]:
+        if not _same(tensors[name], first):
+            fit.misfits[name] = f"differs from {present[0]}, which is the same tensor in the model"
+    fit.sources.update(dict.fromkeys(names, fit.prefix + present[0]))
     if isinstance(own, Tensor) and not wrong and first.dtype != own.dtype:
         fit.converted[f"{_type(first.dtype)} to {_type(own.dtype)}"] += 1
 
@@ -170,7 +170,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _misfit(weights: StoredWeights, fit: WeightsFit) -> ConfigError:
     """All that is in the way, and what to leave out where that is little."""
-    told = [f"{name} {problem}" for name, problem in fit.misfits.items()]
+    parts = [f"{name} {problem}" for name, problem in fit.misfits.items()]
     sound = [name for name in fit.sources if name not in fit.misfits]
     places = dict.fromkeys(_module_of(name, sound) for name in fit.misfits)
     fix = f"name the model that it is of (model=…, its sizes), or what to leave out by {EXCEPT}"
@@ -178,7 +178,7 @@ def _misfit(weights: StoredWeights, fit: WeightsFit) -> ConfigError:
         fix = f"to start without these parts, add '{EXCEPT}=[{','.join(places)}]'"
     count = len(fit.misfits)
     return ConfigError(
-        KEY, f"{weights.path} does not fit the model, in {count} names: {some(told)}", fix
+        KEY, f"{weights.path} does not fit the model, in {count} names: {some(parts)}", fix
     )
 
 
@@ -194,15 +194,15 @@ def _shape(value: Any) -> str:
 
 def _summary(weights: StoredWeights, fit: WeightsFit) -> str:
     """What was done, in a few words each."""
-    told = [weights.trust.name.lower(), f"{len(fit.sources):,} tensors"]
-    told += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]
+    parts = [weights.trust.name.lower(), f"{len(fit.sources):,} tensors"]
+    parts += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]
     if fit.prefix:
-        told.append(f"{short(fit.prefix)} before their names left off")
+        parts.append(f"{short(fit.prefix)} before their names left off")
     if fit.fresh:
-        told.append(f"fresh: {some(fit.fresh)}")
+        parts.append(f"fresh: {some(fit.fresh)}")
     if left := [name for name in fit.unused if name not in fit.fresh]:
-        told.append(f"left out of the file: {some(left)}")
-    return "; ".join([*told, *weights.notes])
+        parts.append(f"left out of the file: {some(left)}")
+    return "; ".join([*parts, *weights.notes])
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -13,13 +13,11 @@ from runner.data.batch import Sizes
 from runner.data.config import AS_CLASSES
 from runner.errors import ConfigError
 from runner.objectives.base import Objective
-from runner.objectives.classification import Classification
 from runner.objectives.config import KINDS, ObjectiveConfig
-from runner.objectives.custom import Custom
-from runner.objectives.language_modelling import LanguageModelling
-from runner.objectives.regression import RegressionObjective
 from runner.security.registry import assembled, construct
 
+Resolve = Callable[[str, str], Any]
+KEY = "objective._target_"
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
 KNOBS = {
     "label_smoothing": ("classification",),
@@ -27,11 +25,7 @@ KNOBS = {
 }
 
 
-def build_objective(
-    config: ObjectiveConfig,
-    sizes: Sizes,
-    resolve: Callable[[str, str], Any],
-) -> Objective:
+def build_objective(config: ObjectiveConfig, sizes: Sizes, resolve: Resolve) -> Objective:
     """The objective that `config` asks for; `auto` takes the one that fits the data's task.
 
     Raises ConfigError when it does not fit the data.
@@ -41,51 +35,48 @@ def build_objective(
         kind = "custom"
     for knob, kinds in KNOBS.items():
         if getattr(config, knob) != getattr(ObjectiveConfig, knob) and kind not in kinds:
-            raise ConfigError(
-                f"objective.{knob}", f"means nothing to {kind}", f"it is for {' and '.join(kinds)}"
-            )
+            fix = f"it is for {' and '.join(kinds)}"
+            raise ConfigError(f"objective.{knob}", f"means nothing to {kind}", fix)
     if config._target_ is not None:
-        return _foreign(config, config._target_, sizes, resolve)
+        return _custom(config, config._target_, sizes, resolve)
     if config.arguments:
-        name = next(iter(config.arguments))
-        raise ConfigError(
-            f"objective.{name}", "there is no such key", "only objective._target_ takes others"
-        )
+        key = f"objective.{next(iter(config.arguments))}"
+        raise ConfigError(key, "there is no such key", f"only {KEY} takes others")
     if kind not in KINDS or kind != sizes.task:
         labels = (kind, sizes.task) == ("classification", "regression")
-        raise ConfigError(
-            "objective.kind",
-            f"{kind} does not fit the data, whose task is {sizes.task!r}",
-            f"if the targets are classes, {AS_CLASSES}" * labels
-            or "use objective=auto, other data, or name a loss by objective._target_",
-        )
-    if kind == "language_modelling":
+        fix = f"use objective=auto, other data, or name a loss by {KEY}"
+        problem = f"{kind} does not fit the data, whose task is {sizes.task!r}"
+        fix = f"if the targets are classes, {AS_CLASSES}" if labels else fix
+        raise ConfigError("objective.kind", problem, fix)
+    if kind == "language_modelling":  # a run imports the objective that it has
+        from runner.objectives.language_modelling import LanguageModelling
+
         return LanguageModelling(sizes.vocab, config.ignore_index)
     if kind == "regression":
+        from runner.objectives.regression import RegressionObjective
+
         return RegressionObjective(sizes.target_mean, sizes.target_deviation)
     if sizes.classes is None:
-        raise ConfigError(
-            "objective",
-            "classification needs the number of classes, which the data does not state",
-            "give the data set a `classes`",
-        )
+        problem = "classification needs the number of classes, which the data does not state"
+        raise ConfigError("objective", problem, "give the data set a `classes`")
+    from runner.objectives.classification import Classification
+
     smoothing, top_k, ignored = config.label_smoothing, config.top_k, config.ignore_index
     return Classification(sizes.classes, sizes.class_names, smoothing, top_k, ignored)
 
 
-def _foreign(
-    config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Callable[[str, str], Any]
-) -> Objective:
-    loss = resolve(target, "objective._target_")
+def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve) -> Objective:
+    loss = resolve(target, KEY)
     arguments = assembled(config.arguments, resolve, "objective")
     if isinstance(loss, type):
         loss, arguments = construct(loss, arguments, sizes.for_constructor(), "objective"), {}
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):
-        fix = "give it __call__(output, target)"
-        raise ConfigError("objective._target_", f"{target} cannot be called", fix)
+        raise ConfigError(KEY, f"{target} cannot be called", "give it __call__(output, target)")
     _check_call(loss, target, arguments)
+    from runner.objectives.custom import Custom
+
     return Custom(partial(loss, **arguments) if arguments else loss, target)
 
 
@@ -97,8 +88,6 @@ def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]
         return
     except TypeError as error:
         given = "".join(f", {name}=…" for name in arguments)
-        raise ConfigError(
-            "objective._target_",
-            f"{target} cannot be called as loss(output, target{given}): {error}",
-            "it takes these two and the keys added with +objective.",
-        ) from error
+        problem = f"{target} cannot be called as loss(output, target{given}): {error}"
+        fix = "it takes these two and the keys added with +objective."
+        raise ConfigError(KEY, problem, fix) from error

@@ -97,10 +97,9 @@ class Classification(Objective):
     def _logits(self, output: Any) -> Tensor:
         logits = model_output.logits(output)
         if logits.ndim > 1 and logits.shape[1] != self.classes:
-            raise ConfigError(
-                "model",
+            problem = (
                 f"returns {logits.shape[1]} outputs a sample, and the data has {self.classes} "
-                "classes",
-                "name `classes` in its constructor and size the last layer by it",
             )
+            fix = "name `classes` in its constructor and size the last layer by it"
+            raise ConfigError("model", f"{problem}classes", fix)
         return logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,8 +35,7 @@ class CrossEntropy:
                 logits, target, ignore_index=self.skip, label_smoothing=self.label_smoothing
             )
         except (IndexError, RuntimeError, ValueError) as error:
-            problem = self.problem(logits.shape, target)
-            if problem is None:
+            if (problem := self.problem(logits.shape, target)) is None:
                 raise
             raise problem from error
 
@@ -44,20 +45,14 @@ class CrossEntropy:
             return logits.mean_cross_entropy(target, self.skip)
         except (IndexError, RuntimeError, ValueError) as error:
             rows = torch.Size((target.numel(), logits.shape[-1]))
-            problem = self.problem(rows, target.flatten())
-            if problem is None:
+            if (problem := self.problem(rows, target.flatten())) is None:
                 raise
             raise problem from error
 
     def each(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of each target, 0 for those ignored."""
-        return F.cross_entropy(
-            logits,
-            target,
-            ignore_index=self.skip,
-            reduction="none",
-            label_smoothing=self.label_smoothing,
-        )
+        how: Any = {"ignore_index": self.skip, "label_smoothing": self.label_smoothing}
+        return F.cross_entropy(logits, target, reduction="none", **how)
 
     def weight(self, target: Tensor) -> Tensor | int:
         """How many targets count; a tensor when the device has to count them."""
@@ -76,11 +71,8 @@ class CrossEntropy:
         if target.is_floating_point() or target.dtype is torch.bool:
             return DataError(f"targets are {target.dtype}; classes are named by their index, int64")
         if len(shape) < 2 or shape[:1] + shape[2:] != target.shape:
-            return ConfigError(
-                "model",
-                f"returns {list(shape)} for targets of {list(target.shape)}",
-                "return a row of logits per target",
-            )
+            problem = f"returns {list(shape)} for targets of {list(target.shape)}"
+            return ConfigError("model", problem, "return a row of logits per target")
         if target.dtype not in (torch.int64, torch.uint8):
             return DataError(f"targets are {target.dtype}; hand them over as int64")
         if target.device.type != "cpu":  # after a failed assertion nothing can be read
@@ -89,8 +81,7 @@ class CrossEntropy:
         if not wrong.numel():
             return None
         value = int(wrong[0])
-        fix = f"; where it means 'no target', set objective.ignore_index={value}"
+        fix = f"; where it means 'no target', set objective.ignore_index={value}" * (value < 0)
         return DataError(
-            f"target {value} is out of range: there are classes 0 to {shape[1] - 1}"
-            + (fix if value < 0 else "")
+            f"target {value} is out of range: there are classes 0 to {shape[1] - 1}{fix}"
         )

@@ -28,39 +28,30 @@ class Custom(Objective):
         self.name, self.key = name, key  # for messages
         self.module = loss if isinstance(loss, nn.Module) else None
         if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
-            raise ConfigError(
-                key,
-                f"{name} has parameters, and only the model's are trained",
-                "move them into the model, or set requires_grad to False",
-            )
+            problem = f"{name} has parameters, and only the model's are trained"
+            raise ConfigError(key, problem, "move them into the model, or freeze them")
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """The loss that the callable returns, 0-d."""
         if self.module is not None:
-            self.module.to(_first(target, "target").device)
+            self.module.to(_first(target).device)
             self.module = None  # once is enough: what a batch is on does not change
         loss = self.loss(output, target)
         if not isinstance(loss, Tensor) or loss.ndim:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                self.key,
-                f"{self.name} returned {shape}",
-                "return the mean loss over the batch, a tensor without dimensions",
-            )
+            fix = "return the mean loss over the batch, a tensor without dimensions"
+            raise ConfigError(self.key, f"{self.name} returned {shape}", fix)
         return loss
 
     def weight(self, target: Any) -> int:
         """How many samples there are."""
-        return _first(target, "target").shape[0]
+        return _first(target).shape[0]
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """The loss, summed over samples."""
-        loss = self(output, target)
-        count = self.weight(target)
-        return {
-            "loss": model_output.total(loss.detach() * count),
-            "count": torch.full((), count, device=loss.device),
-        }
+        loss, count = self(output, target), self.weight(target)
+        counts = torch.full((), count, device=loss.device)
+        return {"loss": model_output.total(loss.detach() * count), "count": counts}
 
     def metric_names(self) -> list[str]:
         """Those of `metrics`."""
@@ -72,9 +63,8 @@ class Custom(Objective):
         return {"loss": totals["loss"].item() / count}
 
 
-def _first(value: Any, what: str) -> Tensor:
+def _first(target: Any) -> Tensor:
     """The first tensor in it; its first dimension is the samples."""
-    found = next((tensor for _, tensor in named_leaves(value)), None)
-    if found is None:
-        raise ConfigError("data", f"the {what} is a {type(value).__name__} without a tensor in it")
-    return found
+    for _, tensor in named_leaves(target):
+        return tensor
+    raise ConfigError("data", f"the target is a {type(target).__name__} without a tensor in it")

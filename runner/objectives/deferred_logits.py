@@ -129,11 +129,9 @@ def _pass(
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Sum of the losses, how many there are, and the sum's gradients."""
-    low_weight = weight.to(dtype)
-    low_bias = None if bias is None else bias.to(dtype)
-    total, count, of_hidden, of_weight, of_bias = _room(
-        hidden, weight, bias, target, skip, chunk, dtype
-    )
+    low_weight, low_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    results = _empty_results(hidden, weight, bias, dtype)
+    total, count, of_hidden, of_weight, of_bias = results
     counted = (target != skip).unsqueeze(1)
     label = torch.where(counted, target.unsqueeze(1), 0).long()
     for start in range(0, hidden.shape[0], chunk):
@@ -153,19 +151,20 @@ def _pass(
         else:
             of_weight += slope.T @ h
     count += counted.sum()
-    return total, count, of_hidden, of_weight, of_bias
+    return results
 
 
-def _room(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """What a pass fills in, still empty."""
-    dtype, device = rest[-1], hidden.device
-    exact = torch.promote_types(dtype, torch.float32)
+def _empty_results(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """What a pass fills in."""
+    exact: Any = {"dtype": torch.promote_types(dtype, torch.float32), "device": hidden.device}
     return (
-        torch.zeros((), dtype=exact, device=device),
-        torch.zeros((), dtype=torch.int64, device=device),
-        torch.empty(hidden.shape, dtype=dtype, device=device),
-        torch.zeros(weight.shape, dtype=exact, device=device),
-        torch.zeros(0 if bias is None else len(bias), dtype=exact, device=device),
+        torch.zeros((), **exact),
+        torch.zeros((), dtype=torch.int64, device=hidden.device),
+        torch.empty(hidden.shape, dtype=dtype, device=hidden.device),
+        torch.zeros(weight.shape, **exact),
+        torch.zeros(0 if bias is None else len(bias), **exact),
     )
 
 
@@ -178,4 +177,4 @@ _opaque_pass = torch.library.custom_op(
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int skip, int chunk, "
     "ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-_opaque_pass.register_fake(_room)
+_opaque_pass.register_fake(lambda h, w, bias, *rest: _empty_results(h, w, bias, rest[-1]))

@@ -12,6 +12,7 @@ from runner.errors import ConfigError
 from runner.objectives import model_output
 from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
+from runner.objectives.deferred_logits import DeferredLogits, find_logits
 
 BYTES = 256  # a vocabulary of this size is taken to be bytes
 SLICE = 2**24  # logits that are tallied at once: with their copy in fp32 and softmax, 128 MB
@@ -37,10 +38,10 @@ class LanguageModelling(Objective):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy per token, in nats, 0-d."""
-        deferred = model_output.deferred(output)
-        if deferred is not None:
-            self._check(deferred.shape, target)
-            return self.loss.mean_deferred(deferred, target)
+        logits = find_logits(output)
+        if isinstance(logits, DeferredLogits):
+            self._check(logits.shape, target)
+            return self.loss.mean_deferred(logits, target)
         return self.loss.mean(*self._rows(model_output.logits(output), target))
 
     def weight(self, target: Tensor) -> Tensor | int:
@@ -86,14 +87,10 @@ class LanguageModelling(Objective):
 
     def _check(self, shape: torch.Size, target: Tensor) -> None:
         if shape[:-1] != target.shape:
-            raise ConfigError(
-                "model",
-                f"returns {list(shape)} for targets of {list(target.shape)}",
-                "return [batch, sequence, vocab]: a row of logits for each token",
-            )
+            problem = f"returns {list(shape)} for targets of {list(target.shape)}"
+            fix = "return [batch, sequence, vocab]: a row of logits for each token"
+            raise ConfigError("model", problem, fix)
         if self.vocab is not None and shape[-1] < self.vocab:
-            raise ConfigError(
-                "model",
-                f"returns {shape[-1]} logits a token, and the data's ids go up to {self.vocab - 1}",
-                "name `vocab` in its constructor and size the last layer by it",
-            )
+            problem = f"returns {shape[-1]} logits a token, and the data's ids go up to "
+            fix = "name `vocab` in its constructor and size the last layer by it"
+            raise ConfigError("model", f"{problem}{self.vocab - 1}", fix)

@@ -27,23 +27,15 @@ def raw_logits(output: Any) -> Tensor:
     if isinstance(inside, DeferredLogits):
         inside = inside.whole()
     if not isinstance(inside, Tensor):
-        raise ConfigError(
-            "model",
-            f"returns a {type(output).__name__} in which there are no logits",
-            "return a tensor, a tuple that starts with one, or something with `logits`",
-        )
+        problem = f"returns a {type(output).__name__} in which there are no logits"
+        fix = "return a tensor, a tuple that starts with one, or something with `logits`"
+        raise ConfigError("model", problem, fix)
     return inside
 
 
 def float_logits(logits: Tensor) -> Tensor:
     """Upcast to fp32: a loss taken in 16 bits would keep two or three digits."""
     return logits.float() if logits.dtype in HALVES else logits
-
-
-def deferred(output: Any) -> DeferredLogits | None:
-    """The logits, where the output layer put them off; None where they are there."""
-    inside = find_logits(output)
-    return inside if isinstance(inside, DeferredLogits) else None
 
 
 def total(values: Tensor) -> Tensor:

@@ -85,19 +85,18 @@ class RegressionObjective(Objective):
         """The target in the output's shape; [n] and [n, 1] would broadcast to [n, n]."""
         if target.shape != predicted.shape:
             if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
-                raise self._misfit(predicted.shape, target)
+                raise _misfit(predicted.shape, target)
             target = target.reshape(predicted.shape)
-        if target.dtype is not predicted.dtype:
-            target = target.to(predicted.dtype)
-        return target
+        return target.to(predicted.dtype)
 
-    def _misfit(self, shape: torch.Size, target: Tensor) -> UsageError:
-        problem = f"returns {list(shape)} for targets of {list(target.shape)}"
-        fix = "return as many numbers a sample as the data has targets (`classes`)"
-        a_row_each = len(shape) == 2 and shape[0] == target.numel()
-        if not (a_row_each and target.is_floating_point()):
-            return ConfigError("model", problem, fix)
-        return DataError(
-            f"data: the targets are floats, so quantities (a regression), and the model {problem}; "
-            f"if they are classes, {AS_CLASSES}; if not, {fix}"
-        )
+
+def _misfit(shape: torch.Size, target: Tensor) -> UsageError:
+    problem = f"returns {list(shape)} for targets of {list(target.shape)}"
+    fix = "return as many numbers a sample as the data has targets (`classes`)"
+    a_row_each = len(shape) == 2 and shape[0] == target.numel()
+    if not (a_row_each and target.is_floating_point()):
+        return ConfigError("model", problem, fix)
+    return DataError(
+        f"data: the targets are floats, so quantities (a regression), and the model {problem}; "
+        f"if they are classes, {AS_CLASSES}; if not, {fix}"
+    )

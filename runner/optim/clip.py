@@ -95,11 +95,10 @@ def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) ->
 
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """There is no kernel for norms of rows of a list, so one by one."""
+    dims = [tuple(range(1, t.ndim)) or None for t in tensors]
     return [
-        torch.linalg.vector_norm(
-            t, dim=tuple(range(1, t.ndim)) if t.ndim > 1 else None, keepdim=t.ndim > 1
-        )
-        for t in tensors
+        torch.linalg.vector_norm(t, dim=dim, keepdim=dim is not None)
+        for t, dim in zip(tensors, dims, strict=True)
     ]
 
 

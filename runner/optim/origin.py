@@ -31,10 +31,8 @@ def runs_torchs_step(optimizer: Optimizer) -> bool:
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None) or not _is_torchs_code(optimizer.step):
         return False
-    hooks = (
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
-    )  # fmt: skip
+    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks = [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     modules = {getattr(hook, "__module__", "") for each in hooks if each for hook in each.values()}
     return modules <= OUR_HOOKS
 

@@ -55,7 +55,9 @@ class StepGraph:
         if update.lr is not None:  # whose optimizer is somebody else's may change under us
             options = {**options, "guard_filter_fn": _worth_checking}
         self._step = torch.compile(
-            _traced(forward, objective, update, self.targets), fullgraph=True, options=options
+            _traced(forward, objective, update, self.targets),
+            fullgraph=True,
+            options=options,
         )
 
     @staticmethod
@@ -133,22 +135,30 @@ class Targets:
         bad = (target < 0) | (target >= self.classes)
         if self.ignored is not None:
             bad = bad & (target != self.ignored)
-        found = bad.any()
+        any_bad = bad.any()
         least = torch.iinfo(target.dtype).min
-        self.value.copy_(torch.where(found, torch.where(bad, target, least).max(), self.value))
-        self.wrong.logical_or_(found)
-        return torch.where(bad, 0, target), torch.maximum(veto, found.to(veto.dtype))
+        self.value.copy_(torch.where(any_bad, torch.where(bad, target, least).max(), self.value))
+        self.wrong.logical_or_(any_bad)
+        return torch.where(bad, 0, target), torch.maximum(veto, any_bad.to(veto.dtype))
 
 
 def _stay_in_place(update: OptimizerStep, targets: Targets) -> None:
     """Promise that what a step changes keeps its address: else CUDA graphs are not recorded."""
     kernel = update.kernel
-    groups = [] if kernel is None else kernel.groups
-    state = [t for group in groups for t in (*group.first, *group.second)]
-    counters = [update.updates, targets.wrong, targets.value]
-    counters += [] if kernel is None else [kernel.count]
+    state = [t for group in kernel.groups for t in (*group.first, *group.second)] if kernel else []
+    counters = [
+        update.updates,
+        targets.wrong,
+        targets.value,
+        *([kernel.count] if kernel else []),
+    ]
     flags = [update.loss_limit, update.norm_limit, update.never, update.always]
-    for tensor in (*state, *counters, *flags, *update.average):  # the model's own are known to stay
+    for tensor in (
+        *state,
+        *counters,
+        *flags,
+        *update.average,
+    ):  # the model's own are known to stay
         torch._dynamo.mark_static_address(tensor)
 
 
@@ -163,7 +173,10 @@ def _worth_checking(guards: Sequence[Any]) -> list[bool]:
 
 
 def _traced(
-    forward: Callable[..., Any], objective: Objective, update: OptimizerStep, targets: Targets
+    forward: Callable[..., Any],
+    objective: Objective,
+    update: OptimizerStep,
+    targets: Targets,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The function that becomes the graph; all of its Python runs while it is traced."""
     parameters = update.parameters
@@ -192,9 +205,8 @@ def _traced(
             update.updates.add_(made)
             each = iter(gradients)
             for group, divisor in zip(kernel.groups, divisors, strict=True):
-                adam_or_sgd = _adam if kernel.adam else _sgd
-                mine = [next(each) for _ in group.parameters]
-                adam_or_sgd(group, mine, lr, divisor, kernel.count, made)
+                mine = [_prepared(next(each), divisor, group.options) for _ in group.parameters]
+                (_adam if kernel.adam else _sgd)(group, mine, lr, kernel.count, made)
             for average, parameter in zip(update.average, parameters, strict=False):
                 average.add_((parameter - average) * (update.following * made))
             for buffer, old in zip(update.buffers.now(), before, strict=True):
@@ -204,50 +216,39 @@ def _traced(
     return step
 
 
-def _adam(
-    group: Group,
-    gradients: list[Tensor],
-    lr: Tensor,
-    divisor: Tensor | None,
-    count: Tensor,
-    made: Tensor,
-) -> None:
+def _prepared(gradient: Tensor, divisor: Tensor | None, options: dict[str, Any]) -> Tensor:
+    if divisor is not None:
+        gradient = gradient / divisor
+    return -gradient if options["maximize"] else gradient
+
+
+def _adam(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made: Tensor) -> None:
     """Adam and AdamW (Kingma and Ba 2015, Loshchilov and Hutter 2019), as torch's kernel has it."""
     options = group.options
     beta1, beta2 = options["betas"]
     decay, eps = options["weight_decay"], options["eps"]
+    decoupled = options["decoupled_weight_decay"]
     # in double, as the kernel: in float 1 - 0.999 has lost three digits
     updates = count.double().clamp(min=1)
     step_size = (lr.double() / (1 - beta1**updates)).float()
     root = (1 - beta2**updates).sqrt().float()
-    for p, g, first, second in zip(
-        group.parameters, gradients, group.first, group.second, strict=True
-    ):
-        g = _prepared(g, divisor, options["maximize"])
-        if decay and not options["decoupled_weight_decay"]:
+    state = zip(group.parameters, gradients, group.first, group.second, strict=True)
+    for p, g, first, second in state:
+        if decay and not decoupled:
             g = g + decay * p
         m = first + (g - first) * (1 - beta1)
         v = beta2 * second + (1 - beta2) * g * g
-        kept = p * (1 - lr * decay) if decay and options["decoupled_weight_decay"] else p
-        new = kept - step_size * m / (v.sqrt() / root + eps)
-        p.copy_(torch.where(made, new, p))
-        first.copy_(torch.where(made, m, first))
-        second.copy_(torch.where(made, v, second))
+        decayed = p * (1 - lr * decay) if decay and decoupled else p
+        new = decayed - step_size * m / (v.sqrt() / root + eps)
+        for tensor, value in ((p, new), (first, m), (second, v)):
+            tensor.copy_(torch.where(made, value, tensor))
 
 
-def _sgd(
-    group: Group,
-    gradients: list[Tensor],
-    lr: Tensor,
-    divisor: Tensor | None,
-    count: Tensor,
-    made: Tensor,
-) -> None:
+def _sgd(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made: Tensor) -> None:
     """SGD with momentum, as torch's kernel has it."""
     options = group.options
     momentum = options["momentum"]
     for i, (p, g) in enumerate(zip(group.parameters, gradients, strict=True)):
-        g = _prepared(g, divisor, options["maximize"])
         if options["weight_decay"]:
             g = g + options["weight_decay"] * p
         if momentum:
@@ -255,9 +256,3 @@ def _sgd(
             g = g + momentum * velocity if options["nesterov"] else velocity
             group.first[i].copy_(torch.where(made, velocity, group.first[i]))
         p.copy_(torch.where(made, p - lr * g, p))
-
-
-def _prepared(gradient: Tensor, divisor: Tensor | None, maximize: bool) -> Tensor:
-    if divisor is not None:
-        gradient = gradient / divisor
-    return -gradient if maximize else gradient

@@ -1,4 +1,4 @@
-"""Keys and options as other programs call them; a suggestion is composed before it is shown."""
+"""Keys, options and values as other programs call them, and what they are called here."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ KEYS = {
     "objective": "loss criterion loss_fn loss_function",
     "seed": "seed_everything random_seed manual_seed random_state",
     "device": "accelerator",
-    "device.threads": "threads num_threads torch_threads",
     "stability.clip_norm": "clip_norm grad_clip clip_grad_norm gradient_clip_val max_grad_norm",
     "optimization": "optimization_level opt_level",
     "optimization.amp.enabled": "amp use_amp autocast mixed_precision fp16 bf16",
     "optimization.compile.enabled": "compile torch_compile compile_model",
     "optimization.recompute.enabled": "gradient_checkpointing activation_checkpointing",
-    "optimization.tf32.enabled": "tf32 allow_tf32",
     "checkpoint.resume": "resume ckpt_path resume_from resume_from_checkpoint checkpoint_path ckpt",
     "checkpoint.every": "save_every save_steps checkpoint_every save_interval",
     "monitoring.every": "log_every log_every_n_steps logging_steps log_interval",
     "hydra.run.dir": "output_dir out_dir save_dir log_dir logdir default_root_dir",
     "name": "run_name exp_name experiment_name",
     "job": "task mode action",
-    "debug": "debug_mode",
+    "training": "trainer train",
 }
 """Our keys, and the names of other programs whose value ours takes, in any group."""
 
@@ -50,32 +48,26 @@ _PRECISION = {
     **dict.fromkeys(("16", "fp16", "float16", "16-mixed"), f"{_AMP}=fp16"),
     **dict.fromkeys(("32", "fp32", "float32", "32-true"), "optimization.amp.enabled=false"),
 }
-_DEVICES = {"1": "device=cuda", "true": "device=cuda", "0": "device=cpu", "auto": "device=auto"}
-VALUES = {
-    **dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION),
-    **dict.fromkeys(("gpus", "devices", "num_gpus", "gpu", "cuda", "use_cuda"), _DEVICES),
-    **dict.fromkeys(("fast_dev_run", "dry_run"), {"true": "training.steps=1"}),
-}
+VALUES = dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION)
 """Names of other programs whose value is spelled otherwise: overrides by value."""
 
+_TRANSFORMER = "data=stdlib_text model=gpt"
 OPTIONS = {
-    "device": {"gpu": "cuda", "nvidia": "cuda", "metal": "mps"},
-    "debug": {"true": "full", "on": "full", "all": "full", "false": "none", "off": "none"},
-    "data": {"mnist": "digits", "breast_cancer": "cancer", "csv": "tabular", "parquet": "tabular",
-             "npz": "arrays", "imagefolder": "images"},
-    "model": {"resnet": "cnn", "conv": "cnn", "fc": "mlp"} | dict.fromkeys(
-        ("transformer", "gpt2", "nanogpt", "lm"), "gpt"),
-    "objective": {"mse": "regression", "lm": "language_modelling"} | dict.fromkeys(
-        ("cross_entropy", "crossentropy", "ce", "nll", "bce"), "classification"),
-    "schedule": {"none": "constant", "cosineannealinglr": "cosine", "steplr": "step",
-                 "onecyclelr": "onecycle"},
-    "job": {"fit": "train", "test": "evaluate", "eval": "evaluate", "validate": "evaluate"},
-    "optimization": {"o0": "none", "o1": "basic", "off": "none", "max": "maximum", "best": "auto"},
-}  # fmt: skip
-"""By group, options of other programs and ours."""
-
-GROUPS = {"trainer": "training", "train": "training", "dataloader": "data", "logging": "monitoring"}
-"""Groups of other programs and ours."""
+    "device": {"gpu": "device=cuda", "metal": "device=mps"},
+    "debug": {"true": "debug=full", "all": "debug=full", "false": "debug=none"},
+    "data": {"mnist": "data=digits", "csv": "data=tabular", "imagefolder": "data=images"},
+    "model": {**dict.fromkeys(("gpt2", "transformer"), _TRANSFORMER), "resnet": "model=cnn"},
+    "objective": {"mse": "objective=regression", "cross_entropy": "objective=classification"},
+    "schedule": {
+        "none": "schedule=constant",
+        "cosineannealinglr": "schedule=cosine",
+        "steplr": "schedule=step",
+        "onecyclelr": "schedule=onecycle",
+    },
+    "job": {"fit": "job=train", "test": "job=evaluate", "eval": "job=evaluate"},
+    "optimization": {"off": "optimization=none", "best": "optimization=auto"},
+}
+"""By group, options of other programs and the overrides that stand for them."""
 
 NAMES_OF_OPTIONS = ("name", "type", "kind", "class", "arch")
 """`model.name=cnn` is `model=cnn` here."""
@@ -83,16 +75,13 @@ NAMES_OF_OPTIONS = ("name", "type", "kind", "class", "arch")
 FILES = {".csv": "tabular", ".tsv": "tabular", ".parquet": "tabular", ".npz": "arrays"}
 """The data option that reads a file, by suffix."""
 
-TORCHVISION = (
-    "alexnet", "convnext", "densenet", "efficientnet", "inception", "mobilenet", "regnet", "resnet",
-    "swin", "vgg", "vit",
-)  # fmt: skip
+TORCHVISION = ("convnext", "densenet", "efficientnet", "mobilenet", "resnet", "swin", "vgg", "vit")
 """How names of torchvision's models begin."""
 
-TORCH_OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam",
-    "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
+TORCH_OPTIMIZERS = tuple(
+    "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD"
+    " SparseAdam".split()
+)
 
 _LOGGERS = "a run always writes metrics.jsonl, summary.json and TensorBoard; monitoring.* sets how"
 _HOOKS = "early stopping is training.patience; a class of your own goes into debug.hooks"
@@ -109,4 +98,11 @@ ABSENT = {
 
 def key_of(name: str) -> str:
     """Our key for another program's; "" where there is none."""
+    name = name.casefold().replace("-", "_")
     return next((ours for ours, names in KEYS.items() if name in names.split()), "")
+
+
+def replacement(key: str) -> str:
+    """What there is in place of something that has no key here; "" where nothing is known."""
+    parts = key.casefold().replace("-", "_").split(".")
+    return next((ABSENT[part] for part in parts if part in ABSENT), "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,29 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.data.config import OPTIONS as DATA
 from runner.errors import ConfigError, StorageError
 from runner.models.config import OPTIONS as MODELS
-from runner.overrides.groups import options
-from runner.overrides.spelling import CliOverride, Compose, first_job, parse_override
-from runner.overrides.suggestions import Suggestions, command, nearest, replacement, suggestion
+from runner.overrides import aliases
+from runner.overrides.groups import nearest, options
+from runner.overrides.spelling import (
+    CliOverride,
+    Compose,
+    first_job,
+    parse_override,
+    sweep_overrides,
+)
 from runner.record import hydra_files
 
-Composes = Callable[[list[str]], bool]
-SCHEMAS: dict[str, Mapping[str, type]] = {"data": DATA, "model": MODELS}
+SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA, "model": MODELS}
 UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
-TYPES = {"Integer": "an int", "Float": "a number", "Boolean": "true or false", "str": "a text"}
-PLUGINS = "or a plugin of a package: pip install hydra-joblib-launcher or hydra-optuna-sweeper"
+DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
+PLUGINS = "plugins of packages: pip install hydra-joblib-launcher or hydra-optuna-sweeper"
+SURE = 0.75  # similarity from which two spellings are taken for one word
 
 
 def explain(
     error: Exception,
     overrides: Sequence[str],
     compose: Compose,
-    composes: Composes,
+    composes: Callable[[list[str]], bool],
     folders: Sequence[Path] = (),
 ) -> ConfigError:
     """The error as one line that names the key and what composes in its place.
@@ -44,54 +50,155 @@ def explain(
     """
     parsed = [parse_override(text) for text in overrides]
     groups = options(*folders)
-    chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
-    suggestions = Suggestions(groups, chosen, composes)
     if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
         return translate(error)
-    for override in parsed:
-        if override.key in groups and (wrong := _wrong_option(override, suggestions)):
-            return wrong
-    if "--multirun" in str(error) and (wrong := _several_values(parsed, suggestions)):
-        return wrong
-    if wrong := _wrong_file(folders, suggestions, compose):
-        return wrong
+    chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
+    guesses = Guesses(groups, chosen, composes)
+    problems = [_wrong_option(override, guesses) for override in parsed if override.key in groups]
+    if "--multirun" in str(error):
+        problems.append(_several_values(parsed, guesses))
+    problem = next(filter(None, problems), None) or _wrong_file(folders, guesses, compose)
+    if problem is not None:
+        return problem
     try:
-        config = compose(suggestions.choices)
+        config = compose(chosen)
     except UNCOMPOSED:
         return translate(error, folders)
     keys = [o for o in parsed if o.key not in groups and "/" not in o.key]
-    wrong_keys = (_wrong_key(override, suggestions, config) for override in keys)
+    wrong_keys = (_wrong_key(override, guesses, config) for override in keys)
     return next(filter(None, wrong_keys), None) or translate(error, folders)
 
 
-def _wrong_option(override: CliOverride, suggestions: Suggestions) -> ConfigError | None:
+@dataclass(frozen=True)
+class Guesses:
+    """What may have been meant, in the context of the options that were chosen."""
+
+    groups: Mapping[str, Mapping[str, str]]
+    choices: list[str]  # valid options, as `data=cancer`
+    composes: Callable[[list[str]], bool]
+
+    def first(self, guesses: Iterable[list[str]]) -> list[str]:
+        """The first guess that composes with the chosen options; empty where none does."""
+        for guess in guesses:
+            keys = {text.partition("=")[0] for text in guess}
+            others = [text for text in self.choices if text.partition("=")[0] not in keys]
+            if self.composes([*others, *guess]):
+                return guess
+        return []
+
+    def of_option(self, group: str, value: str) -> Iterator[list[str]]:
+        """What an option that does not exist may be meant for."""
+        name = value.casefold()
+        if value.startswith("["):
+            yield [f"{group}={value.strip('[]').replace(' ', '')}"]
+        if ours := aliases.OPTIONS.get(group, {}).get(name):
+            yield ours.split()
+        if group == "device" and (numbered := DEVICE.fullmatch(name)):
+            yield ["device=cuda", f"device.index={numbered[1]}"]
+        if group == "data" and (kind := aliases.FILES.get(Path(name).suffix)):
+            yield [f"data={kind}", f"data.path={value}"]
+        if group == "model" and name.startswith(aliases.TORCHVISION):
+            yield [f"model._target_=torchvision.models.{value}", "security.trusted=[torchvision]"]
+        if group == "optimizer" and (near := nearest(value, aliases.TORCH_OPTIMIZERS, 0.8)):
+            yield [f"optimizer.name={near}"]
+        if near := nearest(value, self.groups[group]):
+            yield [f"{group}={near}"]
+
+    def of_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
+        """What a key may be meant for, whose i-th part does not exist."""
+        parts, value = override.key.split("."), override.value
+        name = parts[-1].casefold().replace("-", "_")
+        group = self.group_of(parts[0]) if len(parts) > 1 else ""
+        keys = [self.respelled(override, i, config, SURE)]
+        if ours := aliases.VALUES.get(name, {}).get(value.strip("'\"").casefold()):
+            yield ours.split()
+        if group and len(parts) == 2 and name in aliases.NAMES_OF_OPTIONS:
+            keys.append(group)
+        keys.append(aliases.key_of(name))
+        if name in self.groups or (group and name in config and name != "name"):
+            keys.append(name)
+        if not aliases.replacement(override.key):
+            leaves = {key.rpartition(".")[2]: key for key in reversed(list(_keys(config)))}
+            keys.append(leaves.get(nearest(name, leaves, 0.8) or "", ""))
+            keys.append(self.respelled(override, i, config))
+        for key in dict.fromkeys(filter(None, keys)):
+            yield from self._assign(key, value)
+
+    def respelled(
+        self, override: CliOverride, i: int, config: DictConfig, cutoff: float = 0.6
+    ) -> str:
+        """The key with the existing name that is nearest to its i-th part; "" without one."""
+        parts = override.key.split(".")
+        node: Any = OmegaConf.select(config, ".".join(parts[:i])) if i else config
+        near = nearest(parts[i], _own_keys(node) + ([] if i else list(self.groups)), cutoff)
+        return ".".join([*parts[:i], near, *parts[i + 1 :]]) if near else ""
+
+    def _assign(self, key: str, value: str) -> Iterator[list[str]]:
+        """A key, which may be a group or follow other overrides, with that value."""
+        *others, last = key.split()
+        if last not in self.groups:
+            yield [*others, f"{last}={value}"]
+            if last.startswith("+"):  # the key may exist already
+                yield [*others, f"{last[1:]}={value}"]
+        elif all(option in self.groups[last] for option in value.split(",")):
+            yield [f"{last}={value}"]
+        else:
+            yield from self.of_option(last, value)
+
+    def group_of(self, name: str) -> str:
+        """Our group of that name, here or in other programs; "" where there is none."""
+        ours = name if name in self.groups else aliases.key_of(name)
+        return ours if ours in self.groups else ""
+
+    def wrong_option(self, group: str, value: str) -> ConfigError:
+        """The error about an option that does not exist."""
+        others = [text for text in self.choices if text.partition("=")[0] != group]
+        meant = replace(self, choices=others).first(self.of_option(group, value))
+        otherwise = f"there are {', '.join(self.groups[group])}"
+        if group == "model" and not (meant and meant[0].startswith("model=")):
+            otherwise += "; a class of your own goes by model._target_ and security.trusted"
+        if group == "data" and not meant:
+            otherwise += "; your own data: data=tabular|images|arrays|text data.path=…"
+        return _suggest(group, f"no option {value!r}", meant, otherwise)
+
+
+def _suggest(key: str, problem: str, meant: Sequence[str], otherwise: str) -> ConfigError:
+    """The error about a key; `meant` are overrides that compose, `otherwise` what else to say."""
+    guess = f"did you mean {_command(meant)}?" if meant else ""
+    return ConfigError(key, problem, " ".join(part for part in (guess, otherwise) if part))
+
+
+def _command(overrides: Sequence[str]) -> str:
+    """The overrides as they are typed, with -m where they are of a sweep."""
+    return " ".join([*(["-m"] if sweep_overrides(overrides) else []), *overrides])
+
+
+def _wrong_option(override: CliOverride, guesses: Guesses) -> ConfigError | None:
     value = override.value.strip().strip("'\"")
-    known = not value or value in suggestions.groups[override.key] or "${" in value
+    known = not value or value in guesses.groups[override.key] or "${" in value
     if override.sign == "~" or known or override.parsed.is_sweep_override():
         return None
-    return suggestions.wrong_option(override.key, value)
+    return guesses.wrong_option(override.key, value)
 
 
-def _several_values(parsed: Sequence[CliOverride], suggestions: Suggestions) -> ConfigError | None:
+def _several_values(parsed: Sequence[CliOverride], guesses: Guesses) -> ConfigError | None:
     """Several values without -m: a sweep, or a list; None where neither composes."""
     swept = [override for override in parsed if override.parsed.is_sweep_override()]
     for override in swept:
-        options_of = suggestions.groups.get(override.key, override.values())
+        options_of = guesses.groups.get(override.key, override.values())
         if wrong := next((value for value in override.values() if value not in options_of), None):
-            return suggestions.wrong_option(override.key, wrong)
+            return guesses.wrong_option(override.key, wrong)
     first, ways = swept[0], []
-    if meant := suggestions.first([[str(override) for override in swept]]):
-        ways.append(f"to run one after the other: {command(meant)}")
-    listed = [f"{first.sign}{first.key}=[{first.value}]"]
-    if first.key not in suggestions.groups and suggestions.first([listed]):
-        ways.append(f"for a list: {command(listed)}")
+    if meant := guesses.first([[str(override) for override in swept]]):
+        ways.append(f"to run one after the other: {_command(meant)}")
+    as_list = [f"{first.sign}{first.key}=[{first.value}]"]
+    if first.key not in guesses.groups and guesses.first([as_list]):
+        ways.append(f"for a list: {as_list[0]}")
     problem = f"{first.value} names several values"
     return ConfigError(first.key, problem, "; ".join(ways)) if ways else None
 
 
-def _wrong_key(
-    override: CliOverride, suggestions: Suggestions, config: DictConfig
-) -> ConfigError | None:
+def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> ConfigError | None:
     """The error about the first part of a dotted key that does not exist, if there is one."""
     node: Any = config
     parts = override.key.split(".")
@@ -101,84 +208,73 @@ def _wrong_key(
         if not isinstance(node, DictConfig):
             path = ".".join(parts[:i])
             return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
-        if part in node.keys():  # `part in node` is False for a key without a value
-            node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
-        elif not i:
-            return _unknown_top(override, suggestions, config)
-        elif OmegaConf.get_type(node) is dict:  # free keys, as in optimizer.options
-            fix = f"add it: +{override}"
-            return None if override.sign else ConfigError(override.key, "is not there yet", fix)
-        else:
-            return _unknown_key(override, i, node, suggestions, config)
-    return None
-
-
-def _unknown_top(
-    override: CliOverride, suggestions: Suggestions, config: DictConfig
-) -> ConfigError:
-    first = override.key.partition(".")[0]
-    meant = suggestions.first(suggestions.of_key(override, config))
-    what, similar = "group or key", re.split(r"[.=]", meant[-1])[0] if meant else ""
-    if nearest(first, [similar]):
-        what = "group" if similar in suggestions.groups else "key"
-    group = suggestions.group_of(first)
-    existing = f"there are {', '.join(suggestions.groups)}"
-    if isinstance(config.get(group), DictConfig):
-        existing = f"{group} has {', '.join(_own_keys(config[group]))}"
-    otherwise = "" if meant else replacement(override.key) or existing
-    return suggestion(override.key, f"no config {what} {first!r}", meant, otherwise)
+        if part not in node.keys():  # `part in node` is False for a key without a value
+            return _unknown_key(override, i, node, guesses, config)
+        node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
+    exists = override.sign == "+" and not isinstance(node, DictConfig)
+    fix = f"drop the +: {override.key}{override.rest}"
+    return ConfigError(override.key, "is there already", fix) if exists else None
 
 
 def _unknown_key(
-    override: CliOverride, i: int, node: DictConfig, suggestions: Suggestions, config: DictConfig
-) -> ConfigError:
+    override: CliOverride, i: int, node: DictConfig, guesses: Guesses, config: DictConfig
+) -> ConfigError | None:
     """The i-th part of the key is not in `node`, which is the part before it."""
     parts = override.key.split(".")
-    path, part, existing = ".".join(parts[:i]), parts[i], _own_keys(node)
-    problem, others = f"no key {part!r} in {path}", ""
+    path, part = ".".join(parts[:i]), parts[i]
+    if i and OmegaConf.get_type(node) is dict:  # free keys, as in optimizer.options
+        fix = f"add it: +{override}"
+        return None if override.sign else ConfigError(override.key, "is not there yet", fix)
+    problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
+    existing = f"there are {', '.join(_own_keys(node) if i else guesses.groups)}"
+    having: list[str] = []
     if path in SCHEMAS and not OmegaConf.is_missing(node, "kind") and node.kind:
         problem += f"={node.kind}"
-        having = [k for k, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]  # type: ignore[attr-defined]
-        others = f"{path}={'|'.join(having)} has it; " if having else ""
-    near = nearest(part, existing) or ""
-    key = ".".join([path, near, *parts[i + 1 :]])
-    misspelled = [[f"{key}{override.rest}"]] if near else []
-    surely = misspelled if near and nearest(part, [near], 0.8) else []
-    known = [] if others else suggestions.of_key(override, config)
-    meant = suggestions.first([*surely, *known, *misspelled])
+        having = [k for k, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]
+        existing = f"{path}={'|'.join(having)} has it; {existing}" if having else existing
+    meant = [] if having else guesses.first(guesses.of_key(override, i, config))
+    near = guesses.respelled(override, i, config, SURE)
+    group = guesses.group_of(part)
     if near and not meant:  # the key exists, and its value is another mistake
-        others += f"did you mean {key}? "
-    otherwise = replacement(override.key) or f"{others}there are {', '.join(existing)}"
-    return suggestion(override.key, problem, meant, otherwise)
+        existing = f"did you mean {near}? {existing}"
+    elif not i and isinstance(config.get(group), DictConfig):
+        existing = f"{group} has {', '.join(_own_keys(config[group]))}"
+    otherwise = aliases.replacement(override.key) or ("" if meant and not i else existing)
+    return _suggest(override.key, problem, meant, otherwise)
 
 
 def _own_keys(node: DictConfig) -> list[str]:
     return [str(key) for key in node if key not in ("kind", "arguments", "_target_")]
 
 
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        if prefix or key != "hydra":
+            yield f"{prefix}{key!s}"
+            node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
+            if isinstance(node, DictConfig) and not node._is_none():
+                yield from _keys(node, f"{prefix}{key!s}.")
+
+
 # -- files of the user's own ---------------------------------------------------------------------
 
 
-def _wrong_file(
-    folders: Sequence[Path], suggestions: Suggestions, compose: Compose
-) -> ConfigError | None:
+def _wrong_file(folders: Sequence[Path], guesses: Guesses, compose: Compose) -> ConfigError | None:
     """The error about the user's own file of an option that was chosen, led by its path."""
-    for choice in suggestions.choices:
+    for choice in guesses.choices:
         group, _, option = choice.partition("=")
-        others = [other for other in suggestions.choices if other != choice]
+        others = [other for other in guesses.choices if other != choice]
         for path in (folder / group / f"{option}.yaml" for folder in folders):
-            wrong = _mistakes(path, group, replace(suggestions, choices=others), compose)
+            wrong = _mistakes(path, group, replace(guesses, choices=others), compose)
             if path.is_file() and (error := next(wrong, None)):
                 return ConfigError(os.path.relpath(path), str(error))
     return None
 
 
-def _mistakes(
-    path: Path, group: str, suggestions: Suggestions, compose: Compose
-) -> Iterator[ConfigError]:
+def _mistakes(path: Path, group: str, guesses: Guesses, compose: Compose) -> Iterator[ConfigError]:
     try:
-        body, text = hydra_files.read_yaml(path), path.read_text(encoding="utf-8")
-        package = ConfigSource._get_header_dict(text)["package"]
+        body = hydra_files.read_yaml(path)
+        package = ConfigSource._get_header_dict(path.read_text(encoding="utf-8"))["package"]
     except (StorageError, OSError, ValueError):
         return
     if group == "experiment" and package != "_global_":
@@ -186,47 +282,35 @@ def _mistakes(
         yield ConfigError("package", problem, "without it no key has an effect")
     if not isinstance(body, dict):
         return
-    defaults = [e for e in body.pop("defaults", None) or [] if isinstance(e, dict)]
-    named = [
-        (str(key).split()[-1].lstrip("/"), o) for entry in defaults for key, o in entry.items()
-    ]
-    named = [(other, option) for other, option in named if other in suggestions.groups]
-    for other, option in named:
-        if option not in suggestions.groups[other]:
-            yield suggestions.wrong_option(other, str(option))
+    entries = [e for e in body.pop("defaults", None) or [] if isinstance(e, dict)]
+    pairs = [(str(key).split()[-1].lstrip("/"), o) for e in entries for key, o in e.items()]
+    chosen = {key: str(option) for key, option in pairs if key in guesses.groups}
+    for key, option in chosen.items():
+        if option not in guesses.groups[key]:
+            yield guesses.wrong_option(key, option)
     try:
-        config = compose([*suggestions.choices, *(f"{other}={option}" for other, option in named)])
+        config = compose([*guesses.choices, *(f"{key}={o}" for key, o in chosen.items())])
     except UNCOMPOSED:
         return
-    yield from _wrong_keys(body if package == "_global_" else {group: body}, suggestions, config)
-
-
-def _wrong_keys(
-    body: Mapping[str, Any], suggestions: Suggestions, config: DictConfig
-) -> Iterator[ConfigError]:
-    for key, value in body.items():
-        if key in suggestions.groups and isinstance(value, str):
-            fix = f"write `override /{key}: {value}` there"
-            yield ConfigError(str(key), "an option is named in the defaults list", fix)
-        elif "." in str(key):
-            fix = f"write `{str(key).replace('.', ': {', 1)}: …}}`"
-            yield ConfigError(str(key), "is one name with a dot in it", fix)
-    for path, value in _leaves(body):
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        try:
-            override = parse_override(f"{path}={text}")
-        except ConfigError:
-            continue
-        if wrong := _wrong_key(override, suggestions, config):
+    for override in _as_overrides(body if package == "_global_" else {group: body}):
+        if override.key in guesses.groups:
+            fix = f"write `override /{override}` there".replace("=", ": ")
+            yield ConfigError(override.key, "an option is named in the defaults list", fix)
+        elif wrong := _wrong_key(override, guesses, config):
             yield wrong
 
 
-def _leaves(body: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOverride]:
+    """The values of a config file as they would be typed, but for those that cannot be."""
     for key, value in body.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+            yield from _as_overrides(value, f"{prefix}{key}.")
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        try:
+            yield parse_override(f"{prefix}{key}={text}")
+        except ConfigError:
+            continue
 
 
 # -- messages of Hydra and OmegaConf -------------------------------------------------------------
@@ -240,48 +324,18 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
         inner = inner.__cause__ or inner.__context__
     if inner is None:
-        return _without_key(str(error) or type(error).__name__)
-    named = re.match(r"In '([^']+)': ", str(error))
-    paths = [folder / f"{named[1]}.yaml" for folder in folders] if named else []
+        lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
+        text = " ".join(" ".join(lines).partition("Config search path")[0].split())
+        fix = PLUGINS if re.search(r"Could not find 'hydra/(launcher|sweeper)/", text) else ""
+        return ConfigError("config", text or type(error).__name__, fix)
+    source = re.match(r"In '([^']+)': ", str(error))
+    paths = [folder / f"{source[1]}.yaml" for folder in folders] if source else []
     file = next((f"{os.path.relpath(path)}: " for path in paths if path.is_file()), "")
-    key, message = inner.full_key or "config", (inner.msg or str(inner)).partition("\n")[0]
-    problem, fix = _wrong_value(key, message)
+    key, problem = inner.full_key or "config", (inner.msg or str(inner)).partition("\n")[0]
     known = getattr(inner.object_type, "__dataclass_fields__", {})
-    if not fix and key.rpartition(".")[2] not in known:
-        fix = f"there are {', '.join(known)}" if known else ""
+    fix = ""
+    if "not a subclass" in problem or "incompatible" in problem:
+        fix = f"set its keys, as {key}.enabled=true"
+    elif known and key.rpartition(".")[2] not in known:
+        fix = f"there are {', '.join(known)}"
     return ConfigError(f"{file}{key}", problem, fix)
-
-
-def _without_key(message: str) -> ConfigError:
-    lines = [line for line in message.splitlines() if not line.startswith("See ")]
-    text = " ".join(" ".join(lines).partition("Config search path")[0].split())
-    if match := re.search(r"Could not find '(hydra/\w+)/(.*?)'.*?Available options.*?: (.*)", text):
-        group, option, existing = match[1], match[2], match[3].split()
-        near = nearest(option, existing)
-        guess = f"did you mean {group}={near}? " if near else ""
-        fix = f"{guess}there are {', '.join(existing)}, {PLUGINS}"
-        return ConfigError(group, f"no option {option!r}", fix)
-    return ConfigError("config", text)
-
-
-def _wrong_value(key: str, message: str) -> tuple[str, str]:
-    """The problem and the fix that OmegaConf's message about a value amounts to."""
-    if match := re.search(r"Value '(.*)' of type .* could not be converted to (\w+)", message):
-        return f"{match[1]!r} is not {TYPES.get(match[2], match[2])}", ""
-    if match := re.search(r"Value '(.*)' is not a valid bool", message):
-        return f"{match[1]!r} is not true or false", ""
-    if match := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message):
-        near = nearest(match[1], match[2].split(", "))
-        return (
-            f"{match[1]!r} is not one of {match[2]}",
-            f"did you mean {key}={near}?" if near else "",
-        )
-    if "ListConfig" in message:
-        return "is a list", f"write {key}=[…]"
-    if match := re.search(r"(?:string: '|Value )(.*?)'? ?(?:\((?:list|dict)\).*)?$", message):
-        return f"{match[1]} is not one value", ""
-    if "not Optional" in message or "is None" in message:
-        return "null is no value for it", ""
-    if "not a subclass" in message or "incompatible" in message:
-        return "is a part with keys of its own", f"set {key}.<key>=…, as {key}.enabled=true"
-    return message, ""

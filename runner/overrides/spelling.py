@@ -63,13 +63,11 @@ def parse_override(text: str) -> CliOverride:
     except HydraException as error:
         if "=" not in text and not text.startswith("~"):
             raise ConfigError(text, "gives no value", f"write {text.lstrip('+')}=…") from error
-        lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
         key, _, value = text.partition("=")
-        raise ConfigError(
-            key.lstrip("+~") or text,
-            f"{text} cannot be read ({' '.join(lines[1:]).strip() or lines[0]})",
-            f"values with special characters are quoted twice: {quote_for_shell(key, value)}",
-        ) from error
+        reason = " ".join(str(error).partition("\nSee ")[0].splitlines()[-1].split())
+        fix = f"values with special characters are quoted twice: {quote_for_shell(key, value)}"
+        problem = f"{text} cannot be read ({reason})"
+        raise ConfigError(key.lstrip("+~") or text, problem, fix) from error
     shape = SHAPE.match(text)
     if shape is None:
         raise ConfigError(text, "names no key", "write key=value")
@@ -109,15 +107,10 @@ def _rename_arguments(
     """With a class of the user's own, `+model.width=64` becomes `+model.arguments.width=64`."""
     targets = [o.value for o in overrides if o.key == f"{group}._target_" and o.sign != "~"]
     target = next((t for t in targets if t not in ("", "null")), "")
-    added = [o for o in overrides if _is_argument(o, group)]
-    if added and not target:
-        config = compose(first_job([str(o) for o in overrides if o not in added]))[group]
-        target = "" if targets else config.get("_target_") or ""
-        if not target:
-            raise _no_such_argument(added[0], group, config)
-    if not target:
-        return overrides
-    return [_for_class(override, group, target) for override in overrides]
+    if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may name it
+        others = [str(o) for o in overrides if not _is_argument(o, group)]
+        target = compose(first_job(others))[group].get("_target_") or ""
+    return [_for_class(o, group, target) for o in overrides] if target else overrides
 
 
 def _for_class(override: CliOverride, group: str, target: str) -> CliOverride:
@@ -126,24 +119,10 @@ def _for_class(override: CliOverride, group: str, target: str) -> CliOverride:
         return replace(override, key=f"{group}.arguments.{name}")
     shared = SHARED_KEYS.get(group)
     if shared is not None and name != override.key and name.partition(".")[0] not in shared:
-        raise ConfigError(
-            override.key,
-            f"belongs to an option that {group}._target_={target} replaces",
-            f"write +{override.key}{override.rest} to hand it to that class",
-        )
+        problem = f"belongs to an option that {group}._target_={target} replaces"
+        fix = f"write +{override.key}{override.rest} to hand it to that class"
+        raise ConfigError(override.key, problem, fix)
     return override
-
-
-def _no_such_argument(override: CliOverride, group: str, config: DictConfig) -> ConfigError:
-    if override.key.removeprefix(f"{group}.") in config:
-        fix = f"drop the +: {override.key}{override.rest}"
-        return ConfigError(override.key, "is there already", fix)
-    keys = ", ".join(str(key) for key in config if key not in ("kind", "_target_", "arguments"))
-    return ConfigError(
-        override.key,
-        f"{group}={config.kind} has no such key",
-        f"it has {keys}; for a class of your own give {group}._target_=package.Class too",
-    )
 
 
 def _is_argument(override: CliOverride, group: str) -> bool:

@@ -8,17 +8,12 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from runner.build import Components, build
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.parity.dropout import silence
 from runner.techniques.config import Optimization
 from runner.training.run import Run
-
-NOWHERE = ""
-"""No site of dropout."""
 
 
 def without_techniques(config: RunConfig) -> RunConfig:
@@ -50,34 +45,29 @@ def quiet(config: RunConfig) -> RunConfig:
 
 
 def cut(config: RunConfig, micro: int | None) -> RunConfig:
-    """The same run in micro-batches of that size."""
-    if micro is None:
-        return config
+    """The same run in micro-batches of that size; None: as it is."""
     config = deepcopy(config)
-    config.training.micro_batch = micro
+    config.training.micro_batch = config.training.micro_batch if micro is None else micro
     return config
 
 
-def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) -> Components | None:
+def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) -> Components:
     """The parts that the caller made, as they were: what a run trains is a copy."""
-    if given is None:
-        return Components(choices=choices) if choices else None
+    given = given or Components()
     parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: it shares tensors
     model, objective, optimizer = parts
-    return replace(
-        given, model=model, objective=objective, optimizer=optimizer,
-        choices={**given.choices, **(choices or {})},
-    )  # fmt: skip
+    choices = {**given.choices, **(choices or {})}
+    return replace(given, model=model, objective=objective, optimizer=optimizer, choices=choices)
 
 
 @contextmanager
 def opened(
-    config: RunConfig, dropout: str | None = None, given: Components | None = None
+    config: RunConfig, silent: bool = False, given: Components | None = None
 ) -> Iterator[Run]:
-    """A run; with `dropout` at that one site only, or nowhere (`NOWHERE`)."""
+    """A run; a `silent` one has no dropout."""
     with build(config, given=given) as run:
-        if dropout is not None:
-            silence(run.model, dropout)
+        if silent:
+            silence(run.model)
         yield run
 
 
@@ -88,9 +78,3 @@ def eager_draws() -> Iterator[None]:
 
     with inductor.patch(fallback_random=True):
         yield
-
-
-def batch_statistics(run: Run) -> bool:
-    """Whether what is computed for a sample depends on the others of its micro-batch."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    return any(isinstance(module, batch_norm) for module in run.model.modules())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.parity.numerics import ROUNDOFF
+from runner.parity.parity import ParityRow
 from runner.parity.trajectory import StepRecord, Tensors
 
 OFTEN = 8.0
@@ -44,33 +44,47 @@ class Key(NamedTuple):
     name: str
 
 
-@dataclass
-class Distances:
-    """Of each tensor at each step: from the reference, and the reference's own norm."""
+class Difference(NamedTuple):
+    """Norms, of one tensor at one step."""
 
-    error: dict[Key, list[float]] = field(default_factory=dict)
-    size: dict[Key, list[float]] = field(default_factory=dict)
-    floor: dict[Key, list[float]] = field(default_factory=dict)  # one rounding of it, its norm
+    error: float  # of the difference from the reference
+    size: float  # of the reference
+    floor: float  # of what one rounding changes
+
+
+class Distances:
+    """The differences of each tensor, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Key, list[Difference]] = {}
 
     def add(self, key: Key, ours: Tensor, theirs: Tensor, floor: float | None = None) -> None:
         """One more step of that tensor; `floor` where one rounding is not of its own size."""
-        finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
-        size, error = norm(finite), distance(ours, theirs)
+        size = norm(torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs)))
+        error = distance(ours, theirs)
         if floor is None:
             floor = ROUNDOFF.get(ours.dtype, 0.0) * size
         if error and not ours.is_floating_point():
             error = math.inf  # a count has to be the same
-        self.error.setdefault(key, []).append(error)
-        self.size.setdefault(key, []).append(size)
-        self.floor.setdefault(key, []).append(floor)
+        self.steps.setdefault(key, []).append(Difference(error, size, floor))
+
+    def add_change(self, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
+        """How far a tensor went, against how far it should have gone, both from `start`."""
+        if ours.shape != theirs.shape:
+            return self.add(key, ours, theirs)
+        before = start.double()
+        mine, right = ours.double() - before, theirs.double() - before
+        roundoff = ROUNDOFF.get(ours.dtype, 0.0)
+        return self.add(key, mine, right, floor=roundoff * (norm(before) + norm(right)))
 
     def scale(self) -> dict[ErrorKind, list[float]]:
         """All tensors of a kind together, by step: their size, where one may be next to nothing."""
-        found: dict[ErrorKind, list[float]] = {}
-        for (kind, _), sizes in self.size.items():
-            before = found.get(kind, [0.0] * len(sizes))
-            found[kind] = [math.hypot(*pair) for pair in zip(before, sizes, strict=False)]
-        return found
+        scales: dict[ErrorKind, list[float]] = {}
+        for key, steps in self.steps.items():
+            before = scales.get(key.kind, [0.0] * len(steps))
+            sizes = zip(before, steps, strict=False)
+            scales[key.kind] = [math.hypot(one, step.size) for one, step in sizes]
+        return scales
 
 
 class Tolerance:
@@ -84,112 +98,90 @@ class Tolerance:
     def __init__(self, plain: Distances, worst: float) -> None:
         scale = plain.scale()
         self.shares: dict[Key, float] = {}  # of the scale of its kind
-        self.own = {key: [OFTEN * e for e in errors] for key, errors in plain.error.items()}
-        shares: dict[ErrorKind, list[float]] = {}  # of the tensor's own size
-        for key, errors in plain.error.items():
-            parts = [_share(*pair) for pair in zip(errors, scale[key.kind], strict=True)]
+        self.own: dict[Key, list[float]] = {}  # what there is at each step
+        typical: dict[ErrorKind, list[float]] = {}  # of the tensor's own size
+        for key, steps in plain.steps.items():
+            parts = [_share(d.error, s) for d, s in zip(steps, scale[key.kind], strict=True)]
             self.shares[key] = max(worst * median(parts), OFTEN * _often(parts))
-            pairs = zip(errors, plain.size[key], strict=True)
-            shares.setdefault(key.kind, []).append(median(_share(*pair) for pair in pairs))
-        self.typical = {kind: worst * median(values) for kind, values in shares.items()}
+            self.own[key] = [OFTEN * d.error for d in steps]
+            shares = [_share(d.error, d.size) for d in steps]
+            typical.setdefault(key.kind, []).append(median(shares))
+        self.typical = {kind: worst * median(values) for kind, values in typical.items()}
 
-    def bounds(self, key: Key, found: Distances, scale: list[float]) -> list[float]:
+    def bounds(self, key: Key, steps: Sequence[Difference], scale: Sequence[float]) -> list[float]:
         """Of the tensor at each step."""
         share, typical = self.shares.get(key, 0.0), self.typical.get(key.kind, 0.0)
-        own = self.own.get(key, [0.0] * len(scale))
-        steps = zip(scale, found.size[key], found.floor[key], own, strict=True)
-        return [max(share * s, typical * size, there) + floor for s, size, floor, there in steps]
+        own = self.own.get(key, [0.0] * len(steps))
+        each = zip(steps, scale, own, strict=True)
+        return [max(share * s, typical * d.size, e) + d.floor for d, s, e in each]
 
     def widen(self, other: Tolerance) -> None:
         """Allow what the other allows, too."""
         for key, share in other.shares.items():
             self.shares[key] = max(self.shares.get(key, 0.0), share)
-            own = self.own.get(key, other.own[key])
-            self.own[key] = [max(pair) for pair in zip(own, other.own[key], strict=True)]
+            pairs = zip(self.own.get(key, other.own[key]), other.own[key], strict=True)
+            self.own[key] = [max(pair) for pair in pairs]
         for kind, share in other.typical.items():
             self.typical[kind] = max(self.typical.get(kind, 0.0), share)
 
 
-class Judged(NamedTuple):
-    """One tensor over all steps: the first step beyond the bound, else the nearest to it."""
-
-    key: Key
-    step: int  # 1 is the first
-    error: float  # relative to the tensor's size
-    bound: float
-    kinks: int  # steps beyond it by as little as an activation's kink explains
-
-
-def judge(found: Distances, tolerance: Tolerance) -> Iterator[Judged]:
-    """Each tensor, in the order of `Kind`."""
-    scale = found.scale()
-    for key in sorted(found.error, key=lambda key: key.kind):
-        errors, bounds = found.error[key], tolerance.bounds(key, found, scale[key.kind])
-        sizes = found.size[key]
-        beyond = [i for i, error in enumerate(errors) if not error <= bounds[i]]
+def judge(distances: Distances, tolerance: Tolerance) -> Iterator[ParityRow]:
+    """Each tensor, in the order of `ErrorKind`."""
+    scale = distances.scale()
+    for key in sorted(distances.steps, key=lambda key: key.kind):
+        steps = distances.steps[key]
+        bounds = tolerance.bounds(key, steps, scale[key.kind])
+        beyond = [i for i, d in enumerate(steps) if not d.error <= bounds[i]]
         kinky = key.kind in (ErrorKind.grad_norm, ErrorKind.gradient)
-        small = [i for i in beyond if kinky and errors[i] <= KINK * sizes[i]]
-        if len(small) > len(errors) // KINKS:
+        small = [i for i in beyond if kinky and steps[i].error <= KINK * steps[i].size]
+        if len(small) > len(steps) // KINKS:
             small = []
-        ratios = [-1.0 if i in small else _share(errors[i], bounds[i]) for i in range(len(errors))]
+        ratios = [_share(d.error, bound) for d, bound in zip(steps, bounds, strict=True)]
+        for i in small:
+            ratios[i] = -1.0
         large = [i for i in beyond if i not in small]
-        step = large[0] if large else ratios.index(max(ratios))
-        size = sizes[step] if sizes[step] and math.isfinite(sizes[step]) else 1.0
-        yield Judged(key, step + 1, errors[step] / size, bounds[step] / size, len(small))
+        worst = large[0] if large else ratios.index(max(ratios))
+        error, size, _ = steps[worst]
+        size = size if size and math.isfinite(size) else 1.0
+        kind, name = key.kind.name, key.name
+        yield ParityRow(worst + 1, kind, name, error / size, bounds[worst] / size, len(small))
 
 
 def compare_steps(
     steps: list[StepRecord], truth: list[StepRecord], starts: list[Tensors]
 ) -> Distances:
     """Loss, norm, gradients and what happened to the buffers, which were `starts` before."""
-    found = Distances()
+    distances = Distances()
     for ours, theirs, start in zip(steps, truth, starts, strict=True):
-        found.add(Key(ErrorKind.loss, "loss"), ours.loss, theirs.loss)
-        found.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
+        distances.add(Key(ErrorKind.loss, "loss"), ours.loss, theirs.loss)
+        distances.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
         names = theirs.gradients.keys() | ours.gradients.keys()
         for name in names if ours.gradients else ():  # those inside one graph may be unknown
-            a, b = (_dense(one.gradients.get(name)) for one in (ours, theirs))
+            a, b = (dense(one.gradients.get(name)) for one in (ours, theirs))
             zero = torch.zeros_like(a if b is None else b)  # type: ignore[arg-type]
-            found.add(
-                Key(ErrorKind.gradient, name), zero if a is None else a, zero if b is None else b
-            )
-        compare_buffers(found, ours.after.buffers, theirs.after.buffers, start)
-    return found
+            key = Key(ErrorKind.gradient, name)
+            distances.add(key, zero if a is None else a, zero if b is None else b)
+        _compare_buffers(distances, ours.after.buffers, theirs.after.buffers, start)
+    return distances
 
 
-def compare_buffers(found: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
+def _compare_buffers(distances: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
     """Change against change; of counts, and of buffers that are new or of another shape, values."""
     for name, value in theirs.items():
-        key, before, mine = Key(ErrorKind.buffer, name), start.get(name), ours.get(name)
-        if mine is None:
-            found.add(key, torch.zeros_like(value), value)
-        elif before is None or before.shape != value.shape or not value.is_floating_point():
-            found.add(key, mine, value)
+        key, before = Key(ErrorKind.buffer, name), start.get(name)
+        mine = ours.get(name, torch.zeros_like(value))
+        if before is None or before.shape != value.shape or not value.is_floating_point():
+            distances.add(key, mine, value)
         else:
-            compare_changes(found, key, mine, value, before)
+            distances.add_change(key, mine, value, before)
 
 
-def compare_changes(
-    found: Distances, key: Key, ours: Tensor, theirs: Tensor, start: Tensor
-) -> None:
-    """How far a tensor went, against how far it should have gone, both from `start`."""
-    if ours.shape != theirs.shape:
-        found.add(key, ours, theirs)
-        return
-    before = start.double()
-    mine, right = ours.double() - before, theirs.double() - before
-    roundoff = ROUNDOFF.get(ours.dtype, 0.0)
-    found.add(key, mine, right, floor=roundoff * (norm(before) + norm(right)))
-
-
-def compare_outputs(ours: list[Any], truth: list[Any]) -> Distances:
+def compare_outputs(distances: Distances, ours: list[Any], truth: list[Any]) -> None:
     """Floating-point outputs, one validation batch after another."""
-    found = Distances()
     for batch in zip(ours, truth, strict=True):
         leaves = ([t for t in tree_leaves(one) if _is_floating(t)] for one in batch)
         for number, (mine, right) in enumerate(zip(*leaves, strict=True)):
-            found.add(Key(ErrorKind.output, f"output {number}"), mine, right)
-    return found
+            distances.add(Key(ErrorKind.output, f"output {number}"), mine, right)
 
 
 def _is_floating(leaf: object) -> bool:
@@ -208,13 +200,9 @@ def norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor | None) -> Tensor | None:
     """The same, with its zeros written out."""
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def _dense(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else dense(tensor)
+    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -222,8 +210,8 @@ def distance(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
     a, b = a.double(), b.double()
-    found = norm(torch.where(a.isfinite() | b.isfinite(), a - b, 0.0))
-    return math.inf if math.isnan(found) else found
+    result = norm(torch.where(a.isfinite() | b.isfinite(), a - b, 0.0))
+    return math.inf if math.isnan(result) else result
 
 
 def _share(error: float, size: float) -> float:

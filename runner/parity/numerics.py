@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from runner.data.nested import tree_map
 from runner.optim.optimizer_step import LossScaler
-from runner.techniques.config import Amp
 from runner.training.run import Run
 
 ROUNDOFF = {
@@ -58,8 +57,6 @@ def numerics(run: Run) -> Numerics:
         cast = torch.is_autocast_enabled(run.device.kind)
         autocast = torch.get_autocast_dtype(run.device.kind) if cast else None
     kinds = [p.dtype for p in run.model.parameters() if p.is_floating_point()]
-    if any(isinstance(technique, Amp) and technique.pure for _, technique in run.techniques):
-        kinds.append(torch.bfloat16)
     return Numerics(
         autocast=autocast,
         products=torch.get_float32_matmul_precision(),
@@ -79,8 +76,6 @@ def computing_in(wanted: Numerics, run: Run) -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = wanted.convolutions_tf32
         if wanted.autocast is not None:
             run.contexts.append(partial(torch.autocast, run.device.kind, dtype=wanted.autocast))
-        if wanted.weights in (torch.bfloat16, torch.float16):
-            _rounded(run, wanted.weights)
         if wanted.loss_scale is not None:
             run.update.scale = LossScaler(wanted.loss_scale, run.update.device)
         yield
@@ -103,15 +98,11 @@ def to_double(run: Run) -> None:
 
 def double(value: Any) -> Any:
     """Every number in a nest of tensors, in fp64; whole numbers stay."""
-    if isinstance(value, dict):
-        return {key: double(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(double(item) for item in value)
-    return _cast(value, torch.float64)
+    return tree_map(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
-def nudge(model: nn.Module, seed: int, ulps: int) -> None:
-    """Move every weight by so many units in the last place, up or down at random.
+def nudge(model: nn.Module, seed: int) -> None:
+    """Move every weight by one unit in the last place, up or down at random.
 
     What follows differs from what would have been by rounding alone, so it shows how far one
     rounding is carried. The idea is that of Monte Carlo arithmetic (Parker 1997).
@@ -121,32 +112,8 @@ def nudge(model: nn.Module, seed: int, ulps: int) -> None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 sign = torch.randint(0, 2, parameter.shape, generator=noise) * 2 - 1
-                step = ulps * 2 * ROUNDOFF.get(parameter.dtype, 0.0)
+                step = 2 * ROUNDOFF.get(parameter.dtype, 0.0)
                 parameter.mul_(1 + step * sign.to(parameter))
-
-
-def _rounded(run: Run, kind: torch.dtype) -> None:
-    """Forward and backward from rounded weights and inputs; BatchNorm and the update keep theirs.
-
-    Written apart from the technique that does the same, so that no fault is in both.
-    """
-    model, full = run.model, set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            full |= {f"{prefix}.{name}" for name, _ in module.named_parameters()}
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        weights = {n: p if n in full else _cast(p, kind) for n, p in model.named_parameters()}
-        arguments = tuple(_cast(value, kind) for value in args)
-        named = {name: _cast(value, kind) for name, value in kwargs.items()}
-        output = torch.func.functional_call(model, weights, arguments, named)
-        return tree_map(lambda value: _cast(value, torch.float32), output)
-
-    run.forward = forward
-
-
-def _cast(value: Any, kind: torch.dtype) -> Any:
-    return value.to(kind) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _short(kind: torch.dtype) -> str:

@@ -22,11 +22,12 @@ class ParityRow:
     batches in place of steps.
     """
 
-    step: int
+    step: int  # 1 is the first
     kind: str
     name: str
     error: float
     bound: float
+    kinks: int = 0  # steps beyond it by as little as an activation's kink explains
 
     def __str__(self) -> str:
         what = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"

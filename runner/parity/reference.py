@@ -1,107 +1,49 @@
-"""The reference of a parity check: the plain run's numbers, and how far rounding moves them.
+"""A parity check: a candidate's steps, held against those of the plain run.
 
-The plain run makes some steps; the state before each of them is the state from which every other
-run makes that step, too. So a step is compared with the same step:
-
-- loss, gradients and buffers with those of the plain run in fp64;
+- Loss, gradients and buffers are compared with those of the plain run in fp64;
 - the update with that of the plain optimizer in fp64, fed with the candidate's own gradients;
 - at the end, outputs in evaluation mode.
 
-What rounding does to this very model is measured, not assumed: by how far the plain run at the
-same precision is from fp64 at the same steps. A candidate may be so many times as far away
-(`SAME_ROUNDING`, `OTHER_ORDER`). Roundings fall to either side and stay within that; a term that is
-left out, counted twice or masked wrong goes far beyond it.
+A candidate may be so many times as far away as rounding brings the plain run at the same precision
+(`plain_runs.py`). Roundings fall to either side and stay within that; a term that is left out,
+counted twice or masked wrong goes far beyond it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from statistics import median
 from typing import Any
 
-import torch
+from torch import nn
 
 from runner.build import Components
 from runner.config import RunConfig
 from runner.data.batch import largest_part
-from runner.errors import RunnerError
-from runner.parity.candidates import (
-    NOWHERE,
-    batch_statistics,
-    cut,
-    eager_draws,
-    fresh,
-    only,
-    opened,
-    quiet,
-    without_techniques,
-)
+from runner.parity.candidates import cut, eager_draws, only, quiet, without_techniques
 from runner.parity.distance import (
     KINK,
     Distances,
     ErrorKind,
-    Judged,
     Key,
     Tolerance,
-    compare_changes,
     compare_outputs,
-    compare_steps,
     judge,
     same,
 )
-from runner.parity.dropout import (
-    DRAWS,
-    Draws,
-    dropout_sites,
-    is_random,
-    mean_differs,
-    repeat_draws,
-    spread_differs,
-)
-from runner.parity.numerics import ROUNDOFF, Numerics, computing_in, numerics, to_double
+from runner.parity.dropout import DRAWS, compare_draws, repeat_draws
+from runner.parity.numerics import Numerics, numerics, to_double
 from runner.parity.parity import Agreement, Parity, ParityRow
-from runner.parity.trajectory import (
-    Record,
-    Stretch,
-    Tensors,
-    choose_stretch,
-    follow,
-    updates,
-)
+from runner.parity.plain_runs import SAME_ROUNDING, PlainRuns
+from runner.parity.trajectory import Record, updates
 from runner.training.run import Run
 
-SAME_ROUNDING = 8.0
-"""Times the error of the plain run at the same reduced precision: the same roundings, differently
-correlated."""
-OTHER_ORDER = 64.0
-"""Times the error in fp32, where the order of summation is all there is: n terms one after another
-are off by sqrt(n / log2 n) times what a tree of sums is (Higham 1993), 64 for n = 65,536."""
 AGAIN = 2  # further seeds with which a small failure has to repeat
-INFERRED = 32 * ROUNDOFF[torch.float32]
-"""Of the largest gradient: what a moment's last bit makes of one that is inferred, at beta1=0.9."""
 COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a sentence
-DRAWN = (
-    ErrorKind.loss,
-    ErrorKind.grad_norm,
-    ErrorKind.gradient,
-    ErrorKind.buffer,
-)  # what other draws change
+# what other draws change
+DRAWN = (ErrorKind.loss, ErrorKind.grad_norm, ErrorKind.gradient, ErrorKind.buffer)
 PRECISION = ("tf32", "amp")  # techniques that are there to round more
-
-
-@dataclass
-class _Plain:
-    """Plain runs at the steps of the trajectory that a candidate is held against."""
-
-    truth: Record
-    precise: bool  # in fp64
-    own: Record  # at the baseline's precision
-    tolerances: dict[Numerics, Tolerance]
 
 
 @dataclass
@@ -113,7 +55,7 @@ class _Candidate:
     techniques: list[str]
     refused: dict[str, str]
     micro_batch: int
-    sees_others: bool  # batch statistics: a sample depends on those of its micro-batch
+    batch_norm: bool  # a sample depends on the others of its micro-batch
 
     @property
     def updates_known(self) -> bool:
@@ -122,16 +64,14 @@ class _Candidate:
 
 
 class ParityReference:
-    """The baseline's numbers and how far rounding moves them; measured once for many candidates."""
+    """Judges candidates against a baseline, whose numbers are measured once for many of them."""
 
     def __init__(
         self, baseline: RunConfig, steps: int | None = None, given: Components | None = None
     ) -> None:
-        self.baseline, self.asked, self.given = quiet(baseline), steps, given
+        self.plain = PlainRuns(baseline, steps, given)
+        self.baseline = self.plain.baseline
         self.choices: Mapping[str, Any] = {}
-        self.clip_norm: float | None = None  # in place of one that no gradient reaches
-        self._plain: dict[tuple[str | None, int | None], _Plain] = {}
-        self._random: dict[str | None, bool] = {}
         self._others: dict[int, ParityReference] = {}  # by seed, where one candidate needed them
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
@@ -145,7 +85,7 @@ class ParityReference:
         for seed in range(config.seed + 1, config.seed + 1 + AGAIN) if off else ():
             if seed not in self._others:
                 other = _with_seed(self.baseline, seed)
-                self._others[seed] = ParityReference(other, self.asked, self.given)
+                self._others[seed] = ParityReference(other, self.plain.asked, self.plain.given)
             again = self._others[seed].judge_once(_with_seed(config, seed), choices)
             if off and again.verdict is not Agreement.fail:
                 was = f"seed={config.seed} was off in {off.name}"
@@ -166,24 +106,23 @@ class ParityReference:
             note = f"passes in {precise.precision}, too"
             return replace(result, notes=[*result.notes, note], not_judged=precise.not_judged)
         without = " and ".join(name for name in result.techniques if name in PRECISION)
-        note = f"seen without {without}, in {precise.precision}"
         return replace(
             precise,
             techniques=result.techniques,
             precision=result.precision,
-            notes=[*precise.notes, note],
+            notes=[*precise.notes, f"seen without {without}, in {precise.precision}"],
         )
 
     def _judge(self, config: RunConfig) -> Parity:
         candidate = self._run_candidate(config)
-        micro = candidate.micro_batch if candidate.sees_others and self._cuts(candidate) else None
-        result = self._compare(candidate, None, micro)
+        micro = candidate.micro_batch if candidate.batch_norm and self._cuts(candidate) else None
+        result = self._compare(candidate, False, micro)
         if micro is not None:
             result.notes.append(
                 f"BatchNorm's statistics are of micro-batches of {micro}, which is another "
                 "computation; the baseline is cut the same way"
             )
-        if result.verdict is not Agreement.fail or not self._is_random(None):
+        if result.verdict is not Agreement.fail or not self.plain.is_random(False):
             return result
         return self._judge_without_dropout(config, micro, candidate, result)
 
@@ -194,38 +133,29 @@ class ParityReference:
         certain = [r for r in result.rows if not r.within and ErrorKind[r.kind] not in DRAWN]
         if certain:
             return replace(result, first=min(certain, key=_when))
-        silent = self._compare(self._run_candidate(config, NOWHERE), NOWHERE, micro)
-        if self._is_random(NOWHERE):  # not by dropout
-            return self._judge_draws(config, micro, replace(result, rows=[]), [], None)
+        silent = self._compare(self._run_candidate(config, silent=True), True, micro)
+        if self.plain.is_random(True):  # not by dropout
+            return self._judge_draws(config, micro, replace(result, rows=[]), False)
         if silent.verdict is Agreement.fail:
             return silent
         if micro is None and self._cuts(candidate):
-            parts = self._compare(candidate, None, candidate.micro_batch)
+            parts = self._compare(candidate, False, candidate.micro_batch)
             if parts.verdict is not Agreement.fail:
                 size = candidate.micro_batch
                 note = f"dropout is that of a plain run in micro-batches of {size}"
                 return replace(silent, verdict=Agreement.explained, notes=[*silent.notes, note])
-        with self._opened(self.baseline) as run:
-            sites = dropout_sites(run.model)
-        return self._judge_draws(config, micro, silent, sites, NOWHERE)
+        return self._judge_draws(config, micro, silent, True)
 
     def _judge_draws(
-        self,
-        config: RunConfig,
-        micro: int | None,
-        result: Parity,
-        sites: list[str],
-        dropout: str | None,
+        self, config: RunConfig, micro: int | None, result: Parity, silent: bool
     ) -> Parity:
-        """Dropout by its statistics: one site after another, the others off, and all together."""
-        anchor = self._measured(dropout, micro).truth.steps[0].gradients
-        rows: list[ParityRow] = []
-        for site in [*(sites if len(sites) > 1 else ()), None]:
-            with self._opened(quiet(config), site, self.choices) as run:
-                theirs = repeat_draws(run, self.stretch, anchor)
-            with self._opened(cut(self.baseline, micro), site) as run:
-                ours = repeat_draws(run, self.stretch, anchor)
-            rows += _draw_rows(site or "all dropout", ours, theirs, result.rows)
+        """All random numbers together, by the statistics of what they do to one step."""
+        anchor = self.plain.measured(silent, micro).truth.steps[0].gradients
+        with self.plain.opened(quiet(config), choices=self.choices) as run:
+            theirs = repeat_draws(run, self.plain.stretch, anchor)
+        with self.plain.opened(cut(self.baseline, micro)) as run:
+            ours = repeat_draws(run, self.plain.stretch, anchor)
+        rows = list(compare_draws(ours, theirs, result.rows))
         beyond = [row for row in rows if not row.within]
         hidden = "what changes loss and gradients less than many draws of dropout show"
         return replace(
@@ -237,37 +167,18 @@ class ParityReference:
             not_judged=[*result.not_judged, hidden],
         )
 
-    def _is_random(self, dropout: str | None) -> bool:
-        if dropout not in self._random:
-            with self._opened(self.baseline, dropout) as run:
-                self._random[dropout] = is_random(run)
-        return self._random[dropout]
-
-    @contextmanager
-    def _opened(
-        self,
-        config: RunConfig,
-        dropout: str | None = None,
-        choices: Mapping[str, Any] | None = None,
-    ) -> Iterator[Run]:
-        if self.clip_norm is not None:
-            config = copy(config)  # not checked again, as a plain run asks for nothing
-            config.stability = replace(config.stability, clip_norm=self.clip_norm)
-        with opened(config, dropout, fresh(self.given, choices)) as run:
-            yield run
-
-    def _run_candidate(self, config: RunConfig, dropout: str | None = None) -> _Candidate:
+    def _run_candidate(self, config: RunConfig, silent: bool = False) -> _Candidate:
         """Follow the candidate; closed before anything else runs, so that no switch of it stays."""
-        path = self.path
-        with eager_draws(), self._opened(quiet(config), dropout, self.choices) as run:
-            record = follow(run, self.stretch, path, validation=self.validation)
+        _ = self.plain.path  # measured before
+        with eager_draws(), self.plain.opened(quiet(config), silent, self.choices) as run:
+            batch_norm = nn.modules.batchnorm._BatchNorm
             return _Candidate(
-                record=record,
+                record=self.plain.follow(run),
                 says=numerics(run),
                 techniques=[name for name, _ in run.techniques if name not in run.fallen],
                 refused={e.name: e.reason for e in run.engagements if e.requested} | run.fallen,
                 micro_batch=run.micro_batch,
-                sees_others=batch_statistics(run),
+                batch_norm=any(isinstance(module, batch_norm) for module in run.model.modules()),
             )
 
     def _cuts(self, candidate: _Candidate) -> bool:
@@ -276,196 +187,82 @@ class ParityReference:
         usual = largest_part(training.batch_size, training.micro_batch or training.batch_size)
         return candidate.micro_batch != usual
 
-    # -- measuring -----------------------------------------------------------------------------
-
-    @cached_property
-    def _chosen(self) -> tuple[Stretch, list[str]]:
-        with self._opened(self.baseline) as run:
-            return choose_stretch(run, self.asked)
-
-    @property
-    def stretch(self) -> Stretch:
-        """The steps that are compared."""
-        return self._chosen[0]
-
-    @cached_property
-    def path(self) -> Record:
-        """The steps of the baseline; some are clipped, where it has a norm to clip by."""
-        record = self._follow_baseline()
-        norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
-        if limit is not None and 0 < max(norms) <= limit:
-            self.clip_norm = median(norms)
-            record = self._follow_baseline()
-        return record
-
-    def _follow_baseline(self) -> Record:
-        with self._opened(self.baseline) as run:
-            self.says = numerics(run)
-            record = follow(run, self.stretch)
-            self.validation, whole = len(record.outputs), run.validation.steps_per_epoch
-        rest = f"validation batches after the first {self.validation}"
-        self.left_out = [] if self.validation == whole else [rest]
-        return record
-
-    def _distances(self, record: Record, truth: Record) -> Distances:
-        buffers = [self.path.before(number).buffers for number in range(self.stretch.steps)]
-        distances = compare_steps(record.steps, truth.steps, buffers)
-        outputs = compare_outputs(record.outputs, truth.outputs)
-        for ours, theirs in zip(vars(distances).values(), vars(outputs).values(), strict=True):
-            ours.update(theirs)
-        return distances
-
-    def _follow(
-        self, config: RunConfig, dropout: str | None, says: Numerics | None = None, ulps: int = 0
-    ) -> Record:
-        """A plain run at the steps of the trajectory."""
-        with ExitStack() as stack:
-            run = stack.enter_context(self._opened(config, dropout))
-            if says is not None:
-                stack.enter_context(computing_in(says, run))
-            return follow(
-                run, self.stretch, self.path, update=False, ulps=ulps, validation=self.validation
-            )
-
-    def _measured(self, dropout: str | None, micro: int | None) -> _Plain:
-        key = dropout, micro
-        if key not in self._plain:
-            self._plain[key] = self._measure(dropout, micro)
-        return self._plain[key]
-
-    def _measure(self, dropout: str | None, micro: int | None) -> _Plain:
-        usual = cut(self.baseline, micro)
-        plain = without_techniques(usual)
-        own = self.path
-        if dropout is not None or micro is not None:
-            own = self._follow(usual, dropout)
-        truth = self._truth(plain, dropout)
-        if truth is not None:
-            errors = self._distances(own, truth)
-            key = Key(ErrorKind.loss, "loss")
-            apart = [e / s for e, s in zip(errors.error[key], errors.size[key], strict=True) if s]
-            if apart and median(apart) > KINK:
-                truth = None  # there dropout draws other numbers in fp64
-        if truth is None:
-            errors = self._distances(self._follow(plain, dropout, self.says, ulps=1), own)
-        else:
-            for ours, right in zip(own.steps, truth.steps, strict=True):
-                ours.gradients = {}  # not needed any more, and large
-                right.gradients = {n: g.float() for n, g in right.gradients.items()}
-        tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
-        return _Plain(truth or own, truth is not None, own, tolerances)
-
-    def _truth(self, plain: RunConfig, dropout: str | None) -> Record | None:
-        """The plain run in fp64; None where the device or the model cannot compute in it."""
-        with self._opened(plain, dropout) as run:
-            if run.device.kind == "mps":
-                return None
-            to_double(run)
-            try:
-                return follow(
-                    run,
-                    self.stretch,
-                    self.path,
-                    update=False,
-                    in_double=True,
-                    validation=self.validation,
-                )
-            except (RunnerError, RuntimeError, TypeError, ValueError):  # a type is in the model
-                return None
-
-    def _tolerance(
-        self, plain: _Plain, dropout: str | None, micro: int | None, wanted: Numerics
-    ) -> Tolerance:
-        """How far from the truth rounding may bring a run that computes in `wanted`."""
-        for known, tolerance in plain.tolerances.items():
-            if known.is_that_of(wanted):
-                return tolerance
-        record = self._follow(without_techniques(cut(self.baseline, micro)), dropout, wanted)
-        tolerance = Tolerance(self._distances(record, plain.truth), SAME_ROUNDING)
-        tolerance.widen(next(iter(plain.tolerances.values())))
-        plain.tolerances[wanted] = tolerance
-        return tolerance
-
     # -- comparing -----------------------------------------------------------------------------
 
-    def _compare(self, candidate: _Candidate, dropout: str | None, micro: int | None) -> Parity:
-        plain = self._measured(dropout, micro)
-        tolerance = self._tolerance(plain, dropout, micro, candidate.says)
-        distances = self._distances(candidate.record, plain.truth)
+    def _compare(self, candidate: _Candidate, silent: bool, micro: int | None) -> Parity:
+        plain = self.plain.measured(silent, micro)
+        tolerance = self.plain.tolerance(silent, micro, candidate.says)
+        distances = self.plain.distances(candidate.record, plain.truth)
         self._compare_start(candidate, distances)
-        if candidate.record.gradients_hidden:
-            for key in [key for key in distances.floor if key.kind is ErrorKind.gradient]:
-                least = INFERRED * max(distances.size[key])
-                distances.floor[key] = [max(least, floor) for floor in distances.floor[key]]
-        judged = list(judge(distances, tolerance))
+        rows = list(judge(distances, tolerance))
         exact = _equal_steps(candidate.record, plain.own) and candidate.updates_known
-        config = without_techniques(self.baseline)
-        with self._opened(config) as run, self._opened(config) as precise:
-            if run.device.kind != "mps":
-                to_double(precise)
-            of_updates, equal_updates = self._compare_updates(candidate, run, precise)
-        judged += of_updates
-        rows = [_row(one) for one in judged]
+        of_updates, equal_updates = self._compare_updates(candidate)
+        rows += of_updates
         beyond = sorted((row for row in rows if not row.within), key=_when)
         verdict = Agreement.exact if exact and equal_updates else Agreement.explained
-        kinks = max((one.kinks for one in judged), default=0)
-        off = f"gradients are off by up to {KINK:.0%} at {kinks} steps, as by an activation's kink"
         return Parity(
             verdict=Agreement.fail if beyond else verdict,
             techniques=candidate.techniques,
             refused=candidate.refused,
             precision=candidate.says.name,
             reference="fp64" if plain.precise else "the baseline itself",
-            steps=self.stretch.steps,
+            steps=self.plain.stretch.steps,
             first=next(iter(beyond), None),
             rows=rows,
-            notes=[*self._describe_clipping(), *([off] if kinks else [])],
-            not_judged=[*self._chosen[1], *self.left_out, *_not_judged(candidate, judged)],
+            notes=list(self._notes(rows)),
+            not_judged=[*self.plain.omissions, *_not_judged(candidate, rows)],
         )
 
-    def _describe_clipping(self) -> list[str]:
-        if self.clip_norm is None:
-            return []
-        limit = self.baseline.stability.clip_norm
-        return [
-            f"clipped at {self.clip_norm:.2g}, the median norm: no gradient of these steps "
-            f"is above stability.clip_norm={limit:g}"
-        ]
+    def _notes(self, rows: list[ParityRow]) -> Iterator[str]:
+        limit, clip_norm = self.baseline.stability.clip_norm, self.plain.clip_norm
+        if clip_norm is not None:
+            unclipped = f"no gradient of these steps is above stability.clip_norm={limit:g}"
+            yield f"clipped at {clip_norm:.2g}, the median norm: {unclipped}"
+        kinks = max((row.kinks for row in rows), default=0)
+        if kinks:
+            off = f"gradients are off by up to {KINK:.0%} at {kinks} steps"
+            yield f"{off}, as by an activation's kink"
 
     def _compare_start(self, candidate: _Candidate, distances: Distances) -> None:
         """The first weights and buffers: those of the baseline, to the bit."""
-        ours, theirs = candidate.record.start, self.path.start
+        ours, theirs = candidate.record.start, self.plain.path.start
         pairs = (ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)
         for mine, right in pairs:
             for name, value in right.items():
                 if name in mine:
                     distances.add(Key(ErrorKind.parameter, name), mine[name], value, floor=0.0)
 
-    def _compare_updates(
-        self, candidate: _Candidate, run: Run, precise: Run
-    ) -> tuple[list[Judged], bool]:
+    def _compare_updates(self, candidate: _Candidate) -> tuple[list[ParityRow], bool]:
         """The changes of weights and averages next to those of plain updates with its gradients.
 
         And whether they are bit-equal.
         """
-        distances, own, equal = Distances(), Distances(), True
-        fed = self.stretch, self.path, candidate.record
-        steps = zip(candidate.record.steps, updates(run, *fed), updates(precise, *fed), strict=True)
-        for number, (step, state, truth) in enumerate(steps):
-            start, first = self.path.before(number).parameters, self.path.start.average
-            kinds: tuple[tuple[ErrorKind, str, Tensors], ...] = (
-                (ErrorKind.update, "parameters", start),
-                (ErrorKind.average, "average", first),
-            )
-            for kind, values, before in kinds:
-                for name, right in getattr(truth, values).items():
-                    key = Key(kind, name)
-                    mine, theirs = getattr(step.after, values)[name], getattr(state, values)[name]
-                    compare_changes(distances, key, mine, right, before[name])
-                    compare_changes(own, key, theirs, right, before[name])
-                    equal = equal and same(mine, theirs)
         if not candidate.updates_known:
             return [], False
+        config = without_techniques(self.baseline)
+        with self.plain.opened(config) as run, self.plain.opened(config) as precise:
+            if run.device.kind != "mps":
+                to_double(precise)
+            return self._judge_updates(candidate.record, run, precise)
+
+    def _judge_updates(
+        self, record: Record, run: Run, precise: Run
+    ) -> tuple[list[ParityRow], bool]:
+        distances, own, equal = Distances(), Distances(), True
+        path = self.plain.path
+        fed = self.plain.stretch, path, record
+        steps = zip(record.steps, updates(run, *fed), updates(precise, *fed), strict=True)
+        for number, (step, state, truth) in enumerate(steps):
+            ours, start, first = step.after, path.before(number).parameters, path.start.average
+            for kind, mine, theirs, right, before in (
+                (ErrorKind.update, ours.parameters, state.parameters, truth.parameters, start),
+                (ErrorKind.average, ours.average, state.average, truth.average, first),
+            ):
+                for name, value in right.items():
+                    key = Key(kind, name)
+                    distances.add_change(key, mine[name], value, before[name])
+                    own.add_change(key, theirs[name], value, before[name])
+                    equal = equal and same(mine[name], theirs[name])
         return list(judge(distances, Tolerance(own, SAME_ROUNDING))), equal
 
 
@@ -484,8 +281,9 @@ def _equal_steps(record: Record, own: Record) -> bool:
         buffers = theirs.after.buffers.items()
         if not all(same(ours.after.buffers.get(name), value) for name, value in buffers):
             return False
-    errors = compare_outputs(record.outputs, own.outputs).error.values()
-    return not any(any(values) for values in errors)
+    outputs = Distances()
+    compare_outputs(outputs, record.outputs, own.outputs)
+    return not any(step.error for steps in outputs.steps.values() for step in steps)
 
 
 def _by_a_kink(result: Parity) -> ParityRow | None:
@@ -503,13 +301,10 @@ def _when(row: ParityRow) -> tuple[bool, int, int]:
     return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
 
 
-def _row(one: Judged) -> ParityRow:
-    return ParityRow(one.step, one.key.kind.name, one.key.name, one.error, one.bound)
-
-
-def _not_judged(candidate: _Candidate, judged: list[Judged]) -> Iterator[str]:
+def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:
     """What a fault could hide in, of this very candidate."""
-    coarse = max((j.bound for j in judged if j.key.kind is ErrorKind.gradient), default=0.0)
+    gradient = ErrorKind.gradient.name
+    coarse = max((row.bound for row in rows if row.kind == gradient), default=0.0)
     if coarse > COARSE:
         yield f"gradients off by less than {coarse:.0%}: that is what rounding changes of one"
     if not candidate.updates_known:
@@ -520,28 +315,6 @@ def _not_judged(candidate: _Candidate, judged: list[Judged]) -> Iterator[str]:
         names = " and ".join(candidate.techniques)
         rounds = f"gradients off by less than {candidate.says.name} rounds"
         yield f"{rounds}: {names} is judged with itself"
-
-
-def _draw_rows(site: str, ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> list[ParityRow]:
-    """The mean and the spread of each statistic over many draws; `rounded` without dropout."""
-    rows = []
-    bounds = {row.kind: row.bound for row in rounded}
-    for name, a in vars(ours).items():
-        b = getattr(theirs, name)
-        if not (a and b):
-            continue
-        size = abs(math.fsum(a) / len(a))
-        rounding = bounds.get(name, bounds.get(ErrorKind.grad_norm.name, 0.0))
-        size = 1.0 if name == "projection" else size or 1.0
-        apart, by_chance = mean_differs(a, b)
-        bound = by_chance / size + rounding
-        rows.append(
-            ParityRow(1, ErrorKind.draw.name, f"mean of {name} ({site})", apart / size, bound)
-        )
-        apart, by_chance = spread_differs(a, b)
-        name = f"log-variance of {name} ({site})"
-        rows.append(ParityRow(1, ErrorKind.draw.name, name, apart, by_chance))
-    return rows
 
 
 def check_parity(

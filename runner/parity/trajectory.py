@@ -8,6 +8,7 @@ grows from one step to the next, and a tolerance can be that of a single step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -80,13 +81,13 @@ def follow(
     *,
     update: bool = True,
     in_double: bool = False,
-    ulps: int = 0,
+    nudged: bool = False,
     validation: int | None = None,
 ) -> Record:
     """Make the steps of `stretch`, each from where `path` is; without one from where the last led.
 
-    Without `update` there is forward and backward only. With `ulps` weights are moved by so many
-    units in the last place first. Evaluates the last weights on so many batches of `validation`.
+    Without `update` there is forward and backward only. `nudged` weights are moved by a unit in
+    the last place first. Evaluates the last weights on so many batches of `validation`.
     """
     place(run, stretch)
     run.model.train()
@@ -97,8 +98,8 @@ def follow(
             batch = next(batches)
             if path is not None:
                 load(run.model, path.before(number))
-            if ulps:
-                nudge(run.model, run.seed + number, ulps)
+            if nudged:
+                nudge(run.model, run.seed + number)
             if update:
                 record.steps.append(_step(run, batch, record))
             else:
@@ -134,13 +135,9 @@ class TrajectoryCapture(Hook):
 
 def gradients_of(run: Run) -> Tensors:
     """Copies on the host; parameters that got none are left out."""
-    scale = run.update.scale
-    found: Tensors = {}
-    for name, parameter in run.model.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad if scale is None else parameter.grad / scale.value
-            found[name] = _copy(gradient)
-    return found
+    scale = 1.0 if run.update.scale is None else run.update.scale.value
+    parameters = run.model.named_parameters()
+    return {name: _copy(p.grad / scale) for name, p in parameters if p.grad is not None}
 
 
 def snapshot(run: Run) -> TrajectoryState:
@@ -161,17 +158,14 @@ def load(model: nn.Module, state: TrajectoryState, averaged: Run | None = None) 
         parameter.copy_(state.parameters[name])
     for name, buffer in model.named_buffers():
         value = state.buffers.get(name)
-        if value is not None and value.shape == buffer.shape and not _holds(buffer, value):
-            buffer.copy_(value)
+        # a buffer that is an expanded view takes no copy, and needs none
+        if value is not None and value.shape == buffer.shape:
+            if not torch.equal(buffer, value.to(buffer)):
+                buffer.copy_(value)
     if averaged is not None and averaged.update.average:
         names = {parameter: name for name, parameter in model.named_parameters()}
         for p, average in zip(averaged.update.parameters, averaged.update.average, strict=True):
             average.copy_(state.average[names[p]])  # type: ignore[index]
-
-
-def _holds(buffer: Tensor, value: Tensor) -> bool:
-    """Whether there is nothing to copy: a buffer that is an expanded view takes no copy."""
-    return torch.equal(buffer, value.to(buffer))
 
 
 def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
@@ -202,16 +196,13 @@ def _backward(run: Run, batch: Batch) -> StepRecord:
 
 def _moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
     """Each parameter before a step, and its first moment, or zeros where there is none."""
-    state: dict[Tensor, dict[str, Any]] = run.update.optimizer.state
-    return {
-        p: (p.detach().clone(), _moment(state.get(p, {}), torch.zeros_like(p)).clone())
-        for p in run.update.parameters
-    }
+    return {p: (p.detach().clone(), _moment(run, p).clone()) for p in run.update.parameters}
 
 
-def _moment(state: dict[str, Any], otherwise: Tensor) -> Tensor:
-    found = state.get("exp_avg", state.get("momentum_buffer"))
-    return found if isinstance(found, Tensor) else otherwise
+def _moment(run: Run, parameter: Tensor) -> Tensor:
+    state = run.update.optimizer.state.get(parameter, {})
+    moment = state.get("exp_avg", state.get("momentum_buffer"))
+    return moment if isinstance(moment, Tensor) else torch.zeros_like(parameter)
 
 
 def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]]) -> Tensors:
@@ -221,14 +212,14 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
     after clipping, which the norm undoes. Coupled weight decay is in g. None where there is no
     moment, or clipping by anything but one norm, which cannot be undone.
     """
-    update = run.update
-    groups = update.optimizer.param_groups
+    update, groups = run.update, run.update.optimizer.param_groups
     if update.clip is not None or not all(g.get("betas") or g.get("momentum") for g in groups):
         return {}
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    clip = update.clip_norm
-    excess = 1.0 if clip is None else max(float(step.grad_norm) / clip, 1.0)
-    found: Tensors = {}
+    excess = 1.0
+    if update.clip_norm is not None:
+        excess = max(float(step.grad_norm) / update.clip_norm, 1.0)
+    gradients: Tensors = {}
     for group in groups:
         adam = "betas" in group
         kept = float(group["betas"][0]) if adam else float(group["momentum"])
@@ -237,10 +228,9 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
         sign = -1.0 if group.get("maximize") else 1.0
         for p in group["params"]:
             weight, moment = (t.double() for t in before[p])
-            now = _moment(update.optimizer.state.get(p, {}), p.detach()).double()
-            value = (now - kept * moment) / share
-            found[names[p]] = _copy(sign * excess * (value - decay * weight))
-    return found
+            value = (_moment(run, p).double() - kept * moment) / share
+            gradients[names[p]] = _copy(sign * excess * (value - decay * weight))
+    return gradients
 
 
 # -- evaluation ------------------------------------------------------------------------------------
@@ -249,25 +239,23 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
 def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
     """Outputs of so many validation batches in evaluation mode; None: until they are many."""
     outputs: list[Any] = []
-    size = 0
+    every, forward = run.validation.batches, run.forward
 
     def some(start: int) -> Iterator[Batch]:
         for number, batch in enumerate(every(start)):
-            if number == (batches or BATCHES) or (batches is None and size > OUTPUTS):
+            sizes = (t.numel() for t in tree_leaves(outputs) if isinstance(t, Tensor))
+            if number == (batches or BATCHES) or (batches is None and sum(sizes) > OUTPUTS):
                 return
             yield double(batch) if in_double else batch
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        nonlocal size
         output = forward(*args, **kwargs)
         outputs.append(tree_map(lambda x: _copy(x) if isinstance(x, Tensor) else x, output))
-        size += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         return output
 
-    every, forward = run.validation.batches, run.forward
-    with mock.patch.object(run.validation, "batches", some):
-        with mock.patch.object(run, "forward", recorded):
-            evaluate(run)
+    patches = mock.patch.object(run.validation, "batches", some)
+    with patches, mock.patch.object(run, "forward", recorded):
+        evaluate(run)
     run.validation.close()
     return outputs
 
@@ -320,17 +308,18 @@ class Stretch:
 def choose_stretch(run: Run, asked: int | None) -> tuple[Stretch, list[str]]:
     """Past the warm-up, where the schedule changes most, around an epoch's smaller last batch.
 
-    And what that leaves out. A resumed run goes on from where it is.
+    And what that leaves out. A resumed run continues from where it is.
     """
-    reason = None
-    steps, per_epoch = asked, run.train.steps_per_epoch
-    if steps is None:
-        steps, reason = affordable(run)
+    per_epoch, reason = run.train.steps_per_epoch, ""
+    steps = asked or affordable(run)
+    if asked is None and steps < STEPS:
+        weights = sum(parameter.numel() for parameter in run.model.parameters())
+        reason = f": {weights:,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
     update = 0 if run.progress.step else first_update(run.update.factors, steps)
     batch = update
     if per_epoch > steps:  # else every stretch has the end of an epoch in it
         batch += (per_epoch - 1 - steps // 2 - update) % per_epoch
-    left_out = [f"what begins after {steps} steps{f': {reason}' if reason else ''}"]
+    left_out = [f"what begins after {steps} steps{reason}"]
     if update:
         left_out.append(f"learning rates but those of updates {update + 1} to {update + steps}")
     return Stretch(batch, update, steps), left_out
@@ -344,25 +333,22 @@ def first_update(factors: Sequence[float], steps: int) -> int:
     return max(starts, key=lambda u: round(abs(factors[u] - factors[min(last, u + steps - 1)]), 9))
 
 
-def affordable(run: Run) -> tuple[int, str | None]:
-    """How many steps to make, and why not `STEPS`."""
+def affordable(run: Run) -> int:
+    """How many steps to make: `STEPS`, or fewer of a large model."""
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    work, most = step_flops(run), FLOPS.get(run.device.kind, FLOPS_ELSEWHERE)
-    by_weights, by_work = WEIGHTS // max(weights, 1), int(most / max(work, 1))
-    steps = max(LEAST, min(STEPS, by_weights, by_work))
-    reason = f"{weights:,} weights, {work / 1e9:,.1f} GFLOP a step"
-    return steps, None if steps == STEPS else reason
+    most = FLOPS.get(run.device.kind, FLOPS_ELSEWHERE)
+    by_work = int(most / max(step_flops(run), 1))
+    return max(LEAST, min(STEPS, WEIGHTS // max(weights, 1), by_work))
 
 
 def step_flops(run: Run) -> float:
     """Of forward and backward of a batch; the backward computes twice as much as the forward."""
     inputs, target = run.train.at(run.progress.step)
-    samples = count(target)
     part = rows(inputs, slice(0, 1))
-    try:
+    counted = 0
+    # not of a model that knows its batch size
+    with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         with modes.evaluation_mode(run.model):  # leaves statistics alone, and takes a single sample
             counted = call_flops(lambda: call(run.forward, part), grad=False)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        counted = 0  # such as a model that knows its batch size
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    return 3.0 * samples * max(counted, 2 * weights)
+    return 3.0 * count(target) * max(counted, 2 * weights)

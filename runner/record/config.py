@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
@@ -14,15 +13,12 @@ class MonitoringConfig:
     """What is written down and shown while the run goes on."""
 
     every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
-    system_every_s: float = bounded(
-        5.0, above=0
-    )  # seconds between readings of CPU, memory and disk
+    # seconds between readings of CPU, memory and disk
+    system_every_s: float = bounded(5.0, above=0)
     tensorboard: bool = True
     progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
     line_every_s: float = bounded(5.0, above=0)  # seconds between plain lines
     log_level: str = "info"
-    # every value that a key has in the jobs of a sweep, for check boxes; the launcher fills it in
-    domains: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_bounds(self, "monitoring")

@@ -1,4 +1,4 @@
-"""What the program says while it works: log lines on stderr and in the run's folder."""
+"""What the program prints while it works: log lines on stderr and in the run's folder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -22,6 +21,7 @@ from runner.record.storage import for_owners
 from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
+FILE_LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 class Screen(Console):
@@ -57,11 +57,17 @@ class Screen(Console):
 
 
 def print_stdout(*parts: RenderableType, **options: Any) -> None:
-    """Print a result; a reader that has read enough (`| head`) is no error."""
+    """Print a result, in a pipe without blanks at the ends of lines.
+
+    A reader that has read enough (`| head`) is no error.
+    """
     screen = Screen()
-    try:
+    with screen.capture() as printed:
         for part in parts:
             screen.print(part, **options)
+    lines = printed.get().split("\n")
+    try:
+        print("\n".join(line.rstrip(" ") for line in lines), end="", flush=True)  # noqa: T201
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -95,10 +101,10 @@ def set_up_logging(level: str, folder: Path | None) -> None:
     _reset_loggers()
     logging.setLogRecordFactory(_RecordFactory(logging.getLogRecordFactory()))
     root, number = logging.getLogger(), logging.getLevelNamesMapping()[level.upper()]
-    root.addHandler(_OnConsole())
+    root.addHandler(_ConsoleLog())
     if folder is not None:
         try:
-            root.addHandler(_InFile(folder / "run.log"))
+            root.addHandler(_FileLog(folder / "run.log"))
         except OSError as error:
             logging.getLogger("runner").warning("no run.log: %s", error)
     root.setLevel(max(number, logging.INFO))
@@ -120,7 +126,7 @@ def _reset_loggers() -> None:
 def close_logging() -> None:
     """Undo `set_up_logging`."""
     root = logging.getLogger()
-    for handler in [x for x in root.handlers if isinstance(x, _OnConsole | _InFile)]:
+    for handler in [x for x in root.handlers if isinstance(x, _ConsoleLog | _FileLog)]:
         root.removeHandler(handler)
         handler.close()
     factory = logging.getLogRecordFactory()
@@ -139,9 +145,10 @@ class _RecordFactory:
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record = self.make(*args, **kwargs)
-        record.msg, trace = _message(record), _trace(record)
+        record.msg, error = _message(record), record.exc_info
         record.args, record.exc_info = (), None
-        record.exc_text = trace or None  # what formatters write where it is there
+        if error and error[0] is not None:  # what formatters write below the message
+            record.exc_text = _behind_bars(logging.Formatter().formatException(error))
         if record.stack_info is not None:
             record.stack_info = _behind_bars(record.stack_info)
         return record
@@ -158,75 +165,65 @@ def _message(record: logging.LogRecord) -> str:
     return escape_control_chars(masked(message))
 
 
-def _trace(record: logging.LogRecord) -> str:
-    """The traceback, each of its lines behind a bar; "" without one."""
-    if not record.exc_info or record.exc_info[0] is None:
-        return ""
-    return _behind_bars(logging.Formatter().formatException(record.exc_info))
-
-
 def _behind_bars(text: str) -> str:
     return "\n".join(f"  | {escape_control_chars(line)}" for line in masked(text).split("\n"))
 
 
-class _Handler(logging.Handler):
-    """Says a warning once, and is silent for good once nothing takes what it says."""
+class _Repeats(logging.Filter):
+    """Lets a warning through once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gone = False  # not removed: the logger is walking through its handlers just then
         self.warned: set[tuple[str, str]] = set()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = record.name, normalize_message(record.msg)
+        repeats = record.levelno == logging.WARNING and key in self.warned
         if record.levelno == logging.WARNING:
-            key = record.name, normalize_message(record.msg)
-            if key in self.warned:
-                return
             self.warned.add(key)
-        try:
-            if not self.gone:
-                self.show(record, record.exc_text or "")
-        except (OSError, ValueError):  # a full disk, or a pipe whose reader has gone
-            self.gone = True
-
-    def show(self, record: logging.LogRecord, trace: str) -> None:
-        """Write the record's message and its traceback."""
-        raise NotImplementedError
+        return not repeats
 
 
-class _OnConsole(_Handler):
-    """Coloured on a terminal, plain elsewhere."""
+class _ConsoleLog(logging.Handler):
+    """Coloured on a terminal, plain elsewhere; silent for good once its reader has gone."""
 
-    def show(self, record: logging.LogRecord, trace: str) -> None:
-        if getattr(record, "live", False):
-            return  # a live display shows such a line already
+    def __init__(self) -> None:
+        super().__init__()
+        self.addFilter(_Repeats())
+        self.gone = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.gone or getattr(record, "live", False):  # a live display shows such a line already
+            return
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         text = Text(f"{clock} ", style="dim")
         text.append(level + record.msg, style=COLOURS.get(record.levelname, "not dim"))
-        text.append(f"\n{trace}" if trace else "", style="dim")
-        console().print(text)
+        text.append(f"\n{record.exc_text}" if record.exc_text else "", style="dim")
+        try:
+            console().print(text)
+        except (OSError, ValueError):
+            self.gone = True
 
 
-class _InFile(_Handler):
-    """`run.log`, every line with its full time."""
+class _FileLog(logging.StreamHandler[TextIO]):
+    """`run.log`, every line with its full time; silent for good once the disk is full."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         if path.is_symlink():
             raise OSError(f"{path} is a link")
-        self.file = open(  # noqa: SIM115  # until `close`
-            path, "a", encoding="utf-8", errors="backslashreplace", buffering=1, opener=for_owners
+        super().__init__(
+            open(path, "a", encoding="utf-8", errors="backslashreplace", opener=for_owners)
         )
+        self.addFilter(_Repeats())
+        self.setFormatter(logging.Formatter(FILE_LINE, "%Y-%m-%dT%H:%M:%S"))
 
-    def show(self, record: logging.LogRecord, trace: str) -> None:
-        clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        head = f"{clock}.{int(record.msecs):03d} {record.levelname:7} {record.name}: {record.msg}"
-        self.file.write(f"{head}\n{trace}\n" if trace else f"{head}\n")
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        self.setLevel(logging.CRITICAL + 1)
 
     def close(self) -> None:
         try:
-            self.file.close()
-        except OSError as error:  # what was buffered is lost; the run goes on
-            warnings.warn(f"run.log: {error}", stacklevel=2)
+            self.stream.close()
+        except OSError:  # what was buffered is lost; the run goes on
+            pass
         super().close()

@@ -151,21 +151,26 @@ def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple
 
     Those of the recorder and the checkpointer are only in `counts`.
     """
-    rows = []
-    for kind, count in counts.items():
-        these = sorted((f for f in faults if f.kind == kind), key=lambda f: -f.count)
-        text = f"{count:,}"
-        if these:
-            steps = format_steps(sorted({step for fault in these for step in fault.steps}), count)
-            message = shorten(these[0].message, LONGEST_MESSAGE)
-            actions: Counter[str] = Counter()
-            for fault in these:
-                actions[fault.action] += fault.count if fault.action else 0
-            acts = [f"{act} ({n:,})" if len(+actions) > 1 else act for act, n in (+actions).items()]
-            text += f", {steps}: {'; '.join([message, *acts[:SHOWN_ACTIONS]])}"
-        if count:
-            rows.append((kind, text))
-    return rows
+    return [
+        (kind, _describe([f for f in faults if f.kind == kind], count))
+        for kind, count in counts.items()
+        if count
+    ]
+
+
+def _describe(faults: list[Fault], count: int) -> str:
+    """Faults of one kind in a line, the message that came most often first."""
+    if not faults:
+        return f"{count:,}"
+    faults.sort(key=lambda fault: -fault.count)
+    steps = format_steps(sorted({step for fault in faults for step in fault.steps}), count)
+    text = f"{count:,}, {steps}: {shorten(faults[0].message, LONGEST_MESSAGE)}"
+    actions = Counter[str]()
+    for fault in faults:
+        actions[fault.action] += fault.count
+    del actions[""]
+    done = [f"{act} ({n:,})" if len(actions) > 1 else act for act, n in actions.items()]
+    return "; ".join([text, *done[:SHOWN_ACTIONS]])
 
 
 def fault_table(faults: Iterable[Fault]) -> str:
@@ -185,6 +190,6 @@ def format_steps(steps: Sequence[int], count: int) -> str:
 
 
 def first_capture(faults: Iterable[Fault]) -> str:
-    """The folder of the first bad step that was kept, relative to the run's; else nothing."""
+    """The folder of the first bad step that was kept, relative to the run's; "" without one."""
     kept = [fault for fault in faults if fault.capture]
     return min(kept, key=lambda fault: fault.steps[:1]).capture if kept else ""

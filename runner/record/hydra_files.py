@@ -46,13 +46,13 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         data = read_record(path, LARGEST)
-        _check_events(data)
+        check_events(data)
         return yaml.load(data, LOADER)  # noqa: S506  # a SafeLoader
     except (OSError, yaml.YAMLError, *NO_VALUE) as error:
         raise StorageError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 
-def _check_events(data: bytes) -> None:
+def check_events(data: bytes) -> None:
     """Refuse what would cost much before any value is made of it."""
     depth = 0
     for event in yaml.parse(data, LOADER):

@@ -1,4 +1,4 @@
-"""Every picture of a run, drawn by matplotlib: import this module only where something is drawn.
+"""What went wrong, gradients and memory, drawn by matplotlib: import this only to draw.
 
 Each function returns pixels [height, width, 3], 640 wide. Names are shown as they are, without
 mathematics in them.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first, so letters are large
+SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
-INK, GREY, PALE, PURPLE = "#212529", "#6c757d", "#a6bddb", "#783ca0"
-COLOURS = (BLUE, ORANGE, GREEN, RED, GREY, PURPLE)
+INK, GREY = "#212529", "#6c757d"
+COLOURS = (BLUE, ORANGE, GREEN)
 SEVERITY = {"info": BLUE, "warning": ORANGE, "error": RED}
 STYLE: Any = {
     "text.parse_math": False,
@@ -43,11 +41,8 @@ STYLE: Any = {
     "xtick.color": GREY,
     "ytick.color": INK,
 }
-MOST_CLASSES = 24  # in one picture; more could not be read
 MOST_ROWS = 12
 NAME = 28  # letters of a name
-LETTERS = 62  # of a line as wide as the picture
-LARGEST = 1e6  # of a ratio that is drawn
 
 
 class _Picture:
@@ -78,10 +73,10 @@ def _power(value: float, position: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def _shorten(name: str, most: int = NAME) -> str:
+def _shorten(name: str) -> str:
     """A name without its middle: first and last part tell modules apart."""
-    half = most // 2
-    return name if len(name) <= most else f"{name[: most - half - 1]}…{name[-half:]}"
+    half = NAME // 2
+    return name if len(name) <= NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
@@ -90,72 +85,6 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-
-
-def confusion_matrix(counts: NDArray[np.int64], names: Sequence[str]) -> NDArray[np.uint8]:
-    """Counts [true, predicted] as a table, shaded by the share of each true class.
-
-    Of many classes only those with the most mistakes are drawn, and the title says so.
-    """
-    kept = _most_mistaken(counts)
-    title = f"{int(np.trace(counts)):,} of {int(counts.sum()):,} right"
-    if len(kept) < len(counts):
-        title += f" · {len(kept)} worst of {len(counts)} classes"
-    shares = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))[np.ix_(kept, kept)]
-    shown = counts[np.ix_(kept, kept)]
-    labels = [_shorten(str(names[i]) if i < len(names) else str(i), 14) for i in kept]
-    shade = LinearSegmentedColormap.from_list("shade", ["white", BLUE])
-    size = 13 if len(kept) <= 12 else 8
-    with rc_context(STYLE | {"axes.grid": False, "font.size": size}):
-        picture = _Picture(SIDE, title)
-        axes = picture.axes[0]
-        axes.imshow(shares, cmap=shade, vmin=0, vmax=1)
-        turned = 90 if max(map(len, labels)) * len(kept) > 40 else 0
-        axes.set_xticks(range(len(kept)), labels, rotation=turned)
-        axes.set_yticks(range(len(kept)), labels)
-        axes.set_xlabel("predicted")
-        axes.set_ylabel("true")
-        for row, column in np.argwhere(shown):  # zeros would only be noise
-            colour = "white" if shares[row, column] > 0.5 else INK
-            text = str(shown[row, column])
-            axes.text(column, row, text, ha="center", va="center", color=colour)
-        return picture.pixels()
-
-
-def _most_mistaken(counts: NDArray[np.int64]) -> NDArray[np.intp]:
-    """The classes to draw, in order: all, or those most often mistaken or mistaken for."""
-    if len(counts) <= MOST_CLASSES:
-        return np.arange(len(counts))
-    wrong = counts.sum(axis=0) + counts.sum(axis=1) - 2 * np.diag(counts)
-    return np.sort(np.argsort(-wrong, kind="stable")[:MOST_CLASSES])
-
-
-def image_grid(
-    images: NDArray[np.floating], true: Sequence[str], predicted: Sequence[str]
-) -> NDArray[np.uint8]:
-    """Images [N, C, H, W] in rows of four: a right one with its class, a wrong one framed in red.
-
-    Values may have any range.
-    """
-    low, high = images.min(), images.max()
-    pixels = ((images - low) / (high - low or 1.0)).transpose(0, 2, 3, 1)
-    pixels = pixels if pixels.shape[3] == 3 else np.repeat(pixels[..., :1], 3, axis=3)
-    deep = -(-len(images) // 4)
-    style = STYLE | {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}
-    with rc_context(style):
-        picture = _Picture(deep * 200, "", 1)
-        picture.axes[0].remove()
-        for i, image in enumerate(pixels):
-            axes = picture.figure.add_subplot(deep, 4, i + 1)
-            axes.imshow(image, interpolation="nearest")
-            axes.set(xticks=[], yticks=[])
-            right = true[i] == predicted[i]
-            name = _shorten(true[i], 16)
-            wrong = f"said {_shorten(predicted[i], 12)}\nis {name}"
-            axes.set_xlabel(name if right else wrong, color=GREEN if right else RED)
-            for spine in axes.spines.values():
-                spine.set(visible=not right, color=RED, linewidth=4)
-        return picture.pixels()
 
 
 def fault_timeline(
@@ -181,23 +110,6 @@ def fault_timeline(
             axes.scatter(list(steps), [i] * len(steps), 260, colour, marker="|", linewidths=3)
         axes.set_xlim(-0.02 * last, 1.02 * max(last, 1))
         axes.set_xlabel("step")
-        return picture.pixels()
-
-
-def fault_counts(
-    counts: Mapping[str, int], severities: Mapping[str, str], steps: int
-) -> NDArray[np.uint8]:
-    """How often each kind of fault was, as bars; the most frequent first."""
-    shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_ROWS]
-    with rc_context(STYLE):
-        picture = _Picture(90 + 54 * len(shown), f"faults in {steps:,} steps")
-        axes = picture.axes[0]
-        _rows(axes, [kind for kind, _ in shown])
-        colours = [SEVERITY[severities.get(kind, "info")] for kind, _ in shown]
-        bars = axes.barh(range(len(shown)), [count for _, count in shown], 0.6, color=colours)
-        axes.bar_label(bars, [f" {count:,}" for _, count in shown])
-        axes.margins(x=0.15)
-        axes.set_xticks([])
         return picture.pixels()
 
 
@@ -244,94 +156,3 @@ def _logarithmic_bars(
     if mark is not None:
         axes.axvline(mark, color=GREEN, linestyle="--")
     axes.grid(axis="y", visible=False)
-
-
-Line = Sequence[tuple[int, float]]
-
-
-def memory_timeline(
-    lines: Mapping[str, Line], dots: Mapping[str, Line], last: int, unit: str
-) -> NDArray[np.uint8]:
-    """Lines and dots over the steps, from nothing up; a later one is drawn over an earlier."""
-    with rc_context(STYLE):
-        picture = _Picture(430, f"memory, {unit}")
-        axes = picture.axes[0]
-        legend = dict(zip([*lines, *dots], COLOURS, strict=False))
-        for width, (name, line) in zip((6, 3, 2), lines.items(), strict=False):
-            mark = "o" if len(line) == 1 else None
-            axes.plot(*_columns(line), color=legend[name], linewidth=width, marker=mark)
-        for name, line in dots.items():
-            axes.scatter(*_columns(line), 30, legend[name], zorder=3)
-        values = [value for line in (*lines.values(), *dots.values()) for _, value in line]
-        axes.set_ylim(0, 1.1 * max(values, default=0.0) or 1.0)
-        axes.set_xlim(0, 1.02 * max(last, 1))
-        axes.set_xlabel("step")
-        picture.legend(legend)
-        return picture.pixels()
-
-
-def _columns(line: Line) -> tuple[list[int], list[float]]:
-    return [step for step, _ in line], [value for _, value in line]
-
-
-def memory_modules(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> NDArray[np.uint8]:
-    """A bar for each module, in a colour for each part of its memory, in MiB."""
-    shown = {part: np.array(held) for part, held in parts.items() if any(held)}
-    with rc_context(STYLE):
-        picture = _Picture(150 + 42 * len(names), "memory of a step by module, MiB")
-        axes = picture.axes[0]
-        _rows(axes, names)
-        legend = dict(zip(shown, COLOURS, strict=False))
-        start = np.zeros(len(names))
-        for part, held in shown.items():
-            axes.barh(range(len(names)), held, 0.6, start, color=legend[part])
-            start += held
-        for i, total in enumerate(start):
-            axes.text(total, i, f" {total:,.3g}", va="center")
-        axes.set_xlim(0, 1.15 * max(start, default=0.0) or 1.0)
-        picture.legend(legend)
-        return picture.pixels()
-
-
-@dataclass(frozen=True)
-class RatioBar:
-    """A ratio with its interval and the text beside it; without a value, the text says why."""
-
-    name: str
-    value: float | None
-    ends: tuple[float, float] | None
-    text: str
-    colour: str = BLUE
-
-
-def ratio_bars(
-    title: str, bars: Sequence[RatioBar], floor: float = 0.0, start: float = 0.0
-) -> NDArray[np.uint8]:
-    """A name above each bar, which goes from `start` to the ratio; a line marks 1.
-
-    The band around 1 is the noise floor.
-    """
-    drawn = [x for bar in bars for x in (bar.value, *(bar.ends or ())) if x is not None]
-    drawn = [x for x in drawn if x < LARGEST]
-    low, high = min([start, 1.0, *drawn]), max([start, 1.0, *drawn])
-    room = max(len(bar.text) for bar in bars if bar.value is not None) / LETTERS
-    with rc_context(STYLE | {"font.size": 14}):
-        picture = _Picture(70 + 66 * len(bars), title)
-        axes = picture.axes[0]
-        axes.axvspan(max(1 - floor, low), 1 + floor, color="#dee2e6", linewidth=0)
-        for i, bar in enumerate(bars):
-            axes.text(low, i - 0.36, _shorten(bar.name, LETTERS), va="center")
-            if bar.value is None or not 0 <= bar.value < LARGEST:
-                axes.text(low, i, f" {_shorten(bar.text, LETTERS)}", va="center", color=RED)
-                continue
-            axes.barh(i, bar.value - start, 0.36, start, color=bar.colour)
-            end = max(bar.value, start)
-            if bar.ends is not None and bar.ends[1] < LARGEST:
-                low_end, end = bar.ends[0], max(end, bar.ends[1])
-                axes.plot([low_end, bar.ends[1]], [i, i], color=INK, marker="|", linewidth=2)
-            axes.text(end, i, f" {bar.text}", va="center")
-        axes.axvline(1.0, color=GREY, linewidth=1.5)
-        axes.set_xlim(low, low + max(high - low, 1e-6) / max(1 - room, 0.3))
-        axes.set_ylim(len(bars) - 0.6, -0.7)
-        axes.set_axis_off()
-        return picture.pixels()

@@ -110,34 +110,29 @@ class Recorder:
         except OSError as error:
             log.warning("%s is not written: %s", name, error)
 
-    def layout(self, charts: Mapping[str, Sequence[str]]) -> None:
-        """TensorBoard's Custom Scalars: by title, the tags in one chart."""
-        self._show(lambda events: events.layout(charts))
-
     def hparams(
         self,
         session: str,
         values: Mapping[str, Scalar],
         metrics: Sequence[str] = (),
-        domains: Mapping[str, Sequence[Scalar]] | None = None,
         foremost: Sequence[str] = (),
     ) -> None:
-        """Start this run's row of TensorBoard's HParams; a resumed run has it already.
+        """Start this run's row of TensorBoard's HParams.
 
         `foremost` are the hyper-parameters that are shown without being asked for.
         """
-        chosen = domains or {}
-        self._show(lambda events: events.hparams(session, values, metrics, chosen, foremost))
+        self._show(lambda events: events.hparams(session, values, metrics, foremost))
 
     def end(self, status: str, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
-        """End that row: done, stopped, interrupted or failed.
+        """End that row where the run is done or stopped; any other may be resumed.
 
         `metrics` are results for its columns, under `val/best/<name>`; they are no row of
         metrics.jsonl, since summary.json has them.
         """
         if metrics:
             self.show(step, "val/best", metrics)
-        self._show(lambda events: events.end(status))
+        if status in ("done", "stopped"):
+            self._show(lambda events: events.end())
 
     def position(self) -> int:
         """Bytes of metrics.jsonl written so far; a checkpoint keeps it, for `open`."""
@@ -168,11 +163,11 @@ class Recorder:
 
     def _give_up(self, kind: str, error: Exception) -> None:
         """Write to that file no more; said once."""
-        file: Appender | TensorBoard | None
+        file = self._rows if kind == "metrics" else self._events
         if kind == "metrics":
-            file, self._rows = self._rows, None
+            self._rows = None
         else:
-            file, self._events = self._events, None
+            self._events = None
         self.faults[kind] = self.faults.get(kind, 0) + 1
         log.warning("%s is no longer written, the run goes on: %s", TITLES[kind], error)
         with suppress(OSError):  # it is lost already

@@ -17,8 +17,8 @@ from runner.errors import CheckpointError
 from runner.masking import masked
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # of a pipe; of a file it changes nothing
+NO_LINK = os.O_NOFOLLOW
+NO_WAIT = os.O_NONBLOCK  # of a pipe; of a file it changes nothing
 LARGEST = 2**28  # bytes of a record that is read whole; ours have some thousands
 OLD = ".old-"  # before the name of a folder that is being replaced
 
@@ -134,17 +134,11 @@ def replace_text(path: Path, text: str) -> None:
     """Put a small file in the place of what is there: readers see the one or the other, whole.
 
     Lone surrogates, which names of files may bring, are written as escapes, and what the
-    environment holds by its name. Raises OSError, and leaves what was there.
+    environment holds by its name. What lies under the temporary name is removed. Raises OSError,
+    and leaves what was there.
     """
-    replace_bytes(path, masked(text).encode("utf-8", "backslashreplace"))
-
-
-def replace_bytes(path: Path, data: bytes, meanwhile: str = "") -> None:
-    """The same, as they are. What lies under the temporary name is removed.
-
-    `meanwhile`: that name, where readers look for files of names such as the path's.
-    """
-    temporary = path.with_name(meanwhile or f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
+    data = masked(text).encode("utf-8", "backslashreplace")
     try:
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb", opener=for_owners) as file:
@@ -161,8 +155,7 @@ def open_regular(path: Path) -> BinaryIO:
 
     Files in folders that may be another user's are opened with this.
     """
-    flags = os.O_RDONLY | NO_WAIT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    return os.fdopen(_regular(os.open(path, flags), path), "rb")
+    return os.fdopen(_regular(os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC), path), "rb")
 
 
 def read_record(path: Path, most: int = LARGEST) -> bytes:
@@ -185,8 +178,6 @@ def read_file(path: Path) -> bytes:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; what a rename did is not before."""
-    if os.name == "nt":  # there a folder cannot be opened, and needs no sync
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,20 @@
-"""What a replay finds out, in plain values."""
+"""What a replay finds out, in plain values, and the numbers in a tensor that it is made of.
+
+Every function that looks into a tensor makes the host wait for the device.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+from torch import Tensor, nn
+
 from runner.debug.source_line import Line
+
+FINITE, INF, NAN = 0, 1, 2
+GROWN = 1e3  # weights begin around 1, and those of a model that learns stay below 100
 
 
 class StepPhase(Enum):
@@ -62,13 +71,9 @@ class Cause:
     line: Line | None = None
     inputs: list[TensorStats] = field(default_factory=list)  # of the module
     outputs: list[TensorStats] = field(default_factory=list)  # of the operation, or a gradient's
-    state: list[TensorStats] = field(
-        default_factory=list
-    )  # the module's own parameters and buffers
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
     grown: str = ""  # a weight far larger than any that a model begins with, in words
     samples: list[int] = field(default_factory=list)  # of the batch; 0 is the first
-    growth: list[Ratio] = field(default_factory=list)  # of modules' outputs, in order of execution
     gradients: list[Ratio] = field(default_factory=list)  # norms by parameter, largest first
     losses: list[Ratio] = field(default_factory=list)  # per sample, largest first
     notes: list[str] = field(default_factory=list)
@@ -83,18 +88,15 @@ class Attempt:
     error: str = ""  # type and message of what it raised
     bad: bool = False
     techniques: list[str] = field(default_factory=list)  # that took, by name
-    fallen: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)  # a technique's choice, such as a type
-    seconds: float = 0.0
     failed: str = ""  # why the step could not be made at all
 
 
 @dataclass
 class ReplayTrial:
-    """One attempt, with techniques switched off or set otherwise."""
+    """One attempt with techniques switched off."""
 
     off: list[str]
-    settings: dict[str, str]
     attempt: Attempt
 
 
@@ -106,7 +108,6 @@ class Blame:
     techniques: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)  # those that must be on for it to be bad
     trials: list[ReplayTrial] = field(default_factory=list)
-    untried: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Replay:
     reproduced: bool
     same: bool  # in the same numbers too
     found: Cause
-    seen: str = ""  # in which run that was looked at
+    seen: str = ""  # the techniques of the run that was traced, in words
     blame: Blame | None = None  # None: not looked for
     script: str = ""  # reproduce.py, relative to the folder of the replay
     samples: list[int] = field(default_factory=list)  # of the data set, for found.samples
@@ -135,3 +136,89 @@ class Replay:
         """In one sentence."""
         where = f" ({self.found.line})" if self.found.line else ""
         return f"{self.found.cause}{where}"
+
+
+# -- the numbers in a tensor ------------------------------------------------------------------
+
+
+def level(tensor: Tensor) -> int:
+    """FINITE, INF or NAN; whole numbers are always finite."""
+    values = _values(tensor)
+    if values is None or bool(torch.isfinite(values).all()):
+        return FINITE
+    return NAN if bool(torch.isnan(values).any()) else INF
+
+
+def stats(name: str, tensor: Tensor) -> TensorStats:
+    """Its shape and type, and the range of its finite values."""
+    result = TensorStats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    values = _values(tensor)
+    if values is None:
+        if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
+            return result
+        values = tensor.detach()
+    values = values.abs() if values.is_complex() else values
+    values = values.double() if values.device.type != "mps" else values.float()
+    finite = values[torch.isfinite(values)]
+    result.not_finite = values.numel() - finite.numel()
+    if finite.numel():
+        result.minimum, result.maximum = float(finite.min()), float(finite.max())
+        result.mean, result.std = float(finite.mean()), float(finite.std(correction=0))
+    return result
+
+
+def size(tensor: Tensor) -> float:
+    """The root of the mean square; 0 of whole numbers."""
+    values = _values(tensor)
+    if values is None or not values.numel():
+        return 0.0
+    return float(values.abs().float().square().mean().sqrt())
+
+
+def bad_samples(tensor: Tensor) -> list[int]:
+    """The rows in which a value is not finite."""
+    values = _values(tensor)
+    if values is None or values.ndim == 0 or tensor.is_sparse or not len(values):
+        return []
+    return [int(i) for i in (~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero()]
+
+
+def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
+    """Parameters and buffers with NaN or Inf: its name, the module's name, and its numbers.
+
+    A buffer whose only such values are -Inf is a mask, and healthy, but for a norm's.
+    """
+    bad = []
+    for owner, module in model.named_modules():
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or level(tensor) == FINITE:
+                continue
+            parameter = name in module._parameters
+            if parameter or norm or bool((tensor.isnan() | (tensor == torch.inf)).any()):
+                what = name if parameter else f"buffer {name}"
+                bad.append((what, owner, stats(name, tensor)))
+    return bad
+
+
+def largest_weight(model: nn.Module) -> str:
+    """The largest weight, where it is larger than any a model begins with; else empty."""
+    largest, text = GROWN, ""
+    for name, parameter in model.named_parameters():
+        values = _values(parameter)
+        most = 0.0 if values is None or not values.numel() else float(values.abs().max())
+        if most > largest:  # NaN is not
+            largest, text = most, f"{name} is up to {most:.2g}"
+    return text
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """What may be NaN in it, detached; None where nothing can."""
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    if tensor.is_sparse:
+        return tensor.detach().coalesce().values()
+    if tensor.layout != torch.strided:
+        return None
+    # eight-bit types have no arithmetic
+    return tensor.detach().float() if tensor.element_size() < 2 else tensor.detach()

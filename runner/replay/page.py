@@ -1,4 +1,4 @@
-"""The report of a replay: on the screen in 80 columns, and as replay.md."""
+"""The report of a replay: in short on the screen, in 80 columns, and as replay.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.text import json_value
-from runner.replay.findings import Cause, Ratio, Replay, StepPhase, TensorStats
+from runner.replay.findings import Ratio, Replay, StepPhase, TensorStats
 
 SHOWN = 8  # rows of a table
 HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
@@ -27,36 +27,28 @@ def as_dict(replay: Replay) -> dict[str, Any]:
 
 def facts(replay: Replay) -> list[tuple[str, str]]:
     """The report in short: a name and a value a line."""
-    found, blame = replay.found, replay.blame
+    cause, blame = replay.found, replay.blame
     numbers = f"loss {_number(replay.loss)}, gradient norm {_number(replay.grad_norm)}"
-    module = f"{found.module or 'the model itself'} ({found.kind})"
-    rest = len(found.parameters) - 1
-    first = (
-        found.parameters[0] + (f" first and {rest} more" if rest else " first")
-        if (found.parameters)
-        else ""
-    )
+    first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
+    first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
+    not_finite = "not finite: " if first and cause.phase is not StepPhase.spike else ""
     technique = "not looked for" if blame is None else blame.verdict
-    if blame is None and found.phase is StepPhase.weights:
+    if cause.phase is StepPhase.weights and blame is None:
         technique += ": the fault is older than this step"
     lines = [
         ("step", f"{replay.step} of {replay.run} ({replay.kind.replace('_', ' ')})"),
         ("recorded", replay.message if replay.kind == "exception" else numbers),
         ("reproduced", reproduced(replay)),
-        ("where", found.cause or "not found"),
-        ("module", module if found.module or found.kind else ""),
-        ("weights", found.grown),
-        ("operation", found.operation),
-        ("line", f"{found.line}  {found.line.source.strip()}" if found.line else ""),
-        (
-            "gradients",
-            first if found.phase is StepPhase.spike or not first else f"not finite: {first}",
-        ),
+        ("where", cause.cause or "not found"),
+        ("module", f"{cause.module or 'the model itself'} ({cause.kind})" if cause.kind else ""),
+        ("weights", cause.grown),
+        ("operation", cause.operation),
+        ("line", f"{cause.line}  {cause.line.source.strip()}" if cause.line else ""),
+        ("gradients", f"{not_finite}{first}"),
         ("samples", f"{_some(replay.samples)} of the data set" if replay.samples else ""),
         ("looked at", replay.seen),
         ("technique", technique),
-        ("not tried", f"alone: {', '.join(blame.untried)}" if blame and blame.untried else ""),
-        *(("note", note) for note in found.notes),
+        *(("note", note) for note in cause.notes),
     ]
     if replay.script:
         lines.append(("script", f"{replay.script} makes the step again; exit code 3: it is bad"))
@@ -64,7 +56,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
 
 
 def screen(replay: Replay) -> RenderableType:
-    """The report for a terminal; a capture may come from anybody, so its names forge no lines."""
+    """The report for a terminal, but for its tables; names in a capture forge no lines."""
     about = Table.grid(padding=(0, 2))
     about.add_column(style="dim", min_width=11)
     about.add_column(ratio=1, overflow="fold")
@@ -72,14 +64,6 @@ def screen(replay: Replay) -> RenderableType:
         loud = name == "where" and replay.reproduced
         about.add_row(Text(name), plain_text(value, "bold red" if loud else ""))
     parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
-    if rows := _rows(replay.found):
-        grid = Table(box=None, padding=(0, 1), pad_edge=False)
-        for heading in HEADING:
-            side = "left" if heading == "what" else "right"
-            grid.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
-        for row in rows:
-            grid.add_row(*map(plain_text, row))
-        parts += [Text(), grid]
     for step in replay.advice:
         parts += [Text(), plain_text(step)]
     return Group(*parts)
@@ -87,34 +71,25 @@ def screen(replay: Replay) -> RenderableType:
 
 def markdown(replay: Replay) -> str:
     """The report as replay.md."""
-    found, blame = replay.found, replay.blame
-    parts = [f"# Step {replay.step} of {escape(replay.run)}"]
-    parts += [f"**{escape(found.cause or 'Not found.')}**", table(("", ""), facts(replay))]
-    if found.line is not None:
-        parts.append(code(f"{found.line}\n    {found.line.source}", "text"))
-    if rows := _rows(found):
-        parts += ["## Inputs and outputs", table(HEADING, rows)]
-    for title, ratios in (
-        ("Outputs against the batch before", _largest(found.growth)),
-        ("Gradient norms", found.gradients[:SHOWN]),
-        ("Loss by sample (number in the batch), against the median", found.losses[:SHOWN]),
+    cause = replay.found
+    parts = [
+        f"# Step {replay.step} of {escape(replay.run)}",
+        f"**{escape(cause.cause or 'Not found.')}**",
+        table(("", ""), facts(replay)),
+    ]
+    sizes = ("", "this step", "healthy", "times")
+    trials = [] if replay.blame is None else replay.blame.trials
+    for title, heading, rows in (
+        ("Inputs and outputs", HEADING, _tensor_rows(replay)),
+        ("Gradient norms", sizes, _ratio_rows(cause.gradients)),
+        ("Loss by sample (number in the batch)", sizes, _ratio_rows(cause.losses)),
+        (
+            "Trials",
+            ("switched off", "the step is", "loss", "gradient norm"),
+            [(" and ".join(t.off), *_outcome(t.attempt)) for t in trials],
+        ),
     ):
-        if ratios:
-            sizes = [(r.name or "the model", *map(_number, _sizes(r))) for r in ratios]
-            parts += [f"## {title}", table(("", "this step", "healthy", "times"), sizes)]
-    if blame is not None and blame.trials:
-        trials = [
-            (
-                " and ".join(t.off) or "nothing",
-                ", ".join(f"{k}={v}" for k, v in t.settings.items()),
-                t.attempt.failed or ("bad" if t.attempt.bad else "good"),
-                _number(t.attempt.loss),
-                _number(t.attempt.grad_norm),
-            )
-            for t in blame.trials
-        ]
-        heading = ("switched off", "set", "the step is", "loss", "gradient norm")
-        parts += ["## Trials", table(heading, trials)]
+        parts += [f"## {title}", table(heading, rows)] if rows else []
     if replay.advice:
         parts += ["## What to do next", "\n".join(f"- {escape(step)}" for step in replay.advice)]
     if replay.script:
@@ -132,12 +107,17 @@ def reproduced(replay: Replay) -> str:
     return f"{answer}: {attempt.error or numbers}"
 
 
-def _rows(found: Cause) -> list[tuple[str, ...]]:
+def _outcome(attempt: Any) -> tuple[str, str, str]:
+    verdict = attempt.failed or ("bad" if attempt.bad else "good")
+    return verdict, _number(attempt.loss), _number(attempt.grad_norm)
+
+
+def _tensor_rows(replay: Replay) -> list[tuple[str, ...]]:
     inputs = [
         _row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
-        for s in found.inputs[:SHOWN]
+        for s in replay.found.inputs[:SHOWN]
     ]
-    return inputs + [_row(s, s.name) for s in found.outputs[:SHOWN] + found.state[:SHOWN]]
+    return inputs + [_row(s, s.name) for s in replay.found.outputs[:SHOWN]]
 
 
 def _row(s: TensorStats, name: str) -> tuple[str, ...]:
@@ -147,12 +127,8 @@ def _row(s: TensorStats, name: str) -> tuple[str, ...]:
     return (name, shape, dtype, *map(_number, numbers), str(s.not_finite))
 
 
-def _sizes(ratio: Ratio) -> tuple[float | None, ...]:
-    return ratio.bad, ratio.healthy, ratio.times
-
-
-def _largest(ratios: Sequence[Ratio]) -> list[Ratio]:
-    return sorted(ratios, key=lambda r: -(r.times or 0.0))[:SHOWN]
+def _ratio_rows(ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
+    return [(r.name, *map(_number, (r.bad, r.healthy, r.times))) for r in ratios[:SHOWN]]
 
 
 def _number(value: float | None) -> str:

@@ -7,8 +7,8 @@ their outputs, parameters by the norm of their gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from statistics import median
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.batch import Batch, call, count, rows
+from runner.data.nested import tensors
 from runner.data.seeds import mix
 from runner.models import modes
-from runner.replay.findings import Cause, Ratio, StepPhase
-from runner.replay.statistics import size, state_of, stats, tensors
-from runner.replay.trace import batch_tensors, label, leave
-from runner.replay.tracer import named
+from runner.replay.findings import Cause, Ratio, StepPhase, size, stats
+from runner.replay.trace import batch_tensors, label, leave, watch_gradients
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
@@ -30,151 +29,130 @@ LISTED = 10
 SAMPLES = 4096  # the most whose losses are computed one by one
 
 
-def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
-    """What is larger in `batch` than in `healthy`, and where that begins.
-
-    Without a healthy batch parameters and samples are ranked, and no beginning is named.
-    """
-    run.model.train()
-    bad = _Sizes(run, batch)
-    good = _Sizes(run, healthy) if healthy is not None else None
-    found = Cause(StepPhase.spike, "loss and gradients are finite and large")
-    slopes = good.gradients if good else {}
-    ranked = [Ratio(n, x, slopes.get(n)) for n, x in bad.gradients.items()]
-    found.gradients = sorted(ranked, key=lambda ratio: -ratio.bad)[:LISTED]
-    losses = _sample_losses(run, batch)
-    usual = _median(_sample_losses(run, healthy).values()) if healthy is not None else None
-    largest = sorted(losses.items(), key=lambda pair: -pair[1])[:LISTED]
-    found.losses = [Ratio(f"sample {i}", x, usual) for i, x in largest]
-    found.samples = _outliers(losses)
-    if good is None or healthy is None:
-        found.notes.append("no healthy batch to compare it with")
-        return found
-    growth = [Ratio(n, x, good.outputs.get(n)) for n, x in bad.outputs.items()]
-    found.growth = [ratio for ratio in growth if ratio.times is not None][:200]
-    if not _in_batch(batch, healthy, found) and not _in_model(run, bad, good, found):
-        found.cause = "neither outputs nor gradients are far from those of another batch"
-    return found
-
-
-def _in_batch(batch: Batch, healthy: Batch, found: Cause) -> bool:
-    """Whether the batch itself is too large; the cause is then in `found`."""
-    theirs = dict(batch_tensors(healthy))
-    for name, tensor in batch_tensors(batch):
-        times = _times(size(tensor), size(theirs[name])) if name in theirs else 1.0
-        if times > JUMP:
-            number = _two_digits(times)
-            found.cause = f"the batch itself: {name} is {number} times as large as in another"
-            found.inputs = [stats(name, tensor)]
-            if tensor.ndim and len(tensor) == count(batch[1]) <= SAMPLES:
-                sizes = {i: size(row) for i, row in enumerate(tensor)}
-                found.samples = _outliers(sizes) or found.samples
-            return True
-    return False
-
-
-def _in_model(run: Run, bad: _Sizes, good: _Sizes, found: Cause) -> bool:
-    """Whether a module's output, or else a parameter's gradient, is too large."""
-    for name, output in bad.outputs.items():
-        grown = _times(output, good.outputs.get(name, 0.0))
-        before = _times(bad.inputs[name], good.inputs.get(name, 0.0))
-        if grown > JUMP * max(before, 1.0):
-            module = _blame(run, name, found)
-            found.cause = (
-                f"{label(name, module)} returns {_two_digits(grown)} times what it does for "
-                f"another batch, of an input {_two_digits(before)} times as large"
-            )
-            return True
-    for name, gradient in bad.gradients.items():  # in the order of the backward
-        times = _times(gradient, good.gradients.get(name, 0.0))
-        if times > JUMP:
-            _blame(run, name.rpartition(".")[0], found)
-            found.parameters = [name]
-            found.cause = (
-                f"the gradient of {name} is {_two_digits(times)} times that of another batch, and "
-                "no module's output is"
-            )
-            return True
-    return False
-
-
-def _blame(run: Run, name: str, found: Cause) -> nn.Module:
-    module = run.model.get_submodule(name)
-    found.module, found.kind, found.state = name, type(module).__name__, state_of(module)
-    return module
-
-
 class _Sizes:
-    """Of outputs and inputs in order of execution, and of gradients in order of the backward."""
+    """Of outputs and inputs in order of execution, of gradients in order of the backward."""
 
     def __init__(self, run: Run, batch: Batch) -> None:
         self.inputs: dict[str, float] = {}
         self.outputs: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
-        self.scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
+        scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
+        run.model.train()
+
+        def note(name: str, gradient: Tensor) -> None:
+            self.gradients[name] = size(gradient) * math.sqrt(gradient.numel()) / scale
+
         with ExitStack() as stack:
             for name, module in modes.hookable(run.model):
                 hook = module.register_forward_hook(self._measure(name), with_kwargs=True)
                 stack.callback(hook.remove)
-            for name, parameter in run.model.named_parameters():
-                if parameter.requires_grad:
-                    measure = self._measure_gradient(name)
-                    handle = parameter.register_post_accumulate_grad_hook(measure)  # type: ignore[no-untyped-call]
-                    stack.callback(handle.remove)
+            watch_gradients(run.model, stack, note)
             stack.callback(leave, run)
             forward_backward(run, batch)
+        self.losses = _sample_losses(run, batch)
 
-    def _measure(self, name: str) -> Callable[..., None]:
+    def _measure(self, name: str) -> Any:
         def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs = [size(t) for _, t in tensors(named(args, kwargs))]
-            self.inputs[name] = max(inputs, default=0.0)
-            self.outputs[name] = max((size(t) for _, t in tensors(output)), default=0.0)
+            self.inputs[name] = max(map(size, tensors((args, kwargs))), default=0.0)
+            self.outputs[name] = max(map(size, tensors(output)), default=0.0)
 
         return measure
 
-    def _measure_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def measure(parameter: Tensor) -> None:
-            if (gradient := parameter.grad) is not None:
-                self.gradients[name] = size(gradient) * math.sqrt(gradient.numel()) / self.scale
 
-        return measure
+def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
+    """What is larger in `batch` than in `healthy`, and where that begins.
+
+    Without a healthy batch parameters and samples are ranked, and no beginning is named.
+    """
+    bad = _Sizes(run, batch)
+    good = None if healthy is None else _Sizes(run, healthy)
+    cause = Cause(StepPhase.spike, "loss and gradients are finite and large")
+    usual = median(good.losses.values()) if good and good.losses else None
+    slopes = good.gradients if good else {}
+    cause.gradients = [Ratio(n, x, slopes.get(n)) for n, x in _largest(bad.gradients)]
+    cause.losses = [Ratio(f"sample {i}", x, usual) for i, x in _largest(bad.losses)]
+    cause.samples = _outliers(bad.losses)
+    if good is None or healthy is None:
+        cause.notes.append("no healthy batch to compare it with")
+    elif not _in_batch(batch, healthy, cause) and not _in_model(run.model, bad, good, cause):
+        cause.cause = "neither outputs nor gradients are far from those of another batch"
+    return cause
+
+
+def _in_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
+    """Whether the batch itself is too large; that is then the cause."""
+    usual = batch_tensors(healthy)
+    for name, tensor in batch_tensors(batch).items():
+        times = _times(size(tensor), size(usual[name])) if name in usual else 1.0
+        if times > JUMP:
+            number = _two_digits(times)
+            cause.cause = f"the batch itself: {name} is {number} times as large as in another"
+            cause.inputs = [stats(name, tensor)]
+            if tensor.ndim and len(tensor) == count(batch[1]) <= SAMPLES:
+                cause.samples = _outliers(dict(enumerate(map(size, tensor)))) or cause.samples
+            return True
+    return False
+
+
+def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool:
+    """Whether a module's output, or else a parameter's gradient, is too large."""
+    for name, output in bad.outputs.items():
+        grown = _times(output, good.outputs.get(name, 0.0))
+        before = _times(bad.inputs[name], good.inputs.get(name, 0.0))
+        if grown > JUMP * max(before, 1.0):
+            cause.module = name
+            growth = f"returns {_two_digits(grown)} times what it does for another batch"
+            growth += f", of an input {_two_digits(before)} times as large"
+            break
+    else:
+        for name, gradient in bad.gradients.items():  # in the order of the backward
+            times = _times(gradient, good.gradients.get(name, 0.0))
+            if times > JUMP:
+                cause.module, cause.parameters = name.rpartition(".")[0], [name]
+                growth = f"has a gradient of {name} {_two_digits(times)} times that of another "
+                growth += "batch, and no module's output has grown"
+                break
+        else:
+            return False
+    module = model.get_submodule(cause.module)
+    cause.kind = type(module).__name__
+    cause.cause = f"{label(cause.module, module)} {growth}"
+    return True
 
 
 def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
     """The loss of each sample alone, from one forward over all of them; empty where it has none."""
-    samples = count(batch[1])
+    samples, losses = count(batch[1]), dict[int, float]()
     if samples > SAMPLES:
         return {}
     run.device.reseed(mix(run.seed, run.progress.step + 1))
-    losses = {}
     run.update.begin()  # remembers the buffers
     try:
-        with torch.no_grad(), ExitStack() as stack:
+        with torch.no_grad(), ExitStack() as stack, suppress(Exception):  # losses without samples
             for context in run.contexts:
                 stack.enter_context(context())
             output = call(run.forward, batch[0])
             for i in range(samples):
                 one = slice(i, i + 1)
                 losses[i] = float(run.objective(rows(output, one), rows(batch[1], one)))
-    except Exception:  # a loss, or an output, without single samples
-        return {}
     finally:
         run.update.abandon()
-    return {i: loss for i, loss in losses.items() if math.isfinite(loss)}
+    complete = len(losses) == samples
+    return {i: x for i, x in losses.items() if math.isfinite(x)} if complete else {}
+
+
+def _largest(values: Mapping[Any, float]) -> list[tuple[Any, float]]:
+    return sorted(values.items(), key=lambda pair: -pair[1])[:LISTED]
 
 
 def _outliers(values: dict[int, float]) -> list[int]:
     """Samples whose value is far above the others' median, the largest first."""
-    middle = _median(values.values())
-    if middle is None:
+    if not values:
         return []
+    middle = median(values.values())
     spread = median(abs(x - middle) for x in values.values())
     limit = middle + 20 * max(spread, 0.05 * abs(middle))
-    return [i for i, x in sorted(values.items(), key=lambda row: -row[1]) if x > limit][:LISTED]
-
-
-def _median(values: Any) -> float | None:
-    return median(values) if values else None
+    return [i for i, x in _largest(values) if x > limit]
 
 
 def _two_digits(times: float) -> str:

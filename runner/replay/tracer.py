@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from runner.data.nested import named_leaves
 from runner.debug.source_line import Place, current_place
 from runner.models import modes
-from runner.replay.findings import TensorStats
-from runner.replay.statistics import FINITE, INF, NAN, bad_samples, level, stats, tensors
+from runner.replay.findings import FINITE, INF, NAN, TensorStats, bad_samples, level, stats
 
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 """Operations whose result is uninitialised memory."""
@@ -37,6 +37,7 @@ WRITTEN_OVER = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", 
 """Operations that replace all of their first argument."""
 MASKED = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub", "exp")
 """Prefixes of operations that -Inf masks are meant for: NaN of nothing but -Inf is their doing."""
+UNSEEN = "code that torch does not see"
 OWNER = "runner.replay"  # key in the metadata of an autograd node
 
 Owner = tuple["Frame | None", Place | None]
@@ -88,9 +89,9 @@ class _Operands:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it around a step; `watching` a model tells it which module runs."""
+    """Enter it around a step, within `watching`; `batch` is what the step is made of, by name."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.stack: list[Frame] = []
@@ -103,16 +104,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.turns: dict[int, list[tuple[int, Frame | None]]] = {}
         self.places: dict[tuple[int, int], Place | None] = {}  # by thread and number of a node
         self.stated: Owner | None = None  # see `at`
-        self.resting = False
-
-    def seed(self, name: str, tensor: Tensor) -> None:
-        """Say where a tensor comes from that was there before the step."""
-        if level(tensor) != FINITE:
-            self.origins[_storage(tensor)] = Event("", None, None, seed=name)
-
-    def on_purpose(self, tensor: Tensor) -> None:
-        """Say that Inf in it is a mask."""
-        self.origins[_storage(tensor)] = Event("", None, None, weak=True)
+        for buffer in model.buffers():  # `bad_weights` has checked them: what is left is a mask
+            self.origins[_storage(buffer)] = Event("", None, None, weak=True)
+        for name, tensor in batch.items():
+            if level(tensor) != FINITE:
+                self.origins[_storage(tensor)] = Event("", None, None, seed=name)
 
     def origin(self, tensor: Tensor) -> Event | None:
         """The event that its NaN or Inf began with."""
@@ -127,37 +123,34 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Compute it, and record what is not finite in the result."""
         kwargs = kwargs or {}
-        if self.resting:
-            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        said = str(func).removeprefix("aten.").removesuffix(".default")
+        operation = str(func).removeprefix("aten.").removesuffix(".default")
         leaves = tree_leaves((args, {k: v for k, v in kwargs.items() if k != "out"}))
         self._tag_nodes(leaves)
-        operands = self._operands(leaves[1:] if name in WRITTEN_OVER else leaves, said)
+        operands = self._operands(leaves[1:] if name in WRITTEN_OVER else leaves, operation)
         output = func(*args, **kwargs)
-        if name not in UNWRITTEN:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor):
-                    self._record(name, said, operands, leaf)
+        for leaf in tree_leaves(output) if name not in UNWRITTEN else ():
+            if isinstance(leaf, Tensor):
+                self._record(operation, operands, leaf)
         return output
 
-    def _operands(self, leaves: list[Any], said: str) -> _Operands:
-        found = _Operands()
+    def _operands(self, leaves: list[Any], operation: str) -> _Operands:
+        operands = _Operands()
         for leaf in leaves:
             if isinstance(leaf, float) and leaf - leaf != 0.0:
-                found.constant = max(found.constant, INF if leaf == leaf else NAN)
+                operands.constant = max(operands.constant, INF if leaf == leaf else NAN)
             elif isinstance(leaf, Tensor) and (amount := level(leaf)) != FINITE:
-                event = self.origins.get(_storage(leaf))
-                if event is None:
-                    event = self._unseen(leaf, f"code that torch does not see, before {said}")
-                best = found.event
-                if best is None or (amount, best.weak) > (found.level, event.weak):
-                    found.event = event
-                found.level = max(found.level, amount)
-                found.only_minus_inf &= amount == INF and not bool((leaf == torch.inf).any())
-        return found
+                event = self.origins.get(_storage(leaf)) or self._unseen(
+                    leaf, f"{UNSEEN}, before {operation}"
+                )
+                worst = operands.event
+                if worst is None or (amount, worst.weak) > (operands.level, event.weak):
+                    operands.event = event
+                operands.level = max(operands.level, amount)
+                operands.only_minus_inf &= amount == INF and not bool((leaf == torch.inf).any())
+        return operands
 
-    def _record(self, name: str, said: str, operands: _Operands, output: Tensor) -> None:
+    def _record(self, operation: str, operands: _Operands, output: Tensor) -> None:
         """Give an output that is not finite the event of its operands, or a new one."""
         after, event = level(output), operands.event
         is_view = event is not None and event is self.origins.get(_storage(output))
@@ -168,45 +161,43 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operands.constant == after or (event and event.weak and after == operands.level):
             of = f"a constant {_name(after)}"
         if event is None:
-            event = self._event(said, output, of, weak=of == "a constant Inf" and not backward)
+            weak = of == "a constant Inf" and not backward
+            event = self._event(operation, output, of, weak=weak)
         elif after > operands.level:
-            masked = operands.only_minus_inf and name.startswith(MASKED)
+            masked = operands.only_minus_inf and operation.startswith(MASKED)
             own = _module(event.frame) == _module(self._owner()[0])
             is_mask = event.weak and (masked or own or not event.operation)
-            event = self._event(said, output, of, None if is_mask else event)
+            event = self._event(operation, output, of, None if is_mask else event)
         elif backward and event.weak:
-            event = self._event(said, output, of)
+            event = self._event(operation, output, of)
         self.origins[_storage(output)] = event
 
     def _event(
-        self, said: str, output: Tensor, of: str, parent: Event | None = None, weak: bool = False
+        self,
+        operation: str,
+        output: Tensor,
+        of: str,
+        parent: Event | None = None,
+        weak: bool = False,
     ) -> Event:
+        """A new event by whatever runs; the host waits."""
         node, backward = _current_node(), self._in_backward()
         frame, place = self._owner()
-        made = f"result of {said.partition('.')[0]}"
+        event = Event(operation, frame, place, parent=parent, of=of, weak=weak)
+        result = f"result of {operation.partition('.')[0]}"
         if node is not None and not self._is_recomputed(node):
-            said, made = f"{said} in {node.name()}", "gradient"
-            weak = weak or not backward
-        return Event(
-            said,
-            frame,
-            place,
-            made == "gradient",
-            "",
-            parent,
-            [stats(made, output)],
-            _name(level(output)),
-            of,
-            bad_samples(output),
-            weak,
-        )
+            event.operation, result = f"{operation} in {node.name()}", "gradient"
+            event.backward, event.weak = True, weak or not backward
+        event.outputs, event.samples = [stats(result, output)], bad_samples(output)
+        event.made = _name(level(output))
+        return event
 
-    def _unseen(self, tensor: Tensor, said: str) -> Event:
+    def _unseen(self, tensor: Tensor, operation: str) -> Event:
         """The event of a tensor that no operation made; the host waits."""
         amount = level(tensor)
         weak = amount == INF and not self._in_backward()
-        event = self._event(said, tensor, f"{_name(amount)} that no operation made", weak=weak)
-        self.origins[_storage(tensor)] = event
+        of = f"{_name(amount)} that no operation made"
+        event = self.origins[_storage(tensor)] = self._event(operation, tensor, of, weak=weak)
         return event
 
     # -- what belongs to whom ------------------------------------------------------------------
@@ -237,7 +228,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner: Owner = node.metadata.get(OWNER, (None, None))
             return owner
         name = name.rpartition(".")[0]
-        return self.calls.get(name) or Frame(name, self.model.get_submodule(name), []), None
+        return self.calls.get(name) or self.frame(name), None
 
     def _tag_nodes(self, leaves: list[Any]) -> None:
         """Note the owner of each new node, and have what it will return checked."""
@@ -267,22 +258,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
     ) -> None:
         """Give values that are not finite an event of this owner, where no operation did."""
-        with self._quietly(), self.at(frame, place), torch.no_grad():
+        with _disable_current_modes(), self.at(frame, place), torch.no_grad():
             for value in values:
                 if isinstance(value, Tensor) and level(value) != FINITE:
                     event = self.origins.get(_storage(value))
                     if event is None or (event.weak and self._in_backward()):
-                        self._unseen(value, "code that torch does not see")
+                        self._unseen(value, UNSEEN)
 
     # -- modules -------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Follow which of the model's modules runs, and which registers a tensor hook."""
         with ExitStack() as stack:
-            for name, module in modes.hookable(model):
+            for name, module in modes.hookable(self.model):
                 before = module._compiled_call_impl
-                call = partial(self._call, name, module, before or module._call_impl)
+                call = partial(self._call, name, before or module._call_impl)
                 module._compiled_call_impl = call  # around all hooks of the module, unlike a hook
                 stack.callback(setattr, module, "_compiled_call_impl", before)
             register = Tensor.register_hook
@@ -294,13 +285,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.callback(setattr, Tensor, "register_hook", register)
             yield
 
-    def _call(
-        self, name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_returned(self._top(), None, tree_leaves((args, kwargs)))
-        with self._quietly():
-            found = [stats(n, t) for n, t in tensors(named(args, kwargs))]
-        frame = self.calls[name] = Frame(name, module, found, _current_node())
+        frame = self.calls[name] = self.frame(name, named(args, kwargs))
+        frame.node = _current_node()
         self.stack.append(frame)
         self._mark(frame)
         if frame.node is None:
@@ -325,6 +313,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check_returned(frame, None, [result])
         return result
 
+    def frame(self, name: str, inputs: dict[str, Any] | None = None) -> Frame:
+        """The call of a module with inputs, by name."""
+        with _disable_current_modes():
+            numbers = [stats(n, t) for n, t in named_leaves(inputs or {})]
+        return Frame(name, self.model.get_submodule(name), numbers)
+
     def _top(self) -> Frame | None:
         return self.stack[-1] if self.stack else None
 
@@ -343,14 +337,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.stated = before
             self._mark(self._top())
-
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
-        before, self.resting = self.resting, True
-        try:
-            yield
-        finally:
-            self.resting = before
 
 
 def named(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import sys
 from datetime import datetime
@@ -27,24 +26,15 @@ class _Parser(argparse.ArgumentParser):
 def _arguments(typed: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m runner.report",
-        description="Compare finished runs, sweeps and benchmarks: a table here, and "
+        description="Compare finished runs, sweeps or a benchmark: a table here, and "
         "comparison.md, comparison.json, comparison.html and a TensorBoard run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="a run's folder, a sweep's, a benchmark's, or one that holds several",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where to write (default: DIR where there is one, else outputs/comparisons/<time>)",
-    )
+    folders = "a run's folder, a sweep's, or one that holds several; a benchmark's by itself"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help=folders)
+    out = "where to write (default: DIR where there is one, else outputs/comparisons/<time>)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
     return parser.parse_args(typed)
 
 
@@ -61,31 +51,24 @@ def main(typed: list[str] | None = None) -> int:
             return error.exit_code
         except KeyboardInterrupt:
             return 130
-        except BrokenPipeError:  # `| head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         finally:
             close_logging()
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from runner.record.console import print_stdout, set_up_logging
-    from runner.report import comparison as report
+    from runner.report.comparison import moved, write
     from runner.report.discover import of_folders
     from runner.report.table import terminal
-    from runner.security.paths import keep_within
 
     set_up_logging("info", None)
     folders = list(dict.fromkeys(arguments.folders))
     out: Path = arguments.out or (folders[0] if len(folders) == 1 else _new_folder())
-    found = report.moved(of_folders(folders), out)
+    comparison = moved(of_folders(folders), out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")
-    jobs = [row.folder for row in found.rows if row.folder and found.kind == "sweep"]
-    keep_within(out, *(job for job in jobs if ".." not in Path(job).parts))  # may be another's
-    written = report.write(found, out)
-    print_stdout(terminal(found), crop=False)
-    sys.stdout.flush()
+    written = write(comparison, out)
+    print_stdout(terminal(comparison), crop=False)
     return 0 if written else 5
 
 

@@ -8,13 +8,12 @@ letters keep their size on a phone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 from runner.record.text import CONTROL
-from runner.report.format import tick_label
 
 BAR_HEIGHT = 34  # pixels, with the room around it
 PLOT_HEIGHT = 260
@@ -78,6 +77,15 @@ def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
 
 def _join(*parts: object) -> Markup:
     return Markup("").join(escape(printable(part)) for part in parts)
+
+
+def tick_label(value: float) -> str:
+    """A tick's label."""
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
+        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.6g}k"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _percent(value: float) -> str:
@@ -179,20 +187,15 @@ def draw_points(series: Sequence[Series], x_title: str, y_title: str) -> Markup:
     """Points on axes from 0, told apart by colour and shape; names and values stand below."""
     xs, ys = zip(*(point for one in series for point in one.points), strict=True)
     x_scale, y_scale = Scale(0.0, 1.08 * max(xs)), Scale(0.0, 1.15 * max(ys))
-    drawn = []
+    drawn, marks = [], []
     for one in series:
-        (x, y), (shape, size) = one.points[0], MARKERS[one.style % len(MARKERS)]
+        (x, y), (name, size) = one.points[0], MARKERS[one.style % len(MARKERS)]
+        shape = tag(name, **size)
         place = {"x": _percent(x_scale(x)), "y": f"{y_scale.down(y):.1f}"}
-        marker = tag("svg", tag(shape, **size), **place, class_="marker")
-        drawn.append(_group(one, marker))
-    entries = [_entry(one, _shape_mark(one.style)) for one in series]
-    return _plot(drawn, (x_scale, y_scale), (x_title, y_title), series, entries)
-
-
-def _shape_mark(style: int) -> Markup:
-    shape, size = MARKERS[style % len(MARKERS)]
-    view = {"viewBox": "-9 -9 18 18", "width": 18, "height": 18}
-    return tag("svg", tag(shape, **size), class_="marker", **view, **HIDDEN)
+        drawn.append(tag("svg", shape, **place, class_="marker"))
+        view = {"viewBox": "-9 -9 18 18", "width": 18, "height": 18}
+        marks.append(tag("svg", shape, class_="marker", **view, **HIDDEN))
+    return _plot(series, drawn, marks, (x_scale, y_scale), (x_title, y_title))
 
 
 def draw_curves(
@@ -202,53 +205,34 @@ def draw_curves(
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points if y <= top]
     low, high = min(ys), max(ys)
-    y_scale = Scale(low, high, log=True) if low > 0 and high / low > 30 else _loose_scale(low, high)
-    x_scale = Scale(min(xs), max(xs))
-    drawn = [_group(one, _curve(one, x_scale, y_scale)) for one in series]
-    entries = [_entry(one, _dash_mark(one.style)) for one in series]
-    return _plot(drawn, (x_scale, y_scale), (x_title, y_title), series, entries)
-
-
-def _loose_scale(low: float, high: float) -> Scale:
-    """A scale with some room on both sides of the values."""
-    room = 0.12 * (high - low) or 0.1 * abs(high) or 1.0
-    return Scale(low - room if low < 0 or low > room else 0.0, high + room)
-
-
-def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> Markup:
-    line = " ".join(f"{10 * x_scale(x):.1f},{1000 - 10 * y_scale(y):.1f}" for x, y in one.points)
-    dashes = DASHES[one.style % len(DASHES)]
-    curve = tag("polyline", points=line, class_="curve", stroke_dasharray=dashes)
+    log = low > 0 and high / low > 30
+    room = 0 if log else 0.12 * (high - low) or 0.1 * abs(high) or 1.0
+    start = low - room if log or low < 0 or low > room else 0.0
+    x_scale, y_scale = Scale(min(xs), max(xs)), Scale(start, high + room, log)
     view = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
-    return tag("svg", curve, **view, width="100%", height="100%")
-
-
-def _dash_mark(style: int) -> Markup:
-    dashes = DASHES[style % len(DASHES)]
-    line = tag("line", x1=0, x2=36, y1=7, y2=7, class_="curve", stroke_dasharray=dashes)
-    return tag("svg", line, width=36, height=14, **HIDDEN)
-
-
-def _group(one: Series, drawn: Markup) -> Markup:
-    title = f"{one.label}: {one.text}" if one.text else one.label
-    return tag("g", tag("title", title), drawn, class_=f"c{one.style % COLOURS}")
-
-
-def _entry(one: Series, mark: Markup) -> Markup:
-    """A line of the legend."""
-    colour = f"c{one.style % COLOURS}"
-    said = tag("span", one.text, class_="said") if one.text else ""
-    return tag("li", tag("span", mark, class_=colour), tag("span", one.label), said)
+    drawn, marks = [], []
+    for one in series:
+        places = ((10 * x_scale(x), 1000 - 10 * y_scale(y)) for x, y in one.points)
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        style = {"class_": "curve", "stroke_dasharray": DASHES[one.style % len(DASHES)]}
+        curve = tag("polyline", points=line, **style)
+        drawn.append(tag("svg", curve, **view, width="100%", height="100%"))
+        sample = tag("line", x1=0, x2=36, y1=7, y2=7, **style)
+        marks.append(tag("svg", sample, width=36, height=14, **HIDDEN))
+    return _plot(series, drawn, marks, (x_scale, y_scale), (x_title, y_title))
 
 
 def _plot(
+    series: Sequence[Series],
     drawn: Sequence[Markup],
+    marks: Sequence[Markup],
     scales: tuple[Scale, Scale],
     titles: tuple[str, str],
-    series: Iterable[Series],
-    legend: Sequence[Markup],
 ) -> Markup:
-    """Axes around the drawing. They are SVGs of their own: only the plot's width may change."""
+    """Axes around the drawings, and a legend with a mark for each.
+
+    Axes are SVGs of their own: only the plot's width may change.
+    """
     x_scale, y_scale = scales
     y_ticks = [(y_scale.down(y), tick_label(y)) for y in y_scale.ticks()]
     across = {"x1": "0%", "x2": "100%"}
@@ -256,13 +240,20 @@ def _plot(
     frame = tag("line", **across, y1=PLOT_HEIGHT, y2=PLOT_HEIGHT, class_="frame")
     labels = [tag("text", text, x=52, y=f"{y + 4:.1f}", text_anchor="end") for y, text in y_ticks]
     x_labels = [_x_label(x_scale(x), tick_label(x)) for x in x_scale.ticks()]
+    titled, legend = [], []
+    for one, drawing, mark in zip(series, drawn, marks, strict=True):
+        colour = f"c{one.style % COLOURS}"
+        text = tag("span", one.text, class_="said") if one.text else ""
+        title = tag("title", f"{one.label}: {one.text}" if one.text else one.label)
+        titled.append(tag("g", title, drawing, class_=colour))
+        legend.append(tag("li", tag("span", mark, class_=colour), tag("span", one.label), text))
     described = "; ".join(f"{one.label}: {one.text}" for one in series)
     area = {"class_": "area", "height": PLOT_HEIGHT, "role": "img", "aria_label": described}
     plot = tag(
         "div",
         tag("div", titles[1], class_="y-title"),
         tag("svg", *labels, class_="y-axis", width=58, height=PLOT_HEIGHT, aria_hidden="true"),
-        tag("svg", *grid, frame, *drawn, **area),
+        tag("svg", *grid, frame, *titled, **area),
         tag("svg", *x_labels, class_="x-axis", height=22, aria_hidden="true"),
         tag("div", titles[0], class_="x-title"),
         class_="plot",

@@ -11,35 +11,31 @@ from runner.report.naming import about_speed
 
 METRICS = 6  # of a run, beside the monitored one; comparison.json has them all
 LEARNING = ("best", "step_ms", "rate")  # come first where rows differ in what they learn
-Number = Callable[[Row], float | None]
 
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """One column; `number` sorts it, and is None where a row has nothing in it."""
+    """One column: the number that sorts it, None where a row has nothing in it, and its text."""
 
     key: str
     title: str
-    number: Number
+    number: Callable[[Row], float | None]
     text: Callable[[Row], str]
 
 
 def _column(
-    key: str, title: str, number: Number, show: Callable[[float | None], str]
+    key: str,
+    title: str,
+    number: str | Callable[[Row], float | None],
+    show: Callable[[float | None], str],
 ) -> ReportColumn:
-    return ReportColumn(key, title, number, lambda row: show(number(row)))
-
-
-def _measured(key: str) -> Number:
-    return lambda row: row.measured_number(key)
+    """A column of a number; by its name, it is one that a benchmark measures."""
+    read = number if callable(number) else lambda row: row.number(number)
+    return ReportColumn(key, title, read, lambda row: show(read(row)))
 
 
 def _speedup(row: Row) -> float | None:
     return number(row.speedup) if row.finished else None
-
-
-def _speedup_text(row: Row) -> str:
-    return format.times_interval(_speedup(row), row.speedup_interval)
 
 
 def _break_even_text(row: Row) -> str:
@@ -60,44 +56,49 @@ def _parity_text(row: Row) -> str:
 
 
 COLUMNS = (
-    ReportColumn("speedup", "speed-up", _speedup, _speedup_text),
-    _column("step_ms", "step, ms", lambda row: row.step_ms, format.rate),
-    _column("rate", "samples/s", lambda row: row.samples_per_second, format.rate),
-    _column("memory", "memory", lambda row: row.process_bytes, format.size),
+    ReportColumn(
+        "speedup",
+        "speed-up",
+        _speedup,
+        lambda row: format.times_interval(_speedup(row), row.speedup_interval),
+    ),
+    _column("step_ms", "step, ms", "step_ms", format.rate),
+    _column("rate", "samples/s", "samples_per_second", format.rate),
+    _column("memory", "memory", "peak_process_bytes", format.size),
     ReportColumn("parity", "numbers", lambda row: 0.0 if row.parity else None, _parity_text),
-    _column("device_memory", "device memory", lambda row: row.device_bytes, format.size),
-    _column("compile_seconds", "compile", _measured("compile_seconds"), format.seconds),
-    ReportColumn("break_even", "paid back after", _measured("break_even_steps"), _break_even_text),
-    _column("data_wait", "waits for data", _measured("data_wait"), format.share),
-    _column("mfu", "MFU", _measured("mfu"), format.share),
-    _column("to_target", "to the target loss", _measured("seconds_to_target"), format.seconds),
+    _column("device_memory", "device memory", "peak_device_bytes", format.size),
+    _column("compile_seconds", "compile", "compile_seconds", format.seconds),
+    ReportColumn(
+        "break_even",
+        "paid back after",
+        lambda row: row.number("break_even_steps"),
+        _break_even_text,
+    ),
+    _column("data_wait", "waits for data", "data_wait", format.share),
 )
 """By what they are worth: where there is no room, the last ones go. Metrics follow."""
 
 
 def columns(comparison: Comparison) -> list[ReportColumn]:
     """The columns that at least one row has something in, the most telling first."""
-    best = _column("best", f"best {comparison.monitor}", lambda row: row.best, format.metric)
-    speedup = COLUMNS[0]
-    if any(row.speedup_interval for row in comparison.rows):
+    rows, speedup = comparison.rows, COLUMNS[0]
+    if any(row.speedup_interval for row in rows):
         speedup = replace(speedup, title="speed-up (95 %)")
-    found = [speedup, *([best] if comparison.monitor else []), *COLUMNS[1:]]
-    if comparison.kind != "benchmark" and not about_speed(row.overrides for row in comparison.rows):
-        found.sort(key=lambda column: column.key not in LEARNING)
-    found += _metrics(comparison)
-    rows = comparison.rows
-    return [column for column in found if any(column.number(row) is not None for row in rows)]
+    best = _column("best", f"best {comparison.monitor}", lambda row: row.best, format.metric)
+    chosen = [speedup, *([best] if comparison.monitor else []), *COLUMNS[1:]]
+    if comparison.kind != "benchmark" and not about_speed(row.overrides for row in rows):
+        chosen.sort(key=lambda column: column.key not in LEARNING)
+    chosen += [_metric(name) for name in _metric_names(comparison)]
+    return [column for column in chosen if any(column.number(row) is not None for row in rows)]
 
 
-def _metrics(comparison: Comparison) -> list[ReportColumn]:
+def _metric_names(comparison: Comparison) -> list[str]:
     """The metrics beside the monitored one; in a benchmark the user's own alone."""
     rows = comparison.rows
     if comparison.kind == "benchmark":
-        found = dict.fromkeys(name for row in rows if row.measured for name in row.measured.metrics)
-        return [_metric(name) for name in found]
-    every = dict.fromkeys(name for row in rows for name in row.metrics)
-    plain = [name for name in every if name != comparison.monitor and name.count("/") < 2]
-    return [_metric(name) for name in plain[:METRICS]]
+        return list(dict.fromkeys(x for row in rows if row.measured for x in row.measured.metrics))
+    names = dict.fromkeys(name for row in rows for name in row.metrics)
+    return [x for x in names if x != comparison.monitor and x.count("/") < 2][:METRICS]
 
 
 def _metric(name: str) -> ReportColumn:

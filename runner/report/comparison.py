@@ -1,4 +1,4 @@
-"""Runs side by side: the data under every table, page and chart of them."""
+"""Runs side by side: the data under every table, page and chart of them, and their files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.record.storage import replace_text
 from runner.record.text import json_safe
-from runner.report.format import technique_status
 from runner.security.paths import keep_within
 
 log = logging.getLogger("runner")
@@ -24,25 +23,37 @@ FILE, DOCUMENT, PAGE = "comparison.json", "comparison.md", "comparison.html"
 BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
 """How a job ends that did what it was asked to; any other status is a failure with a reason."""
+OF_SUMMARY = {
+    "samples_per_second": ("throughput", "samples_per_second"),
+    "step_ms": ("throughput", "step_ms", "p50"),
+    "peak_process_bytes": ("memory", "peak_process_bytes"),
+    "peak_device_bytes": ("memory", "peak_device_bytes"),
+}
+"""Where a summary has the numbers that a benchmark measures, too."""
+
+
+def value_at(tree: Any, *path: str) -> Any:
+    """The value at a path into nested mappings; None where there is none."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def number(tree: Any, *path: str) -> float | None:
-    """The number at a path into nested mappings; None where there is no finite one."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    if isinstance(tree, bool) or not isinstance(tree, int | float):
+    """The number at a path; None where there is no finite one."""
+    value = value_at(tree, *path)
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(tree) if math.isfinite(tree) else None
+        return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer of hundreds of digits
         return None
 
 
 def text(tree: Any, *path: str) -> str:
     """The text at a path; "" where there is none."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, str) else ""
+    value = value_at(tree, *path)
+    return value if isinstance(value, str) else ""
 
 
 @dataclass
@@ -87,38 +98,16 @@ class Row:
         """In what it trains something else than the reference."""
         return self.measured.other_work if self.measured else []
 
-    def measured_number(self, key: str) -> float | None:
-        """A number that a benchmark measured of its arm."""
-        return None if self.measured is None else number(vars(self.measured), key)
+    def number(self, key: str) -> float | None:
+        """What the benchmark measured of its arm, else what the run's summary has; 0 is none there.
 
-    def _either(self, key: str, *path: str) -> float | None:
-        """What the benchmark measured, else what the run's summary has; 0 counts as none."""
-        return self.measured_number(key) or number(self.summary, *path) or None
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Training samples a second."""
-        return self._either("samples_per_second", "throughput", "samples_per_second")
-
-    @property
-    def step_ms(self) -> float | None:
-        """Milliseconds of the median step."""
-        return self._either("step_ms", "throughput", "step_ms", "p50")
-
-    @property
-    def process_bytes(self) -> float | None:
-        """Peak memory of the process."""
-        return self._either("peak_process_bytes", "memory", "peak_process_bytes")
-
-    @property
-    def device_bytes(self) -> float | None:
-        """Peak memory of the device; None on a CPU, whose memory is the process's."""
-        return self._either("peak_device_bytes", "memory", "peak_device_bytes")
-
-    @property
-    def memory_bytes(self) -> float | None:
-        """The memory that limits a batch: the device's, where it has one of its own."""
-        return self.device_bytes or self.process_bytes
+        `samples_per_second`, `step_ms`, `peak_process_bytes`, `peak_device_bytes` (None on a CPU)
+        and the other fields of `ArmResult`.
+        """
+        measured = None if self.measured is None else number(vars(self.measured), key)
+        if key not in OF_SUMMARY:
+            return measured
+        return measured or number(self.summary, *OF_SUMMARY[key]) or None
 
     @property
     def monitor(self) -> str:
@@ -140,25 +129,18 @@ class Row:
         return {key: value for key, value in values.items() if value is not None}
 
     @property
-    def techniques(self) -> dict[str, tuple[str, str]]:
-        """Each technique's status and the reason for it."""
-        return {
-            name: (technique_status(entry), text(entry, "reason"))
-            for name, entry in self._technique_entries()
-        }
+    def techniques(self) -> dict[str, dict[str, Any]]:
+        """Each technique's entry in the summary."""
+        entries = self.summary.get("techniques")
+        named = [(text(x, "name"), x) for x in (entries if isinstance(entries, list) else [])]
+        return {name: entry for name, entry in named if name}
 
     @property
     def low_precision(self) -> str:
         """`bf16` or `fp16`, where products came out in it; else ""."""
-        entries = [entry for name, entry in self._technique_entries() if name == "amp"]
-        seen = str([entry.get("evidence") for entry in entries if entry.get("engaged")])
-        return "bf16" if "bfloat16" in seen else "fp16" if "float16" in seen else ""
-
-    def _technique_entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        entries = self.summary.get("techniques")
-        for entry in entries if isinstance(entries, list) else []:
-            if name := text(entry, "name"):
-                yield name, entry
+        amp = self.techniques.get("amp", {})
+        evidence = str(amp.get("evidence")) if amp.get("engaged") else ""
+        return "bf16" if "bfloat16" in evidence else "fp16" if "float16" in evidence else ""
 
 
 @dataclass
@@ -183,8 +165,8 @@ class Comparison:
     @property
     def devices(self) -> list[str]:
         """The devices that the rows ran on."""
-        found = [row.summary.get("device") for row in self.rows]
-        names = [text(about, "name") or text(about, "kind") for about in found]
+        entries = [row.summary.get("device") for row in self.rows]
+        names = [text(entry, "name") or text(entry, "kind") for entry in entries]
         return list(dict.fromkeys(filter(None, names)))
 
     @property
@@ -198,17 +180,17 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
     """A benchmark's arms; `folder` is the benchmark's, where it has one."""
     rows = [
         Row(
-            overrides=list(arm.overrides),
-            status=arm.status,
-            reason=arm.reason,
-            summary=dict(arm.summary),
-            speedup=number(arm.speedup) or None,
-            speedup_interval=arm.speedup_interval,
-            parity=arm.parity,
-            command=arm.command,
-            name=arm.name,
-            folder=arm.folder or "",
-            measured=arm,
+            list(arm.overrides),
+            arm.status,
+            arm.reason,
+            dict(arm.summary),
+            number(arm.speedup) or None,
+            arm.speedup_interval,
+            arm.parity,
+            arm.command,
+            arm.name,
+            arm.folder or "",
+            arm,
         )
         for arm in result.arms
     ]
@@ -227,14 +209,13 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
 
 def moved(comparison: Comparison, folder: Path) -> Comparison:
     """The same with the rows' folders relative to `folder`."""
-    home = comparison.home or folder.absolute()
+    folder = folder.absolute()
+    home = comparison.home or folder
     rows = [
-        replace(row, folder=os.path.relpath(home / row.folder, folder.absolute()))
-        if row.folder and home != folder.absolute()
-        else row
+        replace(row, folder=row.folder and os.path.relpath(home / row.folder, folder))
         for row in comparison.rows
     ]
-    return replace(comparison, rows=rows, home=folder.absolute())
+    return replace(comparison, rows=comparison.rows if home == folder else rows, home=folder)
 
 
 def as_json(comparison: Comparison) -> str:
@@ -257,7 +238,6 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     SecurityError where that would be through a link that leads out of the folder.
     """
     from runner.report import page
-    from runner.report.tensorboard_export import export_comparison
 
     here = moved(comparison, folder)
     keep_within(folder, BOARD)
@@ -265,7 +245,7 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
         FILE: lambda: replace_text(folder / FILE, as_json(here)),
         DOCUMENT: lambda: replace_text(folder / DOCUMENT, page.document(here)),
         PAGE: lambda: replace_text(folder / PAGE, page.html(here)),
-        BOARD: lambda: export_comparison(here, folder),
+        BOARD: lambda: _write_board(page.document(here), folder / BOARD),
     }
     written = []
     with suppress(OSError):  # each file says it by itself
@@ -277,3 +257,17 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
         except OSError as error:
             log.warning("no %s: %s", folder / name, error.strerror or error)
     return written
+
+
+def _write_board(document: str, folder: Path) -> None:
+    """The document as a text in TensorBoard; it replaces an earlier one."""
+    from runner.record.tensorboard import PREFIX, open_event_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob(f"{PREFIX}*"):
+        earlier.unlink()
+    events = open_event_file(folder)
+    try:
+        events.text(f"{BOARD}/report", document, 0)
+    finally:
+        events.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -31,69 +31,56 @@ class Figure:
 
     heading: str
     about: str
-    charts: list[tuple[str, str, Markup]] = field(default_factory=list)  # heading, note, drawing
+    charts: list[tuple[str, str, Markup]]  # heading, note, drawing
 
 
 def figures(comparison: Comparison) -> dict[str, list[Figure]]:
     """By section name, the figures that there are numbers for."""
+    floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
     return {
-        "speed": list(_speed(comparison)),
-        "attribution": list(_attribution(comparison)),
+        "speed": list(_speed(comparison, floor)),
+        "attribution": list(_attribution(comparison, floor)),
         "memory": list(_memory(comparison)),
         "losses": list(_losses(comparison)),
     }
 
 
-def noise_floor(comparison: Comparison) -> float:
-    """Speed-ups within 1 ± this are not claimed; 0 where that is not known."""
-    return (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
+def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
+    if len(rows) < 2:
+        return
+    reference = comparison.reference or "its reference"
+    about = f"How many times as fast as {reference}; the upright line is as fast."
+    if any(row.speedup_interval for row in rows):
+        about += " Whiskers are 95 % intervals."
+    if floor:
+        about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
+    if comparison.kind == "sweep":
+        about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
+    bars = [_speed_bar(row, verdicts.verdict(row, comparison)) for row in rows]
+    yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
 
 
-def speed_bars(comparison: Comparison) -> list[Bar]:
-    """A bar for each row; without a value where there is none, with the reason as its text."""
-    return [_speed_bar(row, comparison) for row in comparison.rows]
-
-
-def _speed_bar(row: Row, comparison: Comparison) -> Bar:
-    verdict = verdicts.verdict(row, comparison)
-    if not row.finished or row.speedup is None:
-        return Bar(row.name, None, None, "not measured" if row.finished else row.status, "fail")
+def _speed_bar(row: Row, verdict: str) -> Bar:
     ratio = format.times_interval(row.speedup, row.speedup_interval)
     text = ", ".join(filter(None, (ratio, verdict)))
     return Bar(row.name, row.speedup, row.speedup_interval, text, KINDS.get(verdict, "unclear"))
 
 
-def _speed(comparison: Comparison) -> Iterator[Figure]:
-    bars = [bar for bar in speed_bars(comparison) if bar.value is not None]
-    if len(bars) < 2:
-        return
-    floor, against = noise_floor(comparison), comparison.reference or "its reference"
-    about = f"How many times as fast as {against}; the upright line is as fast."
-    if any(bar.ends for bar in bars):
-        about += " Whiskers are 95 % intervals."
-    if verdicts.too_noisy(comparison.benchmark):
-        about += f" The machine was noisy: nothing within ± {format.share(floor)} is claimed."
-    elif floor:
-        about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
-    if comparison.kind == "sweep":
-        about = f"Samples per second, as a ratio to {against}: one run each, so without intervals."
-    drawing = draw_bars(bars, 0.0, "speed-up of each row", floor)
-    yield Figure("Speed", about, [("", "", drawing)])
-
-
 def _memory(comparison: Comparison) -> Iterator[Figure]:
     points = []
     for style, row in enumerate(comparison.rows):
-        rate, peak = row.samples_per_second, row.memory_bytes
+        rate, of_device = row.number("samples_per_second"), row.number("peak_device_bytes")
+        peak = of_device or row.number("peak_process_bytes")
         if row.finished and rate is not None and peak is not None:
             values = f"{format.rate(rate)} samples/s, {format.size(peak)}"
             points.append(Series(row.name, [(rate, peak / 2**20)], style, values))
     if len(points) < 2:
         return
-    of = "device's" if any(row.device_bytes for row in comparison.rows) else "process's"
+    on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
     about = (
-        f"Peak of the {of} memory against samples per second: right and low is better. "
-        "Both axes begin at 0."
+        f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
+        "right and low is better. Both axes begin at 0."
     )
     drawing = draw_points(points, "samples per second", "MiB at the peak")
     yield Figure("Memory against speed", about, [("", "", drawing)])
@@ -120,29 +107,7 @@ def _losses(comparison: Comparison) -> Iterator[Figure]:
     yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
 
 
-def effect_bars(comparison: Comparison, side: str) -> list[Bar]:
-    """What each technique is worth, `side` being added or removed."""
-    benchmark = comparison.benchmark
-    if benchmark is None or benchmark.attribution is None:
-        return []
-    return [_effect_bar(one, side, benchmark.unclaimed) for one in benchmark.attribution.effects]
-
-
-def _effect_bar(effect: Effect, side: str, floor: float | None) -> Bar:
-    value, ends = getattr(effect, side), getattr(effect, f"{side}_interval")
-    name = effect.name.replace("_", " ")
-    if value is None:
-        return Bar(name, None, None, effect.note or format.NONE, "fail")
-    beyond = floor is not None and abs(value - 1) > floor
-    outside = beyond and ends is not None and (ends[0] > 1 or ends[1] < 1)
-    kind = "unclear" if not outside else "faster" if value > 1 else "slower"
-    text = format.times_interval(value, ends)
-    if effect.parity == "FAIL":
-        kind, text = "fail", f"{text}, PARITY FAIL"
-    return Bar(name, value, ends, text, kind)
-
-
-def _attribution(comparison: Comparison) -> Iterator[Figure]:
+def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
     attribution = comparison.benchmark.attribution if comparison.benchmark else None
     if attribution is None or not attribution.effects:
         return
@@ -151,10 +116,20 @@ def _attribution(comparison: Comparison) -> Iterator[Figure]:
         ("added", "Added alone", "how many times as fast the plain run is with it"),
         ("removed", f"Within {level}", f"how many times as fast {level} is with it as without it"),
     ):
-        if bars := [bar for bar in effect_bars(comparison, side) if bar.value is not None]:
-            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", noise_floor(comparison))
+        measured = [e for e in attribution.effects if getattr(e, side) is not None]
+        if bars := [_effect_bar(effect, side, floor) for effect in measured]:
+            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", floor)
             charts.append((heading, f": {note}", drawing))
     about = "Bars to the right of the upright line gain time, bars to the left lose it."
     if attribution.stopped:
         about += f" Measured until: {attribution.stopped}."
     yield Figure("What each technique is worth", about, charts)
+
+
+def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
+    """What a technique is worth, `side` being added or removed."""
+    value, ends = getattr(effect, side), getattr(effect, f"{side}_interval")
+    outside = ends is not None and abs(value - 1) > floor and (ends[0] > 1 or ends[1] < 1)
+    kind = "unclear" if not outside else "faster" if value > 1 else "slower"
+    text = format.times_interval(value, ends)
+    return Bar(effect.name.replace("_", " "), value, ends, text, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 NONE = "–"  # where there is no number
@@ -79,29 +79,18 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
-def tick_label(value: float) -> str:
-    """A tick's label."""
-    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    if abs(value) >= 10_000:
-        return f"{value / 1000:,.6g}k"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def when(moment: str) -> str:
-    """An ISO 8601 time, to the minute."""
-    try:
-        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
-    except ValueError:
-        return moment
-
-
 def listed(names: Sequence[str]) -> str:
     """`a, b and c`, and how many more there are."""
     shown = list(names[:MOST_NAMES])
     if len(names) > MOST_NAMES:
         return ", ".join(shown) + f" and {len(names) - MOST_NAMES} more"
     return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + f" and {shown[-1]}"
+
+
+def short_path(folder: Path) -> str:
+    """A folder as one would type it in the current one."""
+    path, here = folder.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def technique_status(entry: Mapping[str, Any]) -> str:

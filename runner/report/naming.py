@@ -35,11 +35,8 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
         f"{name} ({end})" if counts[name] > 1 and end != name else name
         for name, end in zip(made, ends, strict=True)
     ]
-    counts, seen = Counter(made), Counter[str]()
-    for i, name in enumerate(made):
-        seen[name] += 1
-        made[i] = f"{name} #{seen[name]}" if counts[name] > 1 else name
-    return made
+    counts = Counter(made)
+    return [f"{name} #{i}" if counts[name] > 1 else name for i, name in enumerate(made, 1)]
 
 
 def about_speed(rows: Iterable[Sequence[str]]) -> bool:
@@ -54,8 +51,8 @@ def about_speed(rows: Iterable[Sequence[str]]) -> bool:
 
 def varied_keys(typed: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys in which rows differ, as first typed."""
-    every = dict.fromkeys(key for row in typed for key in row)
-    return [key for key in every if len({row.get(key) for row in typed}) > 1]
+    keys = dict.fromkeys(key for row in typed for key in row)
+    return [key for key in keys if len({row.get(key) for row in typed}) > 1]
 
 
 def _names_by_value(key: str, values: Sequence[str | None]) -> list[str]:

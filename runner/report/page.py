@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,31 @@ from runner.record import markdown
 from runner.report import format, verdicts
 from runner.report.charts import printable
 from runner.report.columns import columns
-from runner.report.comparison import Comparison, Row
+from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
 LONG_SENTENCE = 160  # letters, from which on it is set smaller
 LONG_NAME = 20
-EFFECTS = (
-    "technique",
-    "added alone",
-    "within the level",
-    "interaction",
-    "memory, added",
-    "memory, within",
-    "numbers",
-    "note",
-)
+
+
+def _ratio(key: str) -> Callable[[Effect], str]:
+    return lambda effect: format.times_interval(
+        getattr(effect, key), getattr(effect, f"{key}_interval")
+    )
+
+
+EFFECTS: dict[str, Callable[[Effect], str]] = {
+    "technique": lambda effect: effect.name.replace("_", " "),
+    "added alone": _ratio("added"),
+    "within the level": _ratio("removed"),
+    "interaction": _ratio("interaction"),
+    "memory, added": lambda effect: format.size(effect.added_memory_bytes),
+    "memory, within": lambda effect: format.size(effect.removed_memory_bytes),
+    "note": lambda effect: effect.note or format.NONE,
+}
+"""The columns of the table of techniques, with the text of a cell."""
 STATISTICS = (
     "In each block every arm had one turn, in random order, and what is compared is the time per "
     "sample of its median step (with data workers the mean one) as a ratio to the reference's in "
@@ -56,7 +65,9 @@ ONE_RUN = (
 
 def html(comparison: Comparison) -> str:
     """`comparison.html`."""
-    style, script = (_text(f"comparison.{kind}") for kind in ("css", "js"))
+    style, script = (
+        (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+    )
     template = _environment().get_template("comparison.html")
     return template.render(
         **_context(comparison),
@@ -85,10 +96,6 @@ def document(comparison: Comparison) -> str:
             engaged=[[name, *map("".join, cells)] for name, cells in engagement["lines"]],
         )
     )
-
-
-def _text(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:
@@ -139,22 +146,26 @@ def _context(comparison: Comparison) -> dict[str, Any]:
     commands = [(row.name, row.command) for row in rows if row.command]
     if comparison.command:
         commands.insert(0, ("all of it", comparison.command))
+    measured = comparison.kind == "benchmark"
     return {
         "comparison": comparison,
         "kind": KINDS[comparison.kind],
         "lead": lead,
         "remarks": remarks,
         "about": _about(comparison),
-        "what": "arm" if comparison.kind == "benchmark" else "run",
-        "status_or_verdict": "verdict" if any(row.measured for row in rows) else "status",
+        "what": "arm" if measured else "run",
+        "status_or_verdict": "verdict" if measured else "status",
         "columns": columns(comparison),
         "rows": [(row, verdicts.status_or_verdict(row, comparison)) for row in rows],
         "attribution": attribution,
-        "effect_header": EFFECTS,
-        "effects": [_effect_cells(one) for one in (attribution.effects if attribution else [])],
+        "effect_header": list(EFFECTS),
+        "effects": [
+            [show(effect) for show in EFFECTS.values()]
+            for effect in (attribution.effects if attribution else [])
+        ],
         "engagement": _engagement(rows),
         "commands": commands,
-        "method": _method(rows),
+        "method": STATISTICS if measured else ONE_RUN,
         "machine": _machine(comparison),
     }
 
@@ -162,26 +173,19 @@ def _context(comparison: Comparison) -> dict[str, Any]:
 def _about(comparison: Comparison) -> list[str]:
     """How much was compared, on what, when and for how long."""
     benchmark = comparison.benchmark
-    count = f"{len(comparison.rows)} {'arms' if comparison.kind == 'benchmark' else 'runs'}"
-    facts = [count, *comparison.devices]
-    if benchmark:
-        facts += [format.when(benchmark.started)] if benchmark.started else []
-        facts.append(f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}")
-    return facts
+    if benchmark is None:
+        return [f"{len(comparison.rows)} runs", *comparison.devices]
+    started = [_minute(benchmark.started)] if benchmark.started else []
+    took = f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}"
+    return [f"{len(comparison.rows)} arms", *comparison.devices, *started, took]
 
 
-def _effect_cells(effect: Effect) -> list[str]:
-    """A technique's row in the table of effects."""
-    return [
-        effect.name.replace("_", " "),
-        format.times_interval(effect.added, effect.added_interval),
-        format.times_interval(effect.removed, effect.removed_interval),
-        format.times_interval(effect.interaction, effect.interaction_interval),
-        format.size(effect.added_memory_bytes),
-        format.size(effect.removed_memory_bytes),
-        effect.parity or format.NONE,
-        effect.note or format.NONE,
-    ]
+def _minute(moment: str) -> str:
+    """An ISO 8601 time, to the minute."""
+    try:
+        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
+    except ValueError:
+        return moment
 
 
 def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -193,29 +197,21 @@ def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
     for name in names:
         title, cells = name.replace("_", " "), []
         for arm, states in arms:
-            status, reason = states.get(name, ("not requested", ""))
+            entry = states.get(name, {})
+            status, reason = format.technique_status(entry), text(entry, "reason")
             if status in ("engaged", "not requested"):
                 cells.append(("● engaged" if status == "engaged" else format.NONE, ""))
                 continue
             reasons.setdefault((title, reason), []).append(arm)
             cells.append((f"○ {status}", f" {list(reasons).index((title, reason)) + 1}"))
-        if any(text != format.NONE for text, _ in cells):
+        if any(shown != format.NONE for shown, _ in cells):
             lines.append((title, cells))
         else:
             never.append(title)
-    texts = [(*key, ", ".join(who)) for key, who in reasons.items()]
+    texts = [(*key, ", ".join(users)) for key, users in reasons.items()]
     header = ["technique", *(name for name, _ in arms)]
-    found = {"header": header, "lines": lines, "reasons": texts, "never": ", ".join(never)}
-    return found if lines else None
-
-
-def _method(rows: Sequence[Row]) -> str:
-    """How the numbers were measured."""
-    measured = [row.measured is not None for row in rows]
-    if not any(measured):
-        return ONE_RUN
-    rest = " This holds for the benchmarks; the other rows are one run each, a hint."
-    return STATISTICS + ("" if all(measured) else rest)
+    table = {"header": header, "lines": lines, "reasons": texts, "never": ", ".join(never)}
+    return table if lines else None
 
 
 def _machine(comparison: Comparison) -> list[tuple[str, str]]:
@@ -225,21 +221,17 @@ def _machine(comparison: Comparison) -> list[tuple[str, str]]:
         return [("device", ", ".join(comparison.devices))] if comparison.devices else []
     load, control, commit = result.load, result.control, result.git.get("commit")
     stopped = f"; {result.stopped}" if result.stopped else ""
-    dirty = ", with changes not committed" if result.git.get("dirty") else ""
-    rows = {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
+    against_itself = (control.ratio, control.interval) if control else (None, None)
+    rows = {name: str(version) for name, version in result.versions.items()}
+    rows |= {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
     rows |= {
         "CPUs taken by others": format.share(load.others),
-        "clock, MHz": format.rate(load.mhz),
-        "clock, spread": format.share(load.mhz_spread),
-        "reference against itself": (
-            format.times_interval(control.ratio, control.interval) if control else format.NONE
-        ),
+        "reference against itself": format.times_interval(*against_itself),
         "noise floor": f"± {format.share(result.noise_floor)}",
         "measured": f"{result.blocks} blocks in {format.seconds(result.seconds)}{stopped}",
-        "started": format.when(result.started) or format.NONE,
-        "code": f"{str(commit)[:12]}{dirty}" if commit else format.NONE,
+        "started": _minute(result.started) or format.NONE,
+        "code": str(commit)[:12] if commit else format.NONE,
     }
-    rows = {name: str(version) for name, version in result.versions.items()} | rows
     return [(name, value) for name, value in rows.items() if value != format.NONE]
 
 

@@ -48,39 +48,40 @@ def is_run(folder: Path) -> bool:
 def of_job(index: int, job: dict[str, Any], sweep: Path) -> Row:
     """A job as its sweep tells of it, with what its run says."""
     listed = job.get("overrides")
-    typed = [str(item) for item in listed] if isinstance(listed, list) else None
-    folder = sweep / (text(job, "folder") or str(index))
-    return _guarded(folder, typed, lambda: _of_job(folder, job, typed, is_locked(sweep)))
+    typed = [str(item) for item in listed] if isinstance(listed, list) else []
+    name = text(job, "folder") or str(index)
+    return _guarded(sweep / name, typed, lambda: _of_job(sweep, name, job, typed))
 
 
 def of_run(folder: Path) -> Row:
     """A run's folder; one whose record is missing or damaged says so."""
-    return _guarded(folder, None, lambda: _of_run(folder, None))
+    typed = recorded_overrides(folder)
+    return _guarded(folder, typed, lambda: _of_run(folder, typed))
 
 
-def _guarded(folder: Path, typed: list[str] | None, make: Callable[[], Row]) -> Row:
+def _guarded(folder: Path, typed: list[str], make: Callable[[], Row]) -> Row:
     try:
         return make()
     except TROUBLE as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         reason = f"its folder cannot be read: {why or type(error).__name__}"
         place = str(folder) if isinstance(error, PermissionError) else ""
-        return Row(typed or [], "failed", reason, folder=place, command=_command(typed))
+        return Row(typed, "failed", reason, folder=place, command=_command(typed))
 
 
-def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, sweep_runs: bool) -> Row:
-    named = text(job, "folder")
-    if "\0" in named or ".." in Path(named).parts or Path(named).is_absolute():
+def _of_job(sweep: Path, name: str, job: dict[str, Any], typed: list[str]) -> Row:
+    if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
         raise ValueError("it cannot be in the sweep's")
-    status, reason = text(job, "status"), text(job, "reason")
-    if status == "running" and not sweep_runs:
+    status, reason, running = text(job, "status"), text(job, "reason"), is_locked(sweep)
+    if status == "running" and not running:
         status, reason = "killed", "the sweep ended before it did"
     elif status == "waiting":
-        status, reason = "skipped", "its turn has not come yet" if sweep_runs else "never begun"
+        status, reason = "skipped", "its turn has not come yet" if running else "never begun"
     elif status not in ("", "running", *ENDS):
         status, reason = "failed", f"no status that a job can have: {status}"
+    folder = sweep / name
     if not is_run(folder):
-        row = Row(typed or [], status or "skipped", reason or "never begun", folder=str(folder))
+        row = Row(typed, status or "skipped", reason or "never begun", folder=str(folder))
         return replace(row, command=_command(typed))
     row = _of_run(folder, typed)
     if row.finished and status == "killed":  # the sweep ended before it could note the job's end
@@ -90,9 +91,8 @@ def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, sweep_ru
     return row
 
 
-def _of_run(folder: Path, typed: list[str] | None) -> Row:
-    overrides = recorded_overrides(folder) if typed is None else typed
-    row = Row(overrides, "failed", folder=str(folder), command=_command(overrides))
+def _of_run(folder: Path, typed: list[str]) -> Row:
+    row = Row(typed, "failed", folder=str(folder), command=_command(typed))
     if not (folder / SUMMARY).exists():
         if is_locked(folder):
             return replace(row, status="running", reason="it has not come to a summary yet")
@@ -108,10 +108,9 @@ def _of_run(folder: Path, typed: list[str] | None) -> Row:
     if status == "running" and not is_locked(folder):
         steps = number(summary, "steps") or 0
         status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
-    settings = read_flat_config(folder)
-    settings = settings or {
+    settings = read_flat_config(folder) or {
         "data.name": text(summary, "name"),
-        **overrides_by_key(overrides),
+        **overrides_by_key(typed),
     }
     return replace(
         row,
@@ -149,17 +148,17 @@ def _work(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return f"{device} {parts}"
 
 
-def _command(overrides: Sequence[str] | None) -> str:
-    return shlex.join(["python", "-m", "runner", *(overrides or [])])
+def _command(overrides: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "runner", *overrides])
 
 
 def read_json(path: Path) -> Any:
     """The values in a record; None where it is damaged, or deeper than any of ours."""
     try:
-        found = json.loads(read_record(path))
+        tree = json.loads(read_record(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if _is_shallow(found, DEEPEST) else None
+    return tree if _is_shallow(tree, DEEPEST) else None
 
 
 def _is_shallow(value: Any, levels: int) -> bool:

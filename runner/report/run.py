@@ -20,18 +20,17 @@ from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
-from runner.report.format import metric, seconds, size, technique_status
+from runner.report.format import metric, seconds, short_path, size, technique_status
 from runner.techniques.base import TechniqueStatus
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
 Rows = list[tuple[str, str]]
-SHOWN = 4  # facts of a technique, in the terminal
+SHOWN = 3  # facts of a technique, in the terminal
 MANY = 3  # techniques that never ran share a line in the terminal
 USEFUL = ("result", "faults", "debug tools", "files")  # of a run that failed; report.md has all
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
-RECORDS = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
 # keys of what was left out because the config says so: it is under the faults, with the count
 ASKED_FOR = ("data.bad_samples", "checks.table.")
 
@@ -66,7 +65,7 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
 
 
 def markdown(summary: Summary, folder: Path | None = None) -> str:
-    """The same as a document."""
+    """The same as a document, with every reason."""
     faults = History.read(folder) if folder is not None else []
     reason = f": {md.escape(summary.reason)}" if summary.reason else ""
     parts = [f"# {md.escape(summary.name or 'run')}", f"**{md.escape(summary.status)}**{reason}"]
@@ -97,18 +96,21 @@ def write(summary: Summary, folder: Path) -> None:
 def _sections(
     summary: Summary, folder: Path | None, faults: list[Fault], full: bool
 ) -> Iterator[tuple[str, Rows]]:
-    choices = [
-        (choice.key, f"{choice.value}: {choice.reason}")
-        for choice in summary.choices
-        if full or not choice.key.startswith(ASKED_FOR)
-    ]
+    full_reasons = full or folder is None  # there is no report.md that would have them
+    choices = [(x.key, x.value, x.reason) for x in summary.choices]
+    if not full:
+        choices = [x for x in choices if not x[0].startswith(ASKED_FOR)]
+    reasons = [(key, f"{value}: {reason}") for key, value, reason in choices]
+    techniques = _techniques(summary, full_reasons)
+    if choices and not full_reasons:
+        values = [f"{key}={value}" for key, value, _ in choices]
+        techniques.append(("chosen", ", ".join(values)))
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
     of_faults = [("skipped steps", skipped)] if skipped else []
     yield "result", _result(summary, full)
     yield "speed and memory", _speed(summary)
-    yield "time of a step", _split(summary)
-    yield "techniques", _techniques(summary, full=full or folder is None)
-    yield "chosen automatically", choices
+    yield "techniques", techniques
+    yield "chosen automatically", reasons if full_reasons else []
     yield "faults", of_faults + history.fault_rows(summary.faults, faults)
     yield "debug tools", _tools(summary)
     yield "files", [] if folder is None else _files(summary, folder)
@@ -117,7 +119,7 @@ def _sections(
 def _replay(folder: Path, faults: list[Fault]) -> str:
     """What to type to look into the first bad step that was kept, if one was."""
     first = history.first_capture(faults)
-    where = shlex.quote(f"replay.path={_short(folder / first)}")
+    where = shlex.quote(f"replay.path={short_path(folder / first)}")
     return f"python -m runner job=replay {where}" if first else ""
 
 
@@ -153,9 +155,8 @@ def _evidence(row: TechniqueStatus, most: int | None) -> str:
     facts = []
     for name, value in row.evidence.items():
         if isinstance(value, dict):
-            value = " ".join(
-                f"{k}×{x}" if isinstance(x, int) else f"{k}={x}" for k, x in value.items()
-            )
+            pairs = value.items()
+            value = " ".join(f"{k}×{x}" if isinstance(x, int) else f"{k}={x}" for k, x in pairs)
         if isinstance(value, bool | int | float | str) and value != "":
             shown = str(value).lower() if isinstance(value, bool) else value
             facts.append(f"{name.replace('_', ' ')} {shown}")
@@ -165,19 +166,25 @@ def _evidence(row: TechniqueStatus, most: int | None) -> str:
 
 def _result(summary: Summary, full: bool) -> Rows:
     """The metrics, the monitored one first; those of single classes in full or as a range."""
-    best = _best(summary)
     classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
     values = {name: metric(x) for name, x in summary.metrics.items() if full or name not in classes}
-    rows = list(values.items())
-    if best:
-        value = values.pop(summary.monitor, "")
-        rows = [(summary.monitor, f"{value}   {best}".strip()), *values.items()]
+    rows: Rows = []
+    evaluates = summary.job == "evaluate"
+    if summary.best is not None and not evaluates:
+        finite = summary.faults.get("validation_not_finite")
+        of = " (of validations with a finite loss)" if finite else ""
+        best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
+        rows = [(summary.monitor, f"{values.pop(summary.monitor, '')}   {best}".strip())]
+    if full or len(values) < 2:
+        rows += values.items()
+    else:
+        rows.append(("metrics", ", ".join(f"{name} {value}" for name, value in values.items())))
     if classes and not full:
         rows.append(_class_range(classes))
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
     took = f"in {seconds(summary.wall_seconds)}"
-    if summary.job == "evaluate":
+    if evaluates:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
         return [*rows, ("evaluated", f"{of}{took}")]
     return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:.2f} epochs {took}")]
@@ -189,15 +196,6 @@ def _class_range(classes: dict[str, float]) -> tuple[str, str]:
     ends = [f"{metric(classes[x])} ({x.removeprefix(group + '/')})" for x in (low, high)]
     same = f"{metric(classes[low])} in every class"
     return f"{group}/*", same if classes[low] == classes[high] else " to ".join(ends)
-
-
-def _best(summary: Summary) -> str:
-    """The best value of the monitored metric, and which validations it leaves out."""
-    if summary.best is None or summary.job == "evaluate":
-        return ""
-    finite = summary.faults.get("validation_not_finite")
-    of = " (of validations with a finite loss)" if finite else ""
-    return f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
 
 
 def _model_check(check: dict[str, Any]) -> str:
@@ -215,39 +213,31 @@ def _speed(summary: Summary) -> Rows:
         if speed.tokens_per_second is not None:
             rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
         rows.append(("throughput", rate))
-    step = speed.step_ms
-    if step.p50:
-        rows.append(("step", f"{step.p50:.3g} ms median, {step.p95:.3g} ms at 95 %"))
+    if speed.step_ms.p50:
+        step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %"
+        rows.append(("step", step))
+    if speed.split:
+        shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
+        rows.append(("its time", shares))
     if memory.peak_process_bytes:
         device, predicted = memory.peak_device_bytes, memory.predicted_bytes
         peak = f"{size(memory.peak_process_bytes)} process"
         peak += f", {size(device)} device" if device else ""
-        rows.append(
-            ("peak memory", peak + (f" ({size(predicted)} predicted)" if predicted else ""))
-        )
+        peak += f" ({size(predicted)} predicted)" if predicted else ""
+        rows.append(("peak memory", peak))
     name = summary.device.get("name") or summary.device.get("kind")
     return rows + ([("device", str(name))] if name else [])
 
 
-def _split(summary: Summary) -> Rows:
-    """Where the time of a step went, as bars."""
-    rows = []
-    for name, share in summary.throughput.split.items():
-        bar = "█" * (round(share * 60) // 2) + "▌" * (round(share * 60) % 2)
-        rows.append((name, f"{share:5.1%}  {bar}".rstrip()))
-    return rows
-
-
 def _files(summary: Summary, folder: Path) -> Rows:
-    rows = [("run", _short(folder))]
-    checkpoints = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
-    rows += [(f"{which} checkpoint", path) for which, path in checkpoints.items() if path]
+    rows = [("run", short_path(folder))]
+    saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
+    if paths := [f"{Path(path).name} ({which})" for which, path in saved.items() if path]:
+        rows.append(("checkpoints/", ", ".join(paths)))
     if exported := summary.export:
         off = exported.get("largest_difference")
         by = f", off by {off:.2g} at most" if off is not None else ""
         rows.append(("export", f"{exported['file']} ({size(exported['bytes'])}{by})"))
-    records = [name for name in RECORDS if (folder / name).exists() or name == "report.md"]
-    rows.append(("record", ", ".join(records)))
     debug = sorted(folder.glob("debug/[!.]*"))
     inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]
@@ -255,13 +245,9 @@ def _files(summary: Summary, folder: Path) -> Rows:
     return rows + ([("debug/", ", ".join(names))] if names else [])
 
 
-def _short(folder: Path) -> str:
-    """The folder as one would type it from here."""
-    path, here = folder.absolute(), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
 def _logdir(folder: Path) -> str:
     """What to hand to TensorBoard: `outputs`, where the run lies in one, so as to compare runs."""
     parents = [folder.absolute(), *folder.absolute().parents]
-    return shlex.quote(_short(next((path for path in parents if path.name == "outputs"), folder)))
+    return shlex.quote(
+        short_path(next((path for path in parents if path.name == "outputs"), folder))
+    )

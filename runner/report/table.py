@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -40,24 +38,12 @@ class _Screen:
         yield Text()
         yield Text.assemble((f"{kind} ", "dim"), (escape_control_chars(comparison.title), "bold"))
         for sentence in verdicts.conclusion(comparison):
-            yield from _wrapped(plain_text(sentence.text, TONES[sentence.tone]), console, options)
+            yield plain_text(sentence.text, TONES[sentence.tone])
         yield Text()
         yield _fitting_table(comparison, console, options)
-        for reason in _reasons(comparison):
-            yield from _wrapped(reason, console, options)
-        notes = _notes(comparison)
-        if notes:
-            yield Text()
-        for note in notes:
-            yield from _wrapped(plain_text(f"· {note}", "dim"), console, options)
-        yield from _where(comparison)
-
-
-def _wrapped(text: Text, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-    """The lines of a text, without the blanks that rich leaves at their ends."""
-    for line in text.wrap(console, options.max_width):
-        line.rstrip()
-        yield line
+        for part in (_reasons(comparison), _notes(comparison), _files(comparison)):
+            if lines := list(part):
+                yield from (Text(), *lines)
 
 
 def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
@@ -65,9 +51,8 @@ def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOpt
     chosen = columns(comparison)
     while True:
         table = _table(comparison, chosen, NAME)
-        room = (
-            options.max_width - Measurement.get(console, options.update(width=999), table).maximum
-        )
+        width = Measurement.get(console, options.update(width=999), table).maximum
+        room = options.max_width - width
         if room >= 0 or len(chosen) <= 2:
             return _table(comparison, chosen, NAME + max(0, room))
         chosen.pop()
@@ -101,43 +86,32 @@ def _reasons(comparison: Comparison) -> Iterator[Text]:
     shared: dict[tuple[str, str], list[str]] = {}
     for row in comparison.failures:
         shared.setdefault((row.status, row.reason), []).append(row.name)
-    if shared:
-        yield Text()
     for (status, reason), names in shared.items():
         reason = shorten(escape_control_chars(reason), REASON) or "no reason is known"
-        who, how = escape_control_chars(format.listed(names)), escape_control_chars(status)
-        yield Text.assemble((f"{who} ", "bold"), (how, "red"), f": {reason}")
+        subject, how = escape_control_chars(format.listed(names)), escape_control_chars(status)
+        yield Text.assemble((f"{subject} ", "bold"), (how, "red"), f": {reason}")
 
 
-def _notes(comparison: Comparison) -> list[str]:
-    found = comparison.benchmark
-    if found is None:
-        return comparison.notes
-    stopped = f", {found.stopped}" if found.stopped else ""
-    how = f"{found.blocks} blocks in {format.seconds(found.seconds)}{stopped}"
-    return [*comparison.notes, f"{how}; {verdicts.unclaimed(found)}"]
+def _notes(comparison: Comparison) -> list[Text]:
+    notes, benchmark = list(comparison.notes), comparison.benchmark
+    if benchmark is not None:
+        stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
+        how = f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}{stopped}"
+        notes.append(f"{how}; {verdicts.unclaimed(benchmark)}")
+    return [plain_text(f"· {note}", "dim") for note in notes]
 
 
-def _where(comparison: Comparison) -> Iterator[Text]:
+def _files(comparison: Comparison) -> Iterator[Text]:
     """Where the files are; commands are not broken over lines, so that they can be copied."""
     home = comparison.home
-    if home is None:
+    if home is None or not (home / FILE).exists():
         return
-    folder, lines = _short(home), []
-    if (home / FILE).exists():
-        lines.append(("files:      ", folder))
+    folder = format.short_path(home)
+    lines = {"files:      ": folder}
     if (home / PAGE).exists():
-        lines.append(("the page:   ", f"{folder}/{PAGE}"))
-    if any(home.glob(f"{BOARD}/events.out.tfevents.*")):
-        lines.append(("look at it: ", f"tensorboard --logdir {shlex.quote(folder)}"))
-    if lines:
-        yield Text()
-    for name, text in lines:
+        lines["the page:   "] = f"{folder}/{PAGE}"
+    if (home / BOARD).exists():
+        lines["look at it: "] = f"tensorboard --logdir {shlex.quote(folder)}"
+    for name, text in lines.items():
         shown = escape_control_chars(text)
         yield Text.assemble((name, "dim"), shown, no_wrap=True, overflow="ignore")
-
-
-def _short(folder: Path) -> str:
-    """A folder as one would type it from here."""
-    path, here = folder.absolute(), Path.cwd()
-    return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

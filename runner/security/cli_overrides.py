@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
+from difflib import get_close_matches
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, RangeSweep
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import ConfigError, SecurityError, UsageError
 from runner.security.config import SecurityConfig, SecurityLevel
-from runner.security.registry import EVERYTHING, permit
 
 MOST_JOBS = 10_000
-REFUSED = {
-    "hydra.job.env_set": "a config sets no variables of processes; set them where you start it",
-    "hydra.job.env_copy": "a config reads no variables of processes; use security.environment",
-    "hydra.runtime": "Hydra fills it in itself",
-    "hydra.overrides": "Hydra fills it in itself",
-}
-CALLED = ("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging")
-"""Parts of Hydra's config that it makes objects of."""
-FACTORIES = ("_target_", "class", "()", "custom_search_space")
-"""Keys below those parts whose value Hydra, a plugin of it or `dictConfig` calls."""
-OF_HYDRA = frozenset(
-    {
-        "hydra.experimental.callbacks.LogJobReturnCallback",
-        "hydra_plugins.runner_isolated.launcher.IsolatedLauncher",
-        *(f"logging.{name}" for name in ("Formatter", "Filter", "FileHandler", "StreamHandler")),
-        *(f"optuna.samplers.{name}Sampler" for name in ("TPE", "Random", "Grid", "CmaEs", "QMC")),
-    }
+FILE_KEYS = (
+    *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"),
+    *("hydra.job.name", "hydra.job.chdir", "hydra.sweeper.params", "hydra.sweeper.n_trials"),
+    *("hydra.sweeper.direction", "hydra.sweeper.max_batch_size"),
 )
+"""All that a config file sets of Hydra's own part."""
+TYPED_KEYS = (
+    *FILE_KEYS,
+    *("hydra.launcher", "hydra.sweeper", "hydra.searchpath", "hydra.mode", "hydra.verbose"),
+)
+"""All that may be typed of it; options of its groups (`hydra/launcher=…`) are another matter."""
+FACTORIES = ("_target_", "custom_search_space")
+"""Keys whose value Hydra or a plugin of it imports and calls."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +58,22 @@ class CliOverrides:
         return [str(one) for one in folders] if isinstance(folders, list) else []
 
     def has(self, key: str) -> bool:
-        """Whether a value for this key was typed, by itself or in a mapping above it."""
-        if key in self.values:
-            return True
-        above, _, last = key.rpartition(".")
-        mapping = self.values.get(above) if above else None
-        return isinstance(mapping, dict) and last in mapping
+        """Whether a value for this key was typed."""
+        return key in self.values
 
 
 def read_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
     """Read what was typed; `conf` is the folder of our own configs.
 
-    Raises SecurityError for what no config may ask for. An override that cannot be parsed is left
-    for others to report.
+    Raises SecurityError for what no command line may ask for. An override that cannot be parsed is
+    left for others to report.
     """
     parsed = [one for text in overrides if (one := parse(text)) is not None]
     check_job_count(parsed)
     values = {one.key_or_group: one.value() for one in parsed if not one.is_delete()}
-    typed = CliOverrides(_security(parsed, conf), values)
-    for one in parsed:
-        check_hydra_key(one, typed.security.names)
+    typed = CliOverrides(_read_security(parsed), values)
+    for one in parsed if not typed.off else ():
+        _check_hydra_key(one)
     if [one.key_or_group for one in parsed].count("hydra.searchpath") > 1:
         raise SecurityError("hydra.searchpath: comes twice: Hydra takes the first; type one list")
     for folder in typed.searchpath:
@@ -102,41 +89,45 @@ def parse(text: str) -> Override | None:
         return None
 
 
-def check_hydra_key(override: Override, trusted: Sequence[str]) -> None:
-    """Raise SecurityError for a typed key of Hydra's that sets processes up or calls something."""
-    key, value = override.key_or_group, override.value()
-    for name in (key, override.package or ""):
-        why = next((REFUSED[k] for k in REFUSED if f"{name}.".startswith(f"{k}.")), "")
-        if why:
-            raise SecurityError(f"{name}: is refused: {why}")
-    if key == "hydra" or (override.package or "").startswith("hydra"):
-        raise SecurityError(f"{key}: is refused: set Hydra's keys one by one, hydra.run.dir=…")
-    if key.split(".")[:1] != ["hydra"] or key.split(".")[1] not in CALLED:
-        return
-    for one in value.list if isinstance(value, ChoiceSweep) else [value]:
-        for where, leaf in _leaves(one.text if isinstance(one, QuotedString) else one, key):
-            if isinstance(leaf, str) and "${" in leaf:
-                raise SecurityError(f"{where}: {leaf} is refused: write the value itself")
-            if where.rpartition(".")[2] in FACTORIES and leaf is not None:
-                _check_factory(str(leaf), where, trusted)
+def is_below(key: str, keys: Sequence[str]) -> bool:
+    """Whether the dotted key is one of `keys` or lies below one of them."""
+    return any(f"{key}.".startswith(f"{one}.") for one in keys)
 
 
-def _check_factory(target: str, key: str, trusted: Sequence[str]) -> None:
-    plugins = (one for kind in (Launcher, Sweeper) for one in Plugins.instance().discover(kind))
-    names = {f"{one.__module__}.{one.__name__}" for one in plugins}
-    if EVERYTHING not in trusted and target not in OF_HYDRA | names:
-        permit(target, key, trusted)
-
-
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict):
-        for name, inner in node.items():
-            yield from _leaves(inner, f"{key}.{name}")
+def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted key; of a mapping or list all values in it."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list):
-        for number, inner in enumerate(node):
-            yield from _leaves(inner, f"{key}.{number}")
+        for number, value in enumerate(node):
+            yield from leaves(value, f"{key}.{number}")
     else:
         yield key, node
+
+
+def _check_hydra_key(override: Override) -> None:
+    """Raise SecurityError for a key of Hydra's that may not be typed, ConfigError for a typo."""
+    key, value, package = override.key_or_group, override.value(), override.package or ""
+    if "hydra" in package.split("."):
+        raise SecurityError(f"{key}: is refused: its package is Hydra's own part")
+    if key.partition(".")[0] != "hydra":
+        return
+    if not is_below(key, TYPED_KEYS):
+        if near := get_close_matches(key, TYPED_KEYS, 1, 0.9):
+            typed = (override.input_line or "").partition("=")[2]
+            raise ConfigError(key, "no such key", f"did you mean {near[0]}={typed}?")
+        names = ", ".join(one.removeprefix("hydra.") for one in TYPED_KEYS)
+        raise SecurityError(f"{key}: is refused: of Hydra's keys you may type {names}")
+    for one in value.list if isinstance(value, ChoiceSweep) else [value]:
+        for place, leaf in leaves(one.text if isinstance(one, QuotedString) else one, key):
+            if place.rpartition(".")[2] in FACTORIES:
+                raise SecurityError(
+                    f"{place}: {leaf} is refused: choose an option of the group, hydra/launcher=…"
+                )
+            called = is_below(key, ("hydra.launcher", "hydra.sweeper"))
+            if called and isinstance(leaf, str) and "${" in leaf:
+                raise SecurityError(f"{place}: {leaf} is refused: write the value itself")
 
 
 def check_folders(flags: dict[str, str | None], typed: CliOverrides, conf: Path) -> dict[str, str]:
@@ -149,24 +140,24 @@ def check_folders(flags: dict[str, str | None], typed: CliOverrides, conf: Path)
     return {flag: str(Path(text).absolute()) for flag, text in folders.items()}
 
 
-def _check_folder(what: str, text: str, typed: CliOverrides, conf: Path) -> None:
+def _check_folder(key: str, text: str, typed: CliOverrides, conf: Path) -> None:
     if "://" in text:
-        raise SecurityError(f"{what}: {text} is refused: it would import a package; name a folder")
+        raise SecurityError(f"{key}: {text} is refused: it would import a package; name a folder")
     if typed.strict and not Path(text).resolve().is_relative_to(conf.resolve()):
         raise SecurityError(
-            f"{what}={text}: is refused under security=strict: it takes no configs of other "
+            f"{key}={text}: is refused under security=strict: it takes no configs of other "
             "folders; type its keys, or look through it and use security=standard"
         )
 
 
-def check_job_count(parsed: Sequence[Override], where: str = "") -> None:
+def check_job_count(parsed: Sequence[Override], key: str = "") -> None:
     """Raise SecurityError for a sweep of more than MOST_JOBS jobs; no range is expanded."""
     jobs = 1
     for one in parsed:
         jobs *= max(1, _count(one))
         if jobs > MOST_JOBS:
             raise SecurityError(
-                f"{where or one.key_or_group}: a sweep of {jobs} jobs is refused, more than "
+                f"{key or one.key_or_group}: a sweep of {jobs} jobs is refused, more than "
                 f"{MOST_JOBS}; name fewer values"
             )
 
@@ -177,53 +168,46 @@ def _count(override: Override) -> int:
         return len(value.list)
     if not isinstance(value, RangeSweep):
         return 1  # a glob has no more values than there are files
-    numbers = (value.start, value.stop, value.step)
-    if any(n is None or not isfinite(float(n)) for n in numbers) or not value.step:
-        raise SecurityError(
-            f"{override.key_or_group}: a range needs a beginning, an end and a step that are "
-            "numbers"
-        )
-    start, stop, step = (Decimal(str(n)) for n in numbers)
-    return max(0, ceil((stop - start) / step))
+    start, stop, step = (
+        float("nan" if number is None else number)
+        for number in (value.start, value.stop, value.step)
+    )
+    count = (stop - start) / step if step else float("nan")
+    if not isfinite(count):
+        key = override.key_or_group
+        raise SecurityError(f"{key}: a range needs a beginning, an end and a step")
+    return ceil(count - 1e-9)
 
 
-def security_of_overrides(overrides: Sequence[str], conf: Path) -> SecurityConfig:
+def security_of_overrides(overrides: Sequence[str]) -> SecurityConfig:
     """What these overrides say about security, wherever they come from."""
     parsed = (parse(text) for text in overrides if "security" in text)
-    return _security([one for one in parsed if one is not None], conf)
+    return _read_security([one for one in parsed if one is not None])
 
 
-def _security(parsed: Sequence[Override], conf: Path) -> SecurityConfig:
-    """The `security` group as typed, on top of nothing but our own files."""
+def _read_security(parsed: Sequence[Override]) -> SecurityConfig:
+    """The `security` group as typed, on top of its defaults."""
     config = OmegaConf.structured(SecurityConfig)
     for one in parsed:
-        if one.key_or_group.partition(".")[0] != "security":
+        key = one.key_or_group
+        if "security" not in (key.partition(".")[0], *(one.package or "").split(".")):
             continue
         if one.is_sweep_override():
-            raise SecurityError(
-                f"{one.key_or_group}: is not swept over: a sweep has one answer to what is trusted"
-            )
+            raise SecurityError(f"{key}: is not swept over: a sweep trusts the same everywhere")
         if "${" in (one.input_line or ""):
-            raise SecurityError(f"{one.key_or_group}: stands for another value; type it out")
-        if one.package is None and not one.is_delete():
-            config = _updated(config, one.key_or_group, one.value(), conf)
-    made = OmegaConf.to_object(config)
-    if not isinstance(made, SecurityConfig):
-        raise ConfigError("security", "is not that group")
-    return made
+            raise SecurityError(f"{key}: stands for another value; type it out")
+        if one.package is not None or one.is_delete() or isinstance(one.value(), dict):
+            raise SecurityError(f"{key}: is refused: type security=LEVEL, security.KEY=VALUE")
+        _update(config, key, one.value())
+    security: SecurityConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
+    return security
 
 
-def _updated(config: DictConfig, key: str, value: Any, conf: Path) -> DictConfig:
+def _update(config: DictConfig, key: str, value: Any) -> None:
+    name = key.partition(".")[2] or "level"
+    if name in ("trusted", "environment") and isinstance(value, str):
+        value = [value]
     try:
-        if key != "security":
-            if key in ("security.trusted", "security.environment") and isinstance(value, str):
-                value = [value]
-            OmegaConf.update(config, key.partition(".")[2], value, merge=False)
-            return config
-        if isinstance(value, str):
-            file = conf / "security" / f"{value}.yaml"
-            value = OmegaConf.load(file) if value.isidentifier() and file.is_file() else {}
-        merged = OmegaConf.merge(config, value)
-    except (OmegaConfBaseException, ValueError, TypeError):  # composing says what is wrong
-        return config
-    return merged if isinstance(merged, DictConfig) else config
+        OmegaConf.update(config, name, value, merge=False)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        pass  # composing says what is wrong

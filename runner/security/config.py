@@ -15,7 +15,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 class SecurityLevel(Enum):
     """How much is taken on trust."""
 
-    off = "off"  # nothing is looked at; said loudly
+    off = "off"  # nothing is checked, and a warning says so
     standard = "standard"  # unknown files are examined in a sandbox, with a warning
     strict = "strict"  # files are this run's own or pinned; no pickle; no foreign config
 
@@ -63,12 +63,9 @@ class SecurityConfig:
         for name in ("allow_pickle", "pinned"):
             for digest in getattr(self, name):
                 if not SHA256.fullmatch(digest):
-                    raise ConfigError(
-                        f"security.{name}", f"{digest!r} is no sha256",
-                        "use the 64 hexadecimal digits that job=scan shows",
-                    )  # fmt: skip
+                    fix = "use the 64 hexadecimal digits that job=scan shows"
+                    raise ConfigError(f"security.{name}", f"{digest!r} is no sha256", fix)
         if self.allow_pickle and self.level is SecurityLevel.strict:
-            raise ConfigError(
-                "security.allow_pickle", "is not for security=strict: unpickling can run anything",
-                "use security=standard, or convert the file to safetensors on another machine",
-            )  # fmt: skip
+            problem = "is not for security=strict: unpickling can run anything"
+            fix = "use security=standard, or convert the file to safetensors on another machine"
+            raise ConfigError("security.allow_pickle", problem, fix)

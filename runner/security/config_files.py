@@ -1,51 +1,66 @@
-"""How config files are read and configs composed, for as long as this process is at work.
+"""What config files may do, checked for as long as this process is at work.
 
-Whatever has a config composed (a run, each job of a sweep, an arm, a help text of Hydra's), the
-rules check every file before it is parsed and every config before it is used.
+Whatever has a config composed (a run, each job of a sweep, an arm, a help text of Hydra's), a file
+of another folder is checked before it is parsed, every config before it is used, and every job
+before its folder is made. Names of classes are answered by `registry.permit` as a `RunConfig` is
+made.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.base import Container
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml.composer import ComposerError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.record.hydra_files import NO_VALUE
-from runner.security.cli_overrides import CliOverrides, security_of_overrides
-from runner.security.config_rules import (
-    CONFIG_RULES,
-    FILE_RULES,
-    Composed,
-    File,
-    check_job,
-    restart_reference_count,
+from runner.record.hydra_files import NO_VALUE, check_events
+from runner.security import secrets
+from runner.security.cli_overrides import (
+    FACTORIES,
+    FILE_KEYS,
+    TYPED_KEYS,
+    CliOverrides,
+    check_job_count,
+    is_below,
+    leaves,
+    parse,
 )
+from runner.security.config import SecurityConfig, SecurityLevel
+from runner.security.paths import check_below, check_place
+from runner.security.registry import NAME
 
-_defaults: dict[tuple[object, ...], list[Any]] = {}  # Hydra's part, by the options of it
+FILE_BYTES = 1 << 16
+RESOLUTIONS = 5_000  # references that are followed while one config is resolved
+RESOLVED_LETTERS = 1 << 20
+LEVELS = list(SecurityLevel)  # from the least to the most
+WORD = re.compile(r"\w+")
+CONTINUED = ("checkpoint.resume", "sweep.resume", "replay.path")
 
 
 @dataclass
 class ConfigFiles:
-    """`ours` are folders whose files are not checked, the first one with groups of ours."""
+    """`ours` are folders whose files are not checked."""
 
     ours: Sequence[Path]
     typed: CliOverrides = field(default_factory=CliOverrides)
+    continued: list[Path] = field(default_factory=list)  # folders of runs to go on with
     others: list[str] = field(default_factory=list)  # files of other folders that were read
 
     @contextmanager
@@ -61,25 +76,25 @@ class ConfigFiles:
             path = os.path.join(source.path, source._normalize_file_name(config_path))
             if self._is_ours(path) or not os.path.exists(path):
                 return cast(ConfigResult, read(source, config_path))
-            return self._read(source, path)
+            return self._read(source, path, config_path)
 
-        def load_configuration(
-            loader: Any, config_name: str | None, overrides: list[str], *rest: Any, **named: Any
-        ) -> DictConfig:
+        def load_configuration(loader: Any, *args: Any, **named: Any) -> DictConfig:
             self.others.clear()
             restart_reference_count()
             try:
-                config: DictConfig = compose(loader, config_name, overrides, *rest, **named)
+                config: DictConfig = compose(loader, *args, **named)
             except (RunnerError, HydraException, OmegaConfBaseException, YAMLError):
                 raise
             except Exception as error:  # Hydra takes it for granted that its own part is whole
                 raise self._not_composed(error) from error
-            self._check(config, overrides, compose)
+            check_level(config, self.typed.security)
+            check_parameters(config)
+            check_continued(config, self.typed)
             return config
 
         def set_config(job: Any, config: DictConfig) -> None:
             if not OmegaConf.is_missing(config.hydra.runtime, "output_dir"):  # about to be made
-                check_job(config, self.typed)
+                self.check_folders(config, config.hydra.mode is RunMode.MULTIRUN)
             begin(job, config)
 
         source.load_config, loader.load_configuration = load_config, load_configuration
@@ -89,31 +104,20 @@ class ConfigFiles:
         finally:
             source.load_config, loader.load_configuration, job.set_config = read, compose, begin
 
-    def _check(self, config: DictConfig, overrides: Sequence[str], compose: Any) -> None:
-        security = security_of_overrides(overrides, self.ours[0])
-        defaults = self._hydra_defaults(overrides, compose) if self.others else []
-        composed = Composed(config, overrides, self.typed, security, defaults)
-        for rule in CONFIG_RULES:
-            rule.check(composed)
-
-    def _hydra_defaults(self, overrides: Sequence[str], compose: Any) -> list[Mapping[str, Any]]:
-        """Hydra's part of our config, and of none, with the options of it that were typed."""
-        options = [text for text in overrides if text.lstrip("+~").startswith("hydra/")]
-        if (key := (self.ours[0], *options)) in _defaults:
-            return _defaults[key]
-        loader = ConfigLoaderImpl(create_config_search_path(str(self.ours[0])))
-        found: list[Any] = []
-        for name in ("config", None):
-            try:
-                config = compose(loader, name, options, RunMode.MULTIRUN)
-            except HydraException as error:
-                raise SecurityError(
-                    f"{' '.join(options)}: is refused: an option of Hydra's in another folder; "
-                    "type its keys"
-                ) from error
-            found.append(OmegaConf.to_container(config.hydra, resolve=False))
-        _defaults[key] = found
-        return found
+    def check_folders(self, config: DictConfig, sweeps: bool) -> None:
+        """Raise SecurityError for a folder of Hydra's outside of outputs that nobody typed."""
+        keys = ["hydra.sweep.dir", "hydra.sweep.subdir"] if sweeps else ["hydra.run.dir"]
+        home, *below = (secrets.place(config, key) for key in keys)
+        if self.typed.strict or not self.typed.has(keys[0]):
+            check_place(keys[0], home, self.continued, self.typed.strict)
+        for inner in below:
+            check_below(keys[1], str(inner), home)
+        if OmegaConf.select(config, "hydra.output_subdir") is not None:
+            inner = secrets.place(config, "hydra.output_subdir")
+            check_below("hydra.output_subdir", str(inner), home.joinpath(*below))
+        name = str(secrets.place(config, "hydra.job.name"))
+        if not NAME.fullmatch(name.replace("-", "_")):
+            raise SecurityError(f"hydra.job.name: {name!r} is refused: it is part of a file's name")
 
     def _not_composed(self, error: Exception) -> ConfigError:
         fix = "is the part below hydra one that Hydra knows, and whole?"
@@ -122,7 +126,7 @@ class ConfigFiles:
         where = ", ".join(self.others) or "the command line"
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
-    def _read(self, source: Any, path: str) -> ConfigResult:
+    def _read(self, source: Any, path: str, config_path: str) -> ConfigResult:
         """A file that is not ours: checked as text, then parsed from that very text."""
         path = os.path.realpath(path)
         self.others.append(path)
@@ -130,32 +134,121 @@ class ConfigFiles:
             raise SecurityError(
                 f"{path}: is refused under security=strict: it takes no configs of other folders"
             )
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(path, f"cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(path, f"is no text: {error}", "save it as UTF-8") from error
-        for rule in FILE_RULES:
-            rule.check(File(path, text))
+        text = _read_text(path)
         try:
             header = ConfigSource._get_header_dict(text[:512])
         except ValueError as error:
             raise ConfigError(
                 path, f"its first line is no header: {error}", "write # @package _global_"
             ) from error
+        config = _parsed(path, text)
+        if not self.typed.off:
+            check_file(path, config_path, header.get("package") or "", config)
         return ConfigResult(
-            provider=source.provider,
-            path=f"file://{source.path}",
-            config=_parsed(path, text),
-            header=header,
+            provider=source.provider, path=f"file://{source.path}", config=config, header=header
         )
 
     def _is_ours(self, path: str) -> bool:
         return any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in self.ours)
 
 
+def check_file(path: str, group: str, package: str, config: Any) -> None:
+    """Raise SecurityError for a file that sets more of Hydra's part than FILE_KEYS.
+
+    `group` is its path in the folder of configs. A group and a package of Hydra's are refused; in
+    its defaults a file may choose options that are installed.
+    """
+    tree: Any = OmegaConf.to_container(config, resolve=False)
+    tree = tree if isinstance(tree, dict) else {}
+    defaults = [str(text) for pair in leaves(tree.get("defaults"), "") for text in pair]
+    for text in (group, package, *(text.partition("@")[2] for text in defaults)):
+        if "hydra" in WORD.findall(text):
+            raise SecurityError(f"{path}: {text} is refused: a config file adds nothing to Hydra's")
+    for key, value in leaves(tree["hydra"], "hydra") if tree.get("hydra") is not None else ():
+        called = is_below(key, ("hydra.sweeper",)) and "${" in str(value)
+        if not is_below(key, FILE_KEYS) or set(key.split(".")) & set(FACTORIES) or called:
+            typed = is_below(key, TYPED_KEYS) and not set(key.split(".")) & set(FACTORIES)
+            way_out = f"if you mean it, type {key}=…" if typed else "leave it out"
+            raise SecurityError(
+                f"{key}: {value} is refused in a config file, which sets plain values of "
+                f"{', '.join(FILE_KEYS)}; {way_out}"
+            )
+
+
+def check_level(config: DictConfig, typed: SecurityConfig) -> None:
+    """Raise SecurityError for a `security` group that allows more than was typed."""
+    if "security" not in config:
+        return
+    tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    group = tree["security"] if isinstance(tree["security"], dict) else {"level": tree["security"]}
+    level = str(group.get("level"))
+    least = min(LEVELS.index(typed.level), LEVELS.index(SecurityLevel.standard))
+    if level not in SecurityLevel.__members__ or LEVELS.index(SecurityLevel[level]) < least:
+        raise _not_typed("security.level", level)
+    for name in ("trusted", "environment", "allow_pickle", "pinned"):
+        more = [str(one) for one in group.get(name) or () if one not in getattr(typed, name)]
+        if more:
+            raise _not_typed(f"security.{name}", f"[{','.join(more)}]")
+
+
+def _not_typed(key: str, value: str) -> SecurityError:
+    return SecurityError(
+        f"{key}: {value} is refused: a config file cannot allow more than you; "
+        f"if you mean it, type {key}={value}"
+    )
+
+
+def check_parameters(config: DictConfig) -> None:
+    """Raise SecurityError for parameters of a sweep that set what only may be typed."""
+    parameters = OmegaConf.select(config, "hydra.sweeper.params")
+    tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
+    parsed = []
+    for name, value in tree.items():
+        one = parse(f"{name}={value}")
+        if one is None:
+            raise ConfigError("hydra.sweeper.params", f"{name[:80]} cannot be read")
+        words = WORD.findall(f"{one.key_or_group} {one.package}")
+        if {"security", "hydra", *FACTORIES} & set(words):
+            raise SecurityError(
+                f"hydra.sweeper.params: {name} is refused: a config file cannot type for you"
+            )
+        parsed.append(one)
+    check_job_count(parsed, "hydra.sweeper.params")
+
+
+def check_continued(config: DictConfig, typed: CliOverrides) -> None:
+    """Raise SecurityError for a run elsewhere that a file says is to be continued or replayed."""
+    for key in CONTINUED:
+        try:
+            value = OmegaConf.select(config, key)
+        except OmegaConfBaseException:  # reported where the config is made
+            continue
+        if value not in (None, "", "None", "none", "auto") and not typed.has(key):
+            check_place(key, value)
+
+
+def _read_text(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, f"is no text: {error}", "save it as UTF-8") from error
+    if len(text) > FILE_BYTES:
+        raise SecurityError(f"{path}: is larger than {FILE_BYTES} characters: no config is")
+    return text
+
+
 def _parsed(path: str, text: str) -> Any:
+    try:
+        check_events(text.encode())
+    except ComposerError as error:
+        line = error.problem_mark.line + 1
+        raise SecurityError(
+            f"{path}:{line}: {error.problem} are refused: write values out"
+        ) from None
+    except YAMLError:
+        pass  # reported by the reader
     try:
         return OmegaConf.load(io.StringIO(text))
     except YAMLError as error:
@@ -167,3 +260,36 @@ def _parsed(path: str, text: str) -> Any:
         raise ConfigError(path, f"has a value that cannot be read: {error}", "mend it") from error
     except OSError as error:  # a number, or a flag
         raise ConfigError(path, "is no group of settings", "write them as key: value") from error
+
+
+class _Followed:
+    """How many references were followed since a config was composed, and to how much text."""
+
+    count = letters = 0
+
+
+def restart_reference_count() -> None:
+    """Count from zero: a config is about to be resolved."""
+    _Followed.count = _Followed.letters = 0
+
+
+def bound_references() -> None:
+    """Let OmegaConf follow so many references and no more: ten lines can make 10**10 values."""
+    original: Any = Container._resolve_interpolation_from_parse_tree
+    if getattr(original, "bounded", False):
+        return
+
+    def bounded(container: Container, *args: Any, **named: Any) -> Any:
+        _Followed.count += 1
+        if _Followed.count > RESOLUTIONS or _Followed.letters > RESOLVED_LETTERS:
+            raise InterpolationResolutionError("too many references") from SecurityError(
+                "config: its references grow beyond "
+                f"{RESOLUTIONS} values or {RESOLVED_LETTERS} characters; write it without them"
+            )
+        node = original(container, *args, **named)
+        value = None if node is None or isinstance(node, Container) else node._value()
+        _Followed.letters += len(value) if isinstance(value, str) else 0
+        return node
+
+    bounded.bounded = True  # type: ignore[attr-defined]
+    Container._resolve_interpolation_from_parse_tree = bounded  # type: ignore[method-assign, assignment]

@@ -18,17 +18,17 @@ class Exceeded:
     """A limit that was reached, and what to do about it."""
 
     key: str  # below security.limits
-    told: str  # what was taken, and of how much
+    taken: str  # and of how much
     way_out: str
 
 
 def over_memory(limit_mb: float) -> Exceeded | None:
     """Whether this process and its workers hold more; 4 µs, and 0.1 ms a worker."""
-    held = memory_bytes()
-    if held <= limit_mb * MB:
+    used = memory_bytes()
+    if used <= limit_mb * MB:
         return None
-    told = f"this process and its workers hold {held / MB:,.0f} MB of {limit_mb:,.0f}"
-    return Exceeded("memory_mb", told, "a smaller training.batch_size, fewer data.workers")
+    taken = f"this process and its workers hold {used / MB:,.0f} MB of {limit_mb:,.0f}"
+    return Exceeded("memory_mb", taken, "a smaller training.batch_size, fewer data.workers")
 
 
 def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
@@ -41,27 +41,25 @@ def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
     last = max((folder_bytes(p) for p in folder.glob(f"{CHECKPOINTS}/step_*")), default=0)
     if grown + 2 * last <= limit_mb * MB:
         return None
-    told = (
-        f"the run's folder has grown by {grown / MB:,.1f} MB of {limit_mb:,.1f}, and a checkpoint "
-        f"takes {last / MB:,.1f}"
-    )
-    return Exceeded("disk_mb", told, "a smaller checkpoint.keep, less to debug")
+    size = f"{grown / MB:,.1f} MB of {limit_mb:,.1f}, and a checkpoint takes {last / MB:,.1f}"
+    taken = f"the run's folder has grown by {size}"
+    return Exceeded("disk_mb", taken, "a smaller checkpoint.keep, less to debug")
 
 
 def over_time(limit_hours: float, seconds: float) -> Exceeded | None:
     """Whether the run has had its time."""
     if seconds < limit_hours * 3600:
         return None
-    told = f"{seconds / 3600:.3g} hours have passed of {limit_hours:.3g}"
-    return Exceeded("hours", told, "nothing else: it has as much time again")
+    taken = f"{seconds / 3600:.3g} hours have passed of {limit_hours:.3g}"
+    return Exceeded("hours", taken, "nothing else: it has as much time again")
 
 
-def over_device(limit_mb: float, held: int) -> Exceeded | None:
+def over_device(limit_mb: float, used: int) -> Exceeded | None:
     """Whether the allocator holds more of the accelerator."""
-    if held <= limit_mb * MB:
+    if used <= limit_mb * MB:
         return None
-    told = f"{held / MB:,.0f} MB of the device's memory are held, of {limit_mb:,.0f}"
-    return Exceeded("device_memory_mb", told, "a smaller training.batch_size")
+    taken = f"{used / MB:,.0f} MB of the device's memory are held, of {limit_mb:,.0f}"
+    return Exceeded("device_memory_mb", taken, "a smaller training.batch_size")
 
 
 def memory_bytes() -> int:

@@ -91,17 +91,6 @@ def check_below(key: str, inner: str, folder: Path) -> None:
         )
 
 
-def literal_folder(text: str) -> Path | None:
-    """The folder that a typed path lies in whatever its references resolve to; None: anywhere."""
-    fixed = text.partition("${")[0]
-    if fixed == text:
-        return Path(os.path.realpath(text))
-    folder = fixed.rpartition("/")[0] if "/" in fixed else ""
-    if fixed.startswith("/"):
-        folder = folder or "/"
-    return Path(os.path.realpath(folder)) if folder else None
-
-
 @contextmanager
 def own_files() -> Iterator[None]:
     """While entered, no new file can be written by everybody, whatever the umask says."""

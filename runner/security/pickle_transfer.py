@@ -15,35 +15,33 @@ from runner.record.text import shorten
 
 def packed(parts: Mapping[str, Any]) -> bytes:
     """All of them; what they have in common stays so. UsageError names the one that cannot."""
+    parcel = _dumps(dict(parts))
+    if isinstance(parcel, bytes):
+        return parcel
+    failures = ((name, _dumps(value)) for name, value in parts.items())
+    first = ((name, error) for name, error in failures if isinstance(error, Exception))
+    name, cause = next(first, ("what was given", parcel))
+    raise UsageError(
+        f"{name} cannot be sent to another process ({type(cause).__name__}: "
+        f"{shorten(str(cause), 300)}): each arm has one of its own; use classes and functions "
+        "that stand at the top of a module, no lambda, nested function, open file or lock"
+    ) from cause
+
+
+def _dumps(value: Any) -> bytes | Exception:
     try:
-        return pickle.dumps(dict(parts), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever a `__reduce__` of the user's raises
-        raise UsageError(_refusal(parts, error)) from error
+        return error
 
 
 def opened(parcel: bytes) -> dict[str, Any]:
     """What `packed` was given. UsageError where its classes cannot be imported here."""
     try:
-        found: dict[str, Any] = pickle.loads(parcel)  # noqa: S301  # our own parent's
+        parts: dict[str, Any] = pickle.loads(parcel)  # noqa: S301  # our own parent's
     except (AttributeError, ImportError) as error:
         raise UsageError(
             f"what was given cannot be made in another process: {error}; put its class into a "
             "module (a .py file) and import it from there"
         ) from error
-    return found
-
-
-def _refusal(parts: Mapping[str, Any], error: Exception) -> str:
-    name, cause = "what was given", error
-    for part, value in parts.items():
-        try:
-            pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        except Exception as own:
-            name, cause = part, own
-            break
-    gist = shorten(str(cause), 300)
-    return (
-        f"{name} cannot be sent to another process ({type(cause).__name__}: {gist}): each arm has "
-        "one of its own; use classes and functions that stand at the top of a module, no lambda, "
-        "nested function, open file or lock"
-    )
+    return parts

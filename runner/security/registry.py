@@ -66,19 +66,12 @@ def torch_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def is_torch_name(target: str) -> bool:
-    """Whether a name of torch is in the registry; the files are only read for such a name."""
-    return target.startswith("torch.") and target in torch_names()
-
-
 def nearest_name(target: str) -> str:
     """The name of torch that was probably meant, or nothing."""
-    name = target.rpartition(".")[2]
-    by_name = [known for known in sorted(torch_names()) if known.rpartition(".")[2] == name]
-    if by_name:
-        return min(by_name, key=len)
+    last = target.rpartition(".")[2]
+    same_ending = [known for known in sorted(torch_names()) if known.endswith(f".{last}")]
     similar = get_close_matches(target, torch_names(), 1, 0.85)
-    return similar[0] if similar else ""
+    return min(same_ending or similar, key=len, default="")
 
 
 def permit(target: str, key: str, trusted: Sequence[str]) -> str:
@@ -86,15 +79,15 @@ def permit(target: str, key: str, trusted: Sequence[str]) -> str:
     for package in trusted:
         if package != EVERYTHING:
             _check_trusted(package)
-    if not NAME.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
+    if not _is_plain(target):
         raise SecurityError(f"{key}: {target!r} is not a plain dotted name, such as package.Class")
     packages = [package for package in trusted if inside(target, package)]
     if packages:
         return min(packages, key=len)
-    if is_torch_name(target):
+    if target.startswith("torch.") and target in torch_names():  # files are read for such a name
         return "torch"
     if EVERYTHING in trusted:
-        return EVERYTHING
+        return target.partition(".")[0]
     raise _refusal(key, target, "it is not trusted", target)
 
 
@@ -102,23 +95,17 @@ def resolve(target: str, key: str, trusted: Sequence[str]) -> Any:
     """The class or function that `target` names, imported only once it is known to be allowed.
 
     `key` is the config key it stands in, for the messages. Raises SecurityError for a name that is
-    not allowed and ConfigError for one that is allowed but not there.
+    not allowed and ConfigError for one that is allowed but does not exist.
     """
     package = permit(target, key, trusted)
-    if package == "torch" and package not in trusted:
-        module, _, name = target.rpartition(".")
-        place = _import(module, key, target)
-        if not callable(value := getattr(place, name, None)):
-            raise _absent(key, module, name, dir(place))
+    if package != "torch":
+        append_current_folder()  # the user's own code may lie there
+    value = _follow(target, package, key)
+    if package == "torch" or EVERYTHING in trusted:
         return value
-    append_current_folder()  # the user's own code may lie there
-    if package == EVERYTHING:
-        return _walk(target, target.partition(".")[0], key, trusted)
-    value = _walk(target, package, key, trusted)
     if not isinstance(value, type | FunctionType | MethodType):
-        raise SecurityError(
-            f"{key}: {target} is a {type(value).__name__}; name a class or a function"
-        )
+        kind = type(value).__name__
+        raise SecurityError(f"{key}: {target} is a {kind}; name a class or a function")
     module = getattr(value, "__module__", None) or ""
     if not any(inside(module, one) for one in trusted):
         raise _refusal(key, target, f"it is defined in {module or 'no module'}", module)
@@ -186,13 +173,13 @@ def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> A
     `_args_` are positional arguments, and `_partial_: true` makes a `functools.partial`.
     """
     if isinstance(arguments, Mapping):
-        made = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
-        if "_target_" not in made:
-            return made
-        factory = resolve(made["_target_"], f"{key}._target_")
-        values = {name: value for name, value in made.items() if name not in INSTANTIATE}
-        positional = made.get("_args_") or []
-        if made.get("_partial_"):
+        whole = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
+        if "_target_" not in whole:
+            return whole
+        factory = resolve(whole["_target_"], f"{key}._target_")
+        values = {name: value for name, value in whole.items() if name not in INSTANTIATE}
+        positional = whole.get("_args_") or []
+        if whole.get("_partial_"):
             return partial(factory, *positional, **values)
         return construct(factory, values, {}, key, positional)
     if isinstance(arguments, list | tuple):
@@ -212,8 +199,12 @@ def append_current_folder() -> None:
         sys.path.append(folder)
 
 
+def _is_plain(name: str) -> bool:
+    return bool(NAME.fullmatch(name)) and not any(p.startswith("__") for p in name.split("."))
+
+
 def _check_trusted(package: str) -> None:
-    if not NAME.fullmatch(package) or any(part.startswith("__") for part in package.split(".")):
+    if not _is_plain(package):
         raise SecurityError(f"security.trusted: {package!r} is not the name of a package")
     if package.partition(".")[0] in NEVER_TRUSTED:
         raise SecurityError(
@@ -223,38 +214,30 @@ def _check_trusted(package: str) -> None:
 
 
 def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
+    """`source` is the module that would have to be trusted."""
     top, near = source.partition(".")[0], nearest_name(target)
-    general = top in NEVER_TRUSTED or not top
-    if general and near and near != target:
-        return SecurityError(f"{key}: {target} is refused: {why}; did you mean {near}?")
-    way = "if you trust that code, add "
-    if general:
-        way, top = (
-            "wrap it in a class or function of your own package and trust that: ",
-            "my_package",
-        )
-    return SecurityError(f"{key}: {target} is refused: {why}; {way}security.trusted=[{top}]")
+    way = f"if you trust that code, add security.trusted=[{top}]"
+    if top in NEVER_TRUSTED or not top:
+        way = "wrap it in a class or function of your own package, and trust that package"
+        if near and near != target:
+            way = f"did you mean {near}?"
+    return SecurityError(f"{key}: {target} is refused: {why}; {way}")
 
 
-def _walk(target: str, root: str, key: str, allowed: Sequence[str]) -> Any:
-    """Import `root`, then follow the names; never through a module outside `allowed`."""
+def _follow(target: str, root: str, key: str) -> Any:
+    """Import `root`, then follow the names; what is imported on the way lies below `root`."""
     value: Any = _import(root, key, target)
     path = root
     for part in target[len(root) + 1 :].split(".") if target != root else []:
-        if isinstance(value, ModuleType) and not hasattr(value, part):
-            known = [n for n in dir(value) if not n.startswith("_")]
-            if not hasattr(value, "__path__"):
-                raise _absent(key, path, part, known)
-            _import(f"{path}.{part}", key, target, absent=_absent(key, path, part, known))
+        if not hasattr(value, part):
+            absent = _absent(key, path, part, dir(value))
+            if not isinstance(value, ModuleType) or not hasattr(value, "__path__"):
+                raise absent
+            _import(f"{path}.{part}", key, target, absent)
             value = sys.modules[f"{path}.{part}"]
-        elif not hasattr(value, part):
-            raise _absent(key, path, part, dir(value))
         else:
             value = getattr(value, part)
         path = f"{path}.{part}"
-        strays = not any(inside(getattr(value, "__name__", ""), a) for a in allowed)
-        if isinstance(value, ModuleType) and strays and EVERYTHING not in allowed:
-            raise _refusal(key, target, f"it leads into {value.__name__}", value.__name__)
     return value
 
 
@@ -273,7 +256,7 @@ def _import(module: str, key: str, target: str, absent: ConfigError | None = Non
 
 
 def _absent(key: str, path: str, part: str, known: list[str]) -> ConfigError:
-    near = get_close_matches(part, known, 1)
+    near = get_close_matches(part, [name for name in known if not name.startswith("_")], 1)
     return ConfigError(
         key, f"{path} has no {part!r}", f"did you mean {path}.{near[0]}?" if near else ""
     )

@@ -41,8 +41,8 @@ def read_sealed(path: Path, newest: int) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: has format {version!r}, and this version of the runner reads {newest}"
         )
-    found: dict[str, Any] = body
-    return found
+    fields: dict[str, Any] = body
+    return fields
 
 
 def _text(body: dict[str, Any]) -> bytes:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.masking import learn, masked, stands_for
+from runner.masking import adopt, known, learn, masked, stands_for
+from runner.record.storage import read_record, replace_text
 
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-STANDS = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
+REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 
 
 @dataclass
 class EnvironmentAccess:
-    """Who may come through; `names` None: all, under security=off."""
+    """Which variables a config may read; `names` None: all, under security=off."""
 
     names: frozenset[str] | None = frozenset()
     shows: bool = False  # the config is only printed: with names in place of values
@@ -37,27 +39,25 @@ class EnvironmentAccess:
 
 
 _access: EnvironmentAccess | None = None
-origin: dict[str, str] = {}  # values that were read, whatever their length, and their names
+_values: dict[str, str] = {}  # values that a config read, whatever their length, and their names
+_shown: dict[str, tuple[str, str]] = {}  # by key: the text of such a value, and what is written
 
 
 @contextmanager
-def environment_access(
-    names: Sequence[str] | None, shows: bool = False
-) -> Iterator[EnvironmentAccess]:
+def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iterator[None]:
     """While entered, a config reads the variables of these names, and no others; None: any.
 
     What a config is refused is raised as it is, a SecurityError, and not as OmegaConf wraps it.
     """
     global _access
-    before, _access = _access, EnvironmentAccess(None if names is None else frozenset(names), shows)
     for name in names or ():
         if not NAME.fullmatch(name):
-            _access = before
             raise ConfigError(KEY, f"{name!r} is no name of a variable", "letters, digits, _")
         if (value := os.environ.get(name)) is not None:
             learn(name, value)  # the user's own code may read it, too
+    before, _access = _access, EnvironmentAccess(None if names is None else frozenset(names), shows)
     try:
-        yield _access
+        yield
     except OmegaConfBaseException as error:
         raise refusal_in(error) or error from None
     finally:
@@ -65,18 +65,13 @@ def environment_access(
 
 
 @contextmanager
-def current_environment_access(names: Sequence[str]) -> Iterator[EnvironmentAccess]:
+def current_environment_access(names: Sequence[str]) -> Iterator[None]:
     """The access in force; outside of a run's config, one to these variables."""
     if _access is not None:
-        yield _access
+        yield
         return
-    with environment_access(names) as made:
-        yield made
-
-
-def current() -> EnvironmentAccess | None:
-    """The access in force."""
-    return _access
+    with environment_access(names):
+        yield
 
 
 def is_open_to(name: str) -> bool:
@@ -103,7 +98,7 @@ def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
     return None
 
 
-# -- what OmegaConf calls ----------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------
 
 
 def install() -> None:
@@ -115,70 +110,49 @@ def install() -> None:
 def _env(name: Any, *default: Any, _node_: Any) -> Any:
     if _access is None:
         return oc.env(name, *default)
-    where = _node_._get_full_key(None) or "config"
-    where = "defaults" if where == "_dummy_" else where
+    key = (_node_._get_full_key(None) or "config").replace("_dummy_", "defaults")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise SecurityError(f"{where}: {name!r} is refused: it is no name of a variable")
+        raise SecurityError(f"{key}: {name!r} is refused: it is no name of a variable")
     if not is_open_to(name):
-        raise _refusal(where, name)
+        raise SecurityError(
+            f"{key}: {stands_for(name)} is refused: {KEY} does not name {name}; if the config may "
+            f"read that variable, add {KEY}=[{name}] to the command line"
+        )
     _access.reads += 1
     value = os.environ.get(name)
     if value is None:
         if default:
             return None if default[0] is None else str(default[0])
-        raise ConfigError(where, f"the environment variable {name} is not set", f"set {name}")
+        raise ConfigError(key, f"the environment variable {name} is not set", f"set {name}")
     learn(name, value)
-    origin[value] = name
+    _values[value] = name
     if _access.shows and _node_._metadata.ref_type in (Any, str):
         return stands_for(name)
     return value
 
 
 def _decode(expr: Any, _parent_: Any, _node_: Any) -> Any:
-    made = oc.decode(expr, _parent_=_parent_, _node_=_node_)
-    _learn_parts(expr, made)
-    return made
+    _check_whole(expr, "oc.decode", _node_)
+    return oc.decode(expr, _parent_=_parent_, _node_=_node_)
 
 
-def _create(obj: Any, _parent_: Any) -> Any:
-    made = oc.create(obj, _parent_=_parent_)
-    _learn_parts(obj, made)
-    return made
+def _create(obj: Any, _parent_: Any, _node_: Any) -> Any:
+    _check_whole(obj, "oc.create", _node_)
+    return oc.create(obj, _parent_=_parent_)
 
 
-def _learn_parts(source: Any, made: Any) -> None:
-    """A text that was taken apart: its parts are as secret as it was.
-
-    A part may be spelled otherwise than it was there, so what is honest is told by what is around.
-    """
-    if isinstance(source, str) and _access is not None:
-        for value, name in [(v, n) for v, n in origin.items() if v and v in source]:
-            around = source.replace(value, "")
-            for part in _leaves(made):
-                if part not in around:
-                    learn(name, part)
-                    origin.setdefault(part, name)
+def _check_whole(source: Any, resolver: str, node: Any) -> None:
+    """Refuse to take a value apart: its parts would be as secret, and spelled in other ways."""
+    if _access is not None:
+        for value, name in _values.items():
+            if value and value in str(source):
+                raise SecurityError(
+                    f"{node._get_full_key(None)}: {resolver} of {stands_for(name)} is refused: a "
+                    "variable's value is not taken apart; use one variable for each value"
+                )
 
 
-def _leaves(value: Any) -> Iterator[str]:
-    """Keys and values, at any depth; numbers as they are written."""
-    if isinstance(value, DictConfig | ListConfig):
-        value = OmegaConf.to_container(value, resolve=False)
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from (*_leaves(key), *_leaves(inner))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _leaves(inner)
-    elif isinstance(value, str | int | float) and str(value) and not isinstance(value, bool):
-        yield str(value)
-
-
-def _refusal(key: str, name: str) -> SecurityError:
-    return SecurityError(
-        f"{key}: ${{oc.env:{name}}} is refused: {KEY} does not name {name}; if the config may "
-        f"read that variable, add {KEY}=[{name}] to the command line"
-    )
+# -- folders -----------------------------------------------------------------------------------
 
 
 def place(config: DictConfig, key: str) -> Path:
@@ -186,56 +160,120 @@ def place(config: DictConfig, key: str) -> Path:
 
     SecurityError where it would show a variable's value, ConfigError where it cannot be resolved.
     """
+    before = _access.reads if _access is not None else 0
     try:
-        found, told = resolved(config, key.split("."))
+        value: Any = config
+        for part in key.split("."):
+            value = value[part]
     except OmegaConfBaseException as error:
         if refused := refusal_in(error):
             raise refused from None
         raise ConfigError(str(error.full_key or key), str(error).partition("\n")[0]) from error
-    if told is not None:
-        raise shows(key, told)
-    return Path(str(found))
+    if _access is not None and _access.reads > before:
+        raise SecurityError(
+            f"{key}: would show in the name of a folder or file what the environment holds; "
+            f"type a name: name=…, or {key}=…"
+        )
+    return Path(str(value))
 
 
-def resolved(config: DictConfig, path: Sequence[Any]) -> tuple[Any, Any]:
-    """What a key comes to; and where the environment has a part in that, what stands there."""
-    before = _access.reads if _access is not None else 0
-    found: Any = config
-    for key in path:
-        found = found[key]
-    if _access is None or _access.reads == before:
-        return found, None
-    raw: Any = OmegaConf.to_container(config, resolve=False)
-    for key in path:
-        raw = raw[key] if isinstance(raw, dict | list) else "${…}"
-    return found, raw
+# -- writing -----------------------------------------------------------------------------------
 
 
-def shows(key: str, text: Any) -> SecurityError:
-    """The refusal of a name, on disk, that what the environment holds would be part of."""
-    return SecurityError(
-        f"{key}: would show in the name of a folder or file what the environment holds ({text}); "
-        f"type a name: name=…, or {key}=…"
-    )
+def note(config: DictConfig) -> None:
+    """Remember which keys of a composed config hold what the environment said."""
+    if _access is not None and _values:
+        for key, value in _readings(config):
+            text = _text(value)
+            _shown[key] = (text, _hide(text))
 
 
-def readings(node: Any, path: str = "", within: bool = False) -> Iterator[tuple[str, Any]]:
-    """Keys, and values, that the environment had a part in; below a node, resolved one by one.
-
-    `within`: all of the node is what a variable was made into.
-    """
-    keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
-    for key in keys:
-        where = f"{path}.{key}" if path else str(key)
+def _readings(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys, and values, that the environment had a part in."""
+    for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
         if _access is None or OmegaConf.is_missing(node, key):
             continue
-        before = _access.reads
+        before, below = _access.reads, f"{path}.{key}" if path else str(key)
         value = node[key]
-        read = within or _access.reads > before
         if isinstance(value, DictConfig | ListConfig):
-            yield from readings(value, where, read)
-        elif value is not None and read:
-            yield where, value
+            yield from _readings(value, below)
+        elif value is not None and _access.reads > before:
+            yield below, value
+
+
+def _text(value: Any) -> str:
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+def _hide(text: str) -> str:
+    """Every value that was read is out of it, however short."""
+    parts = "|".join(re.escape(v) for v in sorted(_values, key=len, reverse=True) if v)
+    hidden = re.sub(parts, lambda match: stands_for(_values[match[0]]), text)
+    if hidden == text:  # a number or a flag, which is written in another way than it was read
+        names = sorted(n for v, n in _values.items() if v.strip().casefold() == text.casefold())
+        hidden = stands_for(names[0]) if names else masked(text)
+    return hidden
+
+
+def unresolved(tree: Any, path: str = "") -> Any:
+    """A config as plain dicts and lists, with `${oc.env:NAME}` where it has that variable's value.
+
+    What is written of a config is made of this.
+    """
+    if not _shown:
+        return tree
+    if isinstance(tree, Mapping):
+        below = f"{path}." if path else ""
+        return {key: unresolved(item, f"{below}{key}") for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [unresolved(item, f"{path}.{i}") for i, item in enumerate(tree)]
+    value, shown = _shown.get(path, ("", ""))
+    if path in _shown and tree is not None and _text(tree) == value:
+        return shown
+    return masked(tree) if isinstance(tree, str) else tree
+
+
+def mask_saved(folder: Path) -> None:
+    """Hydra saves configs unresolved, but for the little that it works out itself."""
+    for path in folder.glob("*.yaml") if known() else ():
+        text = read_record(path).decode("utf-8", "replace")
+        if masked(text) != text:
+            replace_text(path, text)
+
+
+def shared_state() -> dict[str, Any]:
+    """What a process of ours needs to know to hide the same; it goes through a pipe."""
+    return {"known": known(), "shown": dict(_shown), "values": dict(_values)}
+
+
+def adopt_state(state: Mapping[str, Any]) -> None:
+    """Hide what the parent of this process does."""
+    adopt(state["known"])
+    _shown.update(state["shown"])
+    _values.update(state["values"])
+
+
+def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
+    """Raise SecurityError where a value of a recorded config asks to be worked out.
+
+    `${oc.env:NAME}` stands there for what was not to be written; it may be read where NAME is in
+    `may_read` (None: any).
+    """
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, inner in items:
+            below = f"{key}.{name}" if key else str(name)
+            check_plain(name, key, ())
+            check_plain(inner, below, may_read)
+    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):  # could be anything
+        raise SecurityError(f"{key}: {value!r} is refused: it stands for another value")
+    elif isinstance(value, str) and may_read is not None:
+        for name in REFERENCE.findall(value):
+            if name not in may_read:
+                raise SecurityError(
+                    f"{key}: {value!r} is refused: it stands for a variable's value; if it may be "
+                    f"read, add security.environment=[{name}]"
+                )
 
 
 @contextmanager
@@ -250,8 +288,11 @@ def redact_errors() -> Iterator[None]:
 
 def named(text: str) -> str:
     """An error's text with `${oc.env:NAME}` for each word in it that is a value that was read."""
-    values = sorted((v for v in origin if v.strip()), key=len, reverse=True)
+    values = sorted((v for v in _values if v.strip()), key=len, reverse=True)
     words = [rf"(?<![A-Za-z0-9_]){re.escape(value)}(?![A-Za-z0-9_])" for value in values]
-    pattern = "|".join([rf"\$\{{oc\.env:{NAME.pattern}\}}", *words])
-    return re.sub(pattern, lambda at: stands_for(origin[at[0]]) if at[0] in origin else at[0],
-                  masked(text))  # fmt: skip
+    pattern = "|".join([REFERENCE.pattern, *words])
+    return re.sub(
+        pattern,
+        lambda match: stands_for(_values[match[0]]) if match[0] in _values else match[0],
+        masked(text),
+    )

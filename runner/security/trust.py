@@ -1,4 +1,4 @@
-"""What was found out about a file, and how far it may therefore be trusted."""
+"""Findings about a file, and how far it may therefore be trusted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trust(IntEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Something that was found: in a file, a model, or data."""
+    """A finding: in a file, a model, or data."""
 
     code: str  # stable, for programs: zip.overlap, pickle.global, weights.not_finite
     severity: Severity
@@ -74,7 +74,6 @@ class Assessment:
     trust: Trust = Trust.UNTRUSTED
     reasons: list[Reason] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)  # by path within `path`
-    written_by: str = ""  # name and config hash of the run that wrote it, where it says so
     seconds: float = 0.0
     schema: int = SCHEMA
 
@@ -101,46 +100,38 @@ class Assessment:
 
     def as_dict(self) -> dict[str, Any]:
         """In plain values; enums by their names."""
-        found = asdict(self)
-        found["trust"] = self.trust.name
-        for row, reason in zip(found["reasons"], self.reasons, strict=True):
+        values = asdict(self)
+        values["trust"] = self.trust.name
+        for row, reason in zip(values["reasons"], self.reasons, strict=True):
             row["severity"] = reason.severity.name
-        return found
+        return values
 
 
-def enough(found: Assessment, level: SecurityLevel) -> bool:
+def enough(assessment: Assessment, level: SecurityLevel) -> bool:
     """Whether it may be loaded at that level; CHECKED is only ever what this run tree wrote."""
     if level is SecurityLevel.off:
         return True
-    return found.trust >= (Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED)
+    least = Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED
+    return assessment.trust >= least
 
 
-def require(found: Assessment, policy: FilePolicy) -> None:
+def require(assessment: Assessment, policy: FilePolicy) -> None:
     """Raise SecurityError where the policy does not let it in; one warning for an unknown file."""
-    path = escape_control_chars(found.path)
-    if enough(found, policy.level):
-        if found.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
-            log.warning(
-                "%s: unknown file, checked in a sandboxed process and loaded as plain data; %s",
-                path,
-                way_in(found),
-            )
-        return
-    if found.refused:
-        first = next(iter(found.refusals), None)
-        why = (
-            escape_control_chars(str(first)) if first is not None else "nothing of it may be loaded"
-        )
+    path, pin = escape_control_chars(assessment.path), way_in(assessment)
+    if not enough(assessment, policy.level):
+        why = "security=strict loads only files of this run tree and pinned ones; " + pin
+        if assessment.refused:
+            first = next(iter(assessment.refusals), "nothing of it may be loaded")
+            why = escape_control_chars(str(first))
         raise SecurityError(f"{path}: refused: {why}")
-    raise SecurityError(
-        f"{path}: refused: security=strict loads only files of this run tree and pinned ones; "
-        f"{way_in(found)}"
-    )
+    if assessment.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
+        text = "unknown file, checked in a sandboxed process and loaded as plain data"
+        log.warning("%s: %s; %s", path, text, pin)
 
 
-def way_in(found: Assessment) -> str:
+def way_in(assessment: Assessment) -> str:
     """What to type once one has made sure of it."""
-    digests = found.digests
+    digests = assessment.digests
     if len(digests) > SHOWN_DIGESTS:
         return "if you know where it comes from, pin the sha256 of each file that job=scan lists"
     return f"if you know where it comes from, add security.pinned=[{','.join(digests)}]"

@@ -1,4 +1,4 @@
-"""The numbers of the steps that went wrong: `debug/anomalies.json`."""
+"""The numbers of the bad steps: `debug/anomalies.json`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ FIRST, LAST = 500, 500  # rows that are kept, of the first and of the latest
 
 @dataclass
 class Anomaly:
-    """A step with something wrong about it."""
+    """A bad step."""
 
     step: int
     kind: str
     loss: float
     grad_norm: float
-    loss_limit: float  # from where on it would have been a spike
+    loss_limit: float  # above which the loss is a spike
     grad_norm_limit: float
     skipped: bool
     action: str = ""
     capture: str = ""  # folder for job=replay, relative to the run's
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was."""
+        row = asdict(self)
+        numbers = ("loss", "grad_norm", "loss_limit", "grad_norm_limit")
+        nonfinite = {name: str(row[name]) for name in numbers if not math.isfinite(row[name])}
+        row |= dict.fromkeys(nonfinite)
+        values = {k: v for k, v in nonfinite.items() if not k.endswith("_limit")}
+        return row | {"nonfinite": values} if values else row
 
 
 class Anomalies:
@@ -45,7 +54,7 @@ class Anomalies:
         return iter(self.rows)
 
     def add(self, row: Anomaly) -> None:
-        """Keep a row; nothing is written before `write`."""
+        """Add a row; nothing is written before `write`."""
         self.count += 1
         self.rows.append(row)
         if len(self.rows) > FIRST + LAST:
@@ -53,14 +62,11 @@ class Anomalies:
         self.unwritten = True
 
     def write(self, folder: Path | None) -> None:
-        """Replace the file in a run's folder, if there is anything new.
-
-        JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was.
-        """
+        """Replace the file in a run's folder, if there is anything new."""
         if not self.unwritten or folder is None:
             return
         path = folder / FILE
-        text = json.dumps({"count": self.count, "anomalies": [_plain(row) for row in self.rows]})
+        text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
         try:
             path.parent.mkdir(exist_ok=True)
             replace_text(path, text + "\n")
@@ -69,20 +75,10 @@ class Anomalies:
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The content of a checkpoint."""
         return {"count": self.count, "rows": [asdict(row) for row in self.rows]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a checkpoint."""
         self.count, self.rows = state["count"], [Anomaly(**row) for row in state["rows"]]
         self.unwritten = bool(self.rows)
-
-
-def _plain(row: Anomaly) -> dict[str, Any]:
-    found = asdict(row)
-    for limit in ("loss_limit", "grad_norm_limit"):  # Inf: there was none
-        found[limit] = found[limit] if math.isfinite(found[limit]) else None
-    odd = {k: str(found[k]) for k in ("loss", "grad_norm") if not math.isfinite(found[k])}
-    if odd:
-        found.update(dict.fromkeys(odd), nonfinite=odd)
-    return found

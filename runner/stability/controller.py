@@ -1,4 +1,4 @@
-"""Looks at the numbers of each step, says what is wrong with it, and decides what to do."""
+"""Classifies the numbers of each step and decides the remedy for a bad one."""
 
 from __future__ import annotations
 
@@ -31,52 +31,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-FATAL = (
-    BadStepKind.non_finite,
-    BadStepKind.weights,
-    BadStepKind.buffers,
-)  # what debug.on_anomaly=raise raises at
+# the kinds that end the run under debug.on_anomaly=raise
+FATAL = (BadStepKind.non_finite, BadStepKind.weights, BadStepKind.buffers)
+NUMERIC = (BadStepKind.non_finite, BadStepKind.overflow)
+PLAIN = ("settled", "forgotten", "streak", "share", "ruined")  # state that is numbers and flags
 NEVER = sys.maxsize
 
 
 class StabilityController:
-    """What keeps a bad step from ruining the run, as far as the host is in it.
+    """The host's part in keeping a bad step from ruining the run.
 
     The device skips a bad step by itself, spikes too: their limits are written there. The numbers
-    come to the host a stretch at a time, and on an accelerator one stretch late; so that a run
-    goes the same way wherever it is and however often it is resumed, limits made from a stretch
-    hold from the end of the next one.
+    reach the host a stretch at a time, and on an accelerator one stretch late; so that a run goes
+    the same way wherever it is and however often it is resumed, limits made from a stretch hold
+    from the end of the next one.
     """
 
     def __init__(
         self, config: StabilityConfig, update: OptimizerStep, model: nn.Module, raises: bool = False
     ) -> None:
         """With `raises` the first step that is not finite ends the run."""
-        self.config, self.update, self.raises = config, update, raises
+        self.config, self.update, self.raises, self.model = config, update, raises, model
         self.spikes = Spikes(config.spike, config.guard)
         self.table = RecoveryTable.of(config)
         self.anomalies = Anomalies()
         self.decision: Decision | None = None
         self.settled = 0  # up to this step, nothing was done after the last remedy
         self.forgotten = 0  # up to this step, numbers are about weights or data of before
-        self.streak = 0  # first of the bad steps in a row that go on; 0: none do
+        self.streak = 0  # first of the bad steps in a row that last until now; 0: there are none
         self.share = 1.0  # of the learning rate, since the roll-backs
         self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
-        self.ruined = False  # whether the weights were found not finite, and still are
+        self.ruined = False  # whether the weights are not finite since a bad step
         self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
         self.due = NEVER  # the step after which `apply_limits` has something to do
-        self.model = model
         # buffers that are not finite by design, such as masks, say nothing of a checkpoint
         self.odd_at_first = {n for n, buffer in model.named_buffers() if not finite([buffer])}
 
     # -- what the loop calls -------------------------------------------------------------------
 
     def inspect(self, run: Run, report: Report) -> None:
-        """Take a stretch's numbers in, and decide; nothing is carried out yet."""
+        """Add the numbers of a stretch, and decide; nothing is carried out yet."""
         progress = run.progress
         progress.skipped += sum(report.skipped)
-        kinds = self._kinds(run, report)
-        for i, kind in enumerate(kinds):
+        for i, kind in enumerate(self._kinds(report)):
             step, loss, norm = report.first + i, report.loss[i], report.grad_norm[i]
             limits = self.spikes.of(step)
             if kind is not None:
@@ -87,19 +84,19 @@ class StabilityController:
             if step > self.forgotten:
                 self.spikes.add(step, {"loss": loss, "grad_norm": norm})
         self.spikes.move(report.last, report.last + run.report_every)
-        self._reckon(run.progress.step - 1)
+        self._set_due(run.progress.step - 1)
         self.vetoed = [step for step in self.vetoed if step > report.last]
         self.anomalies.write(run.folder)
 
     def apply_limits(self, step: int) -> None:
-        """What is due after that step: other limits, a learning rate that is as before."""
+        """Apply what is due after that step: other limits, a learning rate that is as before."""
         if self.spikes.usual:
             limits = self.spikes.of(step + 1)
             self.update.set_limits(limits.loss, limits.grad_norm)
         if any(last <= step for last, _ in self.lowered):
             self.lowered = [row for row in self.lowered if row[0] > step]
             self._set_rate()
-        self._reckon(step)
+        self._set_due(step)
 
     def ask(self, run: Run) -> None:
         """A hook wants a roll-back: the first row that is one says how, but for its kind."""
@@ -109,18 +106,20 @@ class StabilityController:
         self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
 
     def execute(self, run: Run) -> RecoveryRule | None:
-        """Do what was decided; a roll-back is left to the loop, and how it is to be is returned.
+        """Carry out the decision; a roll-back is left to the loop, and its rule is returned.
 
         Raises GaveUp where nothing is left to be done.
         """
-        if self.decision is not None and self.decision.outdated:
-            self._decide_again(run, self.decision)
         decision = self.decision
         if decision is None:
             return None
+        if decision.outdated and not decision.raises:
+            kind = BadStepKind[decision.kind]
+            decision.row = self._fitting(run, kind, in_a_row=decision.in_a_row)
+        decision.outdated = False
         rule = self._rule(decision)
         if rule is None or rule.action is Action.stop:
-            self.decision = None  # a run that goes on from here, under another table, may
+            self.decision = None  # a run that continues from here, under another table, may
             first = next((row for row in self.anomalies if row.capture), None)
             rollbacks = run.progress.rollbacks
             raise GaveUp(describe_giving_up(decision, self.table, rollbacks, run.folder, first))
@@ -135,12 +134,12 @@ class StabilityController:
         elif rule.action is Action.lower_scale and self.update.scale is not None:
             self.update.scale.lower(rule.factor)
         elif rule.action is Action.accept:
-            self._begin_anew(run)
+            self._forget(run)
         self.apply_limits(step)
         return None
 
     def rolled_back(self, run: Run) -> None:
-        """The weights are those of before."""
+        """The loop restored earlier weights."""
         decision, self.decision = self.decision, None
         if decision is None:
             return
@@ -153,20 +152,19 @@ class StabilityController:
         self.share *= rule.factor
         self._set_rate()
         self.settled = run.progress.step
-        self._begin_anew(run)
+        self._forget(run)
         self.apply_limits(run.progress.step)
 
     def give_up(self, run: Run) -> None:
-        """There is nothing to go back to: on to the next row that fits."""
+        """There is nothing to go back to: take the next row that fits."""
         decision = self.decision
         if decision is None:
             return
         decision.message += "; there is no good checkpoint to go back to"
         decision.stuck = True
-        if decision.kind == "asked" or decision.row is None:
-            decision.row = None
-        else:
-            decision.row = self._fitting(run, BadStepKind[decision.kind], decision.row + 1)
+        row, decision.row = decision.row, None
+        if decision.kind != "asked" and row is not None:
+            decision.row = self._fitting(run, BadStepKind[decision.kind], row + 1)
         if decision.row is not None:  # else the last words say so
             then = describe_remedy(self._rule(decision))
             log.warning("there is no good checkpoint to go back to; instead: %s", then)
@@ -179,9 +177,8 @@ class StabilityController:
         buffers = {n: b for n, b in self.model.named_buffers() if n not in self.odd_at_first}
         if finite([*weights, *buffers.values()]):
             return True
-        return finite(
-            [*weights, *(b for name, b in buffers.items() if name not in self.nonfinite_by_design)]
-        )
+        by_design = self.nonfinite_by_design
+        return finite([*weights, *(b for name, b in buffers.items() if name not in by_design)])
 
     @property
     def nonfinite_by_design(self) -> set[str]:
@@ -192,21 +189,20 @@ class StabilityController:
         others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
         return self.odd_at_first | masks(others)
 
-    # -- what is wrong with a step -------------------------------------------------------------
+    # -- the fault of a step -------------------------------------------------------------------
 
-    def _kinds(self, run: Run, report: Report) -> list[BadStepKind | None]:
+    def _kinds(self, report: Report) -> list[BadStepKind | None]:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
-        if any(kind in (BadStepKind.non_finite, BadStepKind.overflow) for kind in kinds):
-            # the host waits for the device, here and nowhere else
-            if not finite(self.update.parameters):
-                first = len(kinds)  # since when, the losses say
-                while first and kinds[first - 1] in (BadStepKind.non_finite, BadStepKind.overflow):
-                    first -= 1
-                if first < len(kinds) and not report.skipped[first] and not self.ruined:
-                    first += 1  # the one that ruined them
-                kinds[first:] = [BadStepKind.weights] * (len(kinds) - first)
-                self.ruined = True
+        # the host waits for the device, here and nowhere else
+        if any(kind in NUMERIC for kind in kinds) and not finite(self.update.parameters):
+            first = len(kinds)  # since when, the losses say
+            while first and kinds[first - 1] in NUMERIC:
+                first -= 1
+            if first < len(kinds) and not report.skipped[first] and not self.ruined:
+                first += 1  # the one that ruined them
+            kinds[first:] = [BadStepKind.weights] * (len(kinds) - first)
+            self.ruined = True
         return kinds
 
     def _kind(self, step: int, loss: float, norm: float, skipped: bool) -> BadStepKind | None:
@@ -220,68 +216,60 @@ class StabilityController:
         overflow = self.update.scale is not None and math.isfinite(loss)
         return BadStepKind.overflow if overflow else BadStepKind.non_finite
 
-    # -- what is done about it -----------------------------------------------------------------
+    # -- the remedy ----------------------------------------------------------------------------
 
-    def _respond(self, run: Run, kind: BadStepKind, found: Anomaly) -> None:
+    def _respond(self, run: Run, kind: BadStepKind, anomaly: Anomaly) -> None:
         """Decide, capture and record; nothing is carried out yet."""
-        if found.step > self.forgotten:
+        step = anomaly.step
+        if step > self.forgotten:
             run.progress.consecutive_skips += 1
-            self.streak = self.streak or found.step
-        message = describe_fault(kind, found, self.spikes)
-        if (cause := run.history.causes.get(found.step)) is not None:
+            self.streak = self.streak or step
+        message = describe_fault(kind, anomaly, self.spikes)
+        if (cause := run.history.causes.get(step)) is not None:
             message += f", and it comes from the batch: {cause}"
-        fatal = self.raises and kind in FATAL
-        free = self.decision is None and found.step > self.settled
-        row: int | None = None
-        action = "skipped" if found.skipped else ""
-        many = run.progress.consecutive_skips
-        if free and fatal:
-            self.decision = Decision(
-                None, kind.name, found.step, message, raises=True, in_a_row=many, since=self.streak
-            )
-            action = "the run ends"
-        elif free and self.config.guard:
-            row = self._fitting(run, kind)
-            rule = None if row is None else self.table.rules[row]
-            if rule is not None and rule.action is Action.skip:
-                self.table.note(row or 0, found.step)
-            else:
-                self.decision = Decision(
-                    row, kind.name, found.step, message, in_a_row=many, since=self.streak
-                )
-                action = describe_remedy(rule)
+        anomaly.action = action = self._decide(run, kind, anomaly, message)
         # an overflow that is merely skipped is how a loss scale finds its place
         if run.captures is not None and not (kind is BadStepKind.overflow and action == "skipped"):
-            found.capture = run.captures.take(run, found.step, kind.name, message) or ""
-        if self.decision is not None and self.decision.step == found.step:
-            self.decision.capture = found.capture
-        found.action = action
-        self.anomalies.add(found)
-        # debug=anomaly has said more of it already; a remedy is news all the same
-        say = found.step not in run.history.explained or action not in ("", "skipped")
+            anomaly.capture = run.captures.take(run, step, kind.name, message) or ""
+        if self.decision is not None and self.decision.step == step:
+            self.decision.capture = anomaly.capture
+        self.anomalies.add(anomaly)
         run.history.add(
             kind.name,
             message,
-            step=found.step,
+            step=step,
             category="numerics",
             action=action,
             severity="error" if kind is BadStepKind.weights else "warning",
-            capture=found.capture,
-            say=say,
+            capture=anomaly.capture,
+            # debug=anomaly has logged more of it already; a remedy is news all the same
+            say=step not in run.history.explained or action not in ("", "skipped"),
         )
         if run.captures is not None:
             run.captures.log_capture()
 
-    def _fitting(self, run: Run, kind: BadStepKind, start: int = 0, many: int = 0) -> int | None:
-        progress, scaled = run.progress, self.update.scale is not None
-        in_a_row = many or max(progress.consecutive_skips, 1)
-        return self.table.first(kind, in_a_row, progress.rollbacks, scaled, start)
+    def _decide(self, run: Run, kind: BadStepKind, anomaly: Anomaly, message: str) -> str:
+        """Set the decision, where none is pending; the action in words."""
+        many, fatal = run.progress.consecutive_skips, self.raises and kind in FATAL
+        action = "skipped" if anomaly.skipped else ""
+        pending = self.decision is not None or anomaly.step <= self.settled
+        if pending or not (fatal or self.config.guard):
+            return action
+        row = None if fatal else self._fitting(run, kind)
+        rule = None if row is None else self.table.rules[row]
+        if row is not None and rule is not None and rule.action is Action.skip:
+            self.table.note(row, anomaly.step)
+            return action
+        self.decision = Decision(row, kind.name, anomaly.step, message, raises=fatal, in_a_row=many)
+        self.decision.since = self.streak
+        return "the run ends" if fatal else describe_remedy(rule)
 
-    def _decide_again(self, run: Run, decision: Decision) -> None:
-        """By the table of now, what was to be done when a run was cut off."""
-        decision.outdated = False
-        if not decision.raises:
-            decision.row = self._fitting(run, BadStepKind[decision.kind], many=decision.in_a_row)
+    def _fitting(
+        self, run: Run, kind: BadStepKind, start: int = 0, in_a_row: int = 0
+    ) -> int | None:
+        in_a_row = in_a_row or max(run.progress.consecutive_skips, 1)
+        scaled = self.update.scale is not None
+        return self.table.first(kind, in_a_row, run.progress.rollbacks, scaled, start)
 
     def _rule(self, decision: Decision) -> RecoveryRule | None:
         if decision.row is None:
@@ -290,10 +278,8 @@ class StabilityController:
             return RecoveryRule(action=Action.rollback)
         return self.table.rules[decision.row]
 
-    # -- limits and rates ----------------------------------------------------------------------
-
-    def _begin_anew(self, run: Run) -> None:
-        """What was usual is so no more."""
+    def _forget(self, run: Run) -> None:
+        """The numbers so far say nothing of those to come."""
         run.progress.consecutive_skips = self.streak = 0
         self.forgotten = run.progress.step
         self.spikes.forget(run.progress.step)
@@ -301,31 +287,27 @@ class StabilityController:
     def _set_rate(self) -> None:
         self.update.set_backoff(self.share * math.prod(factor for _, factor in self.lowered))
 
-    def _reckon(self, step: int) -> None:
+    def _set_due(self, step: int) -> None:
         """When `apply_limits` is due next."""
-        times = self.spikes.coming(step) + [last for last, _ in self.lowered]
-        self.due = min(times, default=NEVER)
+        times = [limits.after for limits in self.spikes.limits if limits.after > step]
+        self.due = min(times + [last for last, _ in self.lowered], default=NEVER)
 
     # -- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all that later decisions depend on."""
+        """The content of a checkpoint: all that later decisions depend on."""
         return {
             "spikes": self.spikes.state(),
             "table": self.table.state(),
             "anomalies": self.anomalies.state(),
             "decision": None if self.decision is None else asdict(self.decision),
-            "settled": self.settled,
-            "forgotten": self.forgotten,
-            "streak": self.streak,
-            "share": self.share,
             "lowered": [list(row) for row in self.lowered],
-            "ruined": self.ruined,
             "vetoed": self.vetoed,
+            **{name: getattr(self, name) for name in PLAIN},
         }
 
     def load(self, state: dict[str, Any], step: int) -> None:
-        """Go on from there, after that step."""
+        """Continue from a checkpoint, after that step."""
         self.spikes.load(state["spikes"])
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])
@@ -333,8 +315,8 @@ class StabilityController:
         self.decision = restore_decision(state["decision"], self.anomalies, self.spikes, fatal)
         if self.decision is not None and not (self.decision.raises or self.config.guard):
             self.decision = None
-        self.settled, self.forgotten = state["settled"], state["forgotten"]
-        self.streak = state.get("streak", 0)
-        self.share, self.lowered = state["share"], [(n, x) for n, x in state["lowered"]]
-        self.ruined, self.vetoed = state["ruined"], list(state["vetoed"])
+        for name in PLAIN:
+            setattr(self, name, state[name])
+        self.lowered = [(last, factor) for last, factor in state["lowered"]]
+        self.vetoed = list(state["vetoed"])
         self.apply_limits(step)

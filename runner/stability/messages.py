@@ -29,7 +29,7 @@ class Decision:
     in_a_row: int = 1  # bad steps, this one too
     stuck: bool = False  # there was nothing to go back to
     since: int = 0  # the first of those bad steps; 0: none is known
-    outdated: bool = False  # a checkpoint's: `row` is still to be found, in the table of now
+    outdated: bool = False  # from a checkpoint: `row` follows from the table of this run
 
 
 def restore_decision(
@@ -38,10 +38,10 @@ def restore_decision(
     spikes: Spikes,
     fatal: Collection[BadStepKind],
 ) -> Decision | None:
-    """The decision of a checkpoint, for the config of now; KeyError for an unknown kind.
+    """The decision of a checkpoint, for the config of this run; KeyError for an unknown kind.
 
-    Remedy and message come from this run's table and from the recorded numbers of the step.
-    Without these there is no decision, and a hook that asked asks again. `fatal` kinds end the run.
+    The message comes from the recorded numbers of the step, so that no file can put words into
+    the log; without these there is no decision, and a hook that asked asks again.
     """
     if saved is None or saved["kind"] == "asked":
         return None
@@ -50,17 +50,11 @@ def restore_decision(
     anomaly = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
     if anomaly is None or not 1 <= many <= step or since > step:
         return None
-    return Decision(
-        None,
-        kind.name,
-        step,
-        describe_fault(kind, anomaly, spikes),
-        anomaly.capture,
-        raises=kind in fatal,
-        in_a_row=many,
-        since=since,
-        outdated=True,
+    decision = Decision(
+        None, kind.name, step, describe_fault(kind, anomaly, spikes), anomaly.capture, kind in fatal
     )
+    decision.in_a_row, decision.since, decision.outdated = many, since, True
+    return decision
 
 
 def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
@@ -119,23 +113,11 @@ def describe_giving_up(
     if decision.row is not None:
         row = f"row {decision.row + 1} of stability.recovery says stop"
         return f"{fault}; {row}; tried before: {table.tried()}; {see}"
-    return (
-        f"{fault}; no row of stability.recovery is left for it; tried: {table.tried()}; {see}; "
-        f"then lower optimizer.lr{_alternative(decision, table, rollbacks)}"
-    )
-
-
-def _alternative(decision: Decision, table: RecoveryTable, rollbacks: int) -> str:
-    """The setting that would have let the run go on, as far as the table says."""
-    rolls_back = any(
-        rule.action is Action.rollback and rule.kind.name in ("any", decision.kind)
-        for rule in table.rules
-    )
-    if rolls_back or decision.kind == "asked":
-        if not table.rolls_back:
-            return ", or give snapshot_every=, so that there is something to go back to"
-        if decision.stuck:
-            return ""
-        if rollbacks >= table.max_rollbacks:
-            return ", or raise stability.max_rollbacks"
-    return f", or give stability.recovery another row for kind: {decision.kind}"
+    if not table.rolls_back:  # a hand-written loop
+        more = ", or go back to a checkpoint of your own"
+    elif rollbacks >= table.max_rollbacks and not decision.stuck:
+        more = ", or raise stability.max_rollbacks"
+    else:
+        more = f", or give stability.recovery another row for kind: {decision.kind}"
+    left = f"no row of stability.recovery is left for it; tried: {table.tried()}"
+    return f"{fault}; {left}; {see}; then lower optimizer.lr{more}"

@@ -1,4 +1,4 @@
-"""The table of what is done about a bad step, and which of its rows fits."""
+"""The table of remedies for a bad step, and which of its rows fits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from runner.stability.config import Action, BadStepKind, RecoveryRule, Stability
 
 MILD = (Action.skip, Action.lower_lr, Action.lower_scale)
 NAMED = 5  # steps of an action that are named when the run gives up
+WORDS = {
+    Action.skip: "skipped a step",
+    Action.lower_lr: "lowered the learning rate",
+    Action.lower_scale: "lowered the loss scale",
+    Action.rollback: "rolled back",
+    Action.accept: "took a spike for the new normal",
+    Action.stop: "stopped",
+}
 
 
 @dataclass
@@ -29,7 +37,7 @@ class RecoveryTable:
 
     @classmethod
     def of(cls, config: StabilityConfig) -> RecoveryTable:
-        """The one that is asked for."""
+        """The table of the config."""
         return cls(config.recovery, config.max_consecutive_skips, config.max_rollbacks)
 
     def first(
@@ -60,45 +68,32 @@ class RecoveryTable:
         return self.rolls_back and rollbacks < self.max_rollbacks
 
     def note(self, row: int, step: int) -> None:
-        """Take down that the row's action was taken at that step."""
+        """Count the row's action at that step."""
         self.used[row] += 1
         self.count(self.rules[row].action, step)
 
     def count(self, action: Action, step: int) -> None:
-        """The same for an action that no row asked for."""
+        """Count an action that no row asked for."""
         name = action.name
         self.counts[name] = self.counts.get(name, 0) + 1
-        steps = self.steps.setdefault(name, [])
-        if len(steps) < NAMED:
-            steps.append(step)
+        self.steps[name] = [*self.steps.get(name, []), step][:NAMED]
 
     def tried(self) -> str:
-        """What was done in the run, in words."""
+        """The remedies of the run so far, in words."""
         parts = []
         for name, count in self.counts.items():
-            steps = ", ".join(str(step) for step in self.steps[name])
-            more = ", …" if count > len(self.steps[name]) else ""
+            steps = ", ".join(map(str, self.steps[name])) + ", …" * (count > len(self.steps[name]))
             times = f"{count} times (steps" if count > 1 else "once (step"
-            parts.append(f"{WORDS[Action[name]]} {times} {steps}{more})")
+            parts.append(f"{WORDS[Action[name]]} {times} {steps})")
         return "; ".join(parts) or "nothing"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The content of a checkpoint."""
         return {"used": list(self.used), "steps": self.steps, "counts": self.counts}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there; with another table its rows begin anew. KeyError for no action."""
+        """Continue; rows of another table are unused. KeyError for an unknown action."""
         if len(state["used"]) == len(self.rules):
             self.used = list(state["used"])
         self.counts = {Action[name].name: count for name, count in state["counts"].items()}
         self.steps = {name: list(state["steps"][name]) for name in self.counts}
-
-
-WORDS = {
-    Action.skip: "skipped a step",
-    Action.lower_lr: "lowered the learning rate",
-    Action.lower_scale: "lowered the loss scale",
-    Action.rollback: "rolled back",
-    Action.accept: "took a spike for the new normal",
-    Action.stop: "stopped",
-}

@@ -41,10 +41,11 @@ class Child:
     log_start: int = 0  # bytes in its log that earlier tries left
     records: bool = False  # it leaves a summary at its end
     began: float = field(default_factory=time.monotonic)
-    ooms: int | None = field(default_factory=cgroup.oom_kills)
+    ooms: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
     requested: str = ""  # the status it was made to end with: timeout or interrupted
     why: str = ""
     deadline: float = float("inf")  # when it is killed
+    reported: float = field(default_factory=time.monotonic)  # when there was a line about it
 
     @classmethod
     def start(
@@ -129,6 +130,12 @@ class Child:
         lines = [line for line in text.splitlines() if line.strip()]
         return CLOCK.sub("", lines[-1]).strip() if lines else ""
 
+    def is_due(self, seconds: float) -> bool:
+        """Whether a line about it is due, that long after the one before."""
+        due = time.monotonic() - self.reported >= seconds
+        self.reported = time.monotonic() if due else self.reported
+        return due
+
     @property
     def left_a_record(self) -> bool:
         """Whether there is a summary of this try, not of an earlier one."""
@@ -137,31 +144,28 @@ class Child:
     def ending(self) -> tuple[str, str]:
         """Status and reason, from its exit code, its summary and its log."""
         code, summary = self.process.returncode, self._summary()
+        well = summary is not None and summary.status in WELL
         reason = "" if summary is None or summary.status == "running" else summary.reason
         if self.requested and code != 0:
             return self.requested, self.why + (f"; {reason}" if reason else "")
+        if code == 0 and summary is not None and well:
+            return summary.status, reason
         if code == 0:
-            if summary is not None and summary.status in WELL:
-                return summary.status, reason
-            if self.records:
-                return "failed", "left no record of its end, although it ended with 0"
-            return "done", ""
+            problem = "left no record of its end, although it ended with 0"
+            return ("failed", problem) if self.records else ("done", "")
         if code in INTERRUPTED:
             return "interrupted", reason or "it was asked to end"
         if code < 0:
             return self._killed(-code)
-        if summary is not None and summary.status in WELL:  # it failed after the run itself
-            reason = ""
+        reason = "" if well else reason  # it failed after the run itself
         reason = reason or self.last_line() or f"it ended with {code} and printed nothing"
         return ("oom" if MEMORY.search(reason) else "failed"), reason
 
     def _killed(self, number: int) -> tuple[str, str]:
-        ooms = cgroup.oom_kills()
-        if number == signal.SIGKILL and None not in (ooms, self.ooms) and ooms != self.ooms:
+        if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.ooms:
             return "oom", "killed by the kernel: the container's memory was used up"
-        names = {int(known): known.name for known in signal.Signals}
         hint = "; by the kernel, if the memory was used up" if number == signal.SIGKILL else ""
-        return "killed", f"by signal {number} ({names.get(number, 'unknown')}){hint}"
+        return "killed", f"by signal {number} ({signal.Signals(number).name}){hint}"
 
     def _summary(self) -> Summary | None:
         with suppress(StorageError):

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.manifest import MODEL
-from runner.checkpoint.manifest import NAME as MANIFEST
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
@@ -40,21 +38,20 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
     """A sha256 of resolved config, environment variables that the job is given, code, the data's
     files, the checkpoint or weights it begins with, versions and device.
 
-    The code is that of our package and of those in `security.trusted`, by the contents of their
-    files, so that a commit elsewhere changes nothing and an uncommitted line does.
+    The code is that of our package and of those in `security.trusted`, by the contents of files.
     """
     tree = asdict(config)
     settings = {k: v for k, v in tree.items() if k not in ("name", "monitoring", *NOT_OF_THE_RUN)}
     kind = config.job.kind.name
-    path, weights = tree["data"].get("path"), config.model.weights
+    path = tree["data"].get("path")
     return _digest(
         {
             "config": settings,
             "job": [kind, tree.get(kind)],
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
             "data": stamp(Path(path).expanduser()) if isinstance(path, str) else "",
-            "checkpoint": _checkpoint_hashes(config.checkpoint.resume),
-            "weights": _weights_hashes(Path(weights).expanduser()) if weights is not None else [],
+            "checkpoint": _checkpoint_stamp(config.checkpoint.resume),
+            "weights": _checkpoint_stamp(config.model.weights),
             "variables": variables,
             "versions": {k: v for k, v in provenance.versions().items() if k in VERSIONS},
             "device": machine(),
@@ -112,24 +109,15 @@ def stamp(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _checkpoint_hashes(resume: str) -> list[str]:
-    """Of the manifests of the checkpoints that are named, which hold the weights' own sha256."""
-    path = Path(resume)
-    if resume in ("none", "auto"):
-        return []
-    if path.is_file():  # `last`, where there are no links
+def _checkpoint_stamp(source: str | None) -> str:
+    """Of the checkpoints, or the file, that a run or a path of weights leads to."""
+    if source in (None, "none", "auto"):
+        return ""
+    path = Path(str(source)).expanduser()
+    if path.is_file() and path.name in ("last", "best"):  # where there are no links
         path = path.parent
-    manifests = [path / MANIFEST]
-    for folder in (path, path / "checkpoints"):
-        manifests += sorted(folder.glob(f"step_*/{MANIFEST}"))
-    return [hashlib.sha256(_text(file).encode()).hexdigest() for file in manifests]
-
-
-def _weights_hashes(path: Path) -> list[str]:
-    """Of the user's file, or of the files that a folder's weights are read from."""
-    if path.is_file():
-        return [stamp(path)]
-    return [*_checkpoint_hashes(str(path)), stamp(path / MODEL)]
+    inner = path / "checkpoints"
+    return stamp(inner if inner.is_dir() else path)
 
 
 def _text(path: Path) -> str:

@@ -54,14 +54,13 @@ def take_job_context() -> JobContext:
     """
     try:
         message = json.loads(os.environ.pop(VARIABLE, "null"))
-        token, overrides = message["token"], [str(text) for text in message["overrides"]]
-        chosen = message["chosen"] is True
+        token, chosen = str(message["token"]), message["chosen"] is True
+        overrides = [str(text) for text in message["overrides"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()
-    if not (isinstance(token, str) and token and _stdin(len(token)) == token.encode()):
+    if not token or _stdin(len(token)) != token.encode():
         return JobContext()
-    if hasattr(os, "killpg"):
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     return JobContext(overrides, chosen)
 
 

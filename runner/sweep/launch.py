@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +15,29 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+import runner
 from runner.checkpoint.lock import lock
 from runner.composing import typed
-from runner.config import flat
+from runner.device.capabilities import usable_cores
 from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
+from runner.overrides.groups import without_arguments
 from runner.record.console import close_logging, set_up_logging
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.paths import check_below, keep_private
-from runner.sweep import command
 from runner.sweep.child import Child
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import job_hash
 from runner.sweep.plan import JobPlan, JobSpec, load_previous_jobs, plan_jobs, wait_for_running_jobs
-from runner.sweep.schedule import Display, Schedule
+from runner.sweep.schedule import Schedule
 from runner.sweep.state import WELL, Session, Sweep, current_session, now
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
+SWEEP_KEYS = ("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode")
 TOLERANT = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """It would end the sweep at the first failure that it learns of; others learn from failures."""
 
@@ -55,10 +60,9 @@ def launch(
     set_up_logging("info", None)
     try:
         with lock(folder):
-            jobs = [
-                (list(overrides), compose(config, list(overrides))) for overrides in job_overrides
-            ]
-            specs = [_spec(one, texts, first + i) for i, (texts, one) in enumerate(jobs)]
+            jobs = [compose(config, list(overrides)) for overrides in job_overrides]
+            numbered = enumerate(zip(jobs, job_overrides, strict=True), first)
+            specs = [_spec(one, list(overrides), i) for i, (one, overrides) in numbered]
             plans = _plan(session, specs)
             # as typed: what stands for a secret, or for the job's number, is the job's to resolve
             hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
@@ -66,10 +70,7 @@ def launch(
     finally:
         close_logging()
     tolerant = config.hydra.sweeper._target_ == TOLERANT
-    return [
-        _result(plan, folder, composed, tolerant)
-        for plan, (_, composed) in zip(plans, jobs, strict=True)
-    ]
+    return [_result(p, folder, one, tolerant) for p, one in zip(plans, jobs, strict=True)]
 
 
 def _spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
@@ -81,41 +82,29 @@ def _spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
     variables = config.hydra.job.env_set
     try:
         checked = typed(config.copy())
-        environment = OmegaConf.to_container(variables, resolve=True)
+        values = OmegaConf.to_container(variables, resolve=True)
     except (RunnerError, OmegaConfBaseException) as error:
         return JobSpec(number, overrides, subdir, error=secrets.named(str(error)))
-    kind = checked.job.kind
-    return JobSpec(
-        number,
-        overrides,
-        subdir,
-        job_hash(checked, environment),
-        trains=kind is JobKind.train,
-        records=kind in (JobKind.train, JobKind.evaluate),
-        settings=flat(checked),
-    )
+    trains = checked.job.kind is JobKind.train
+    records = trains or checked.job.kind is JobKind.evaluate
+    return JobSpec(number, overrides, subdir, job_hash(checked, values), trains, records)
 
 
 def _plan(session: Session, specs: list[JobSpec]) -> list[JobPlan]:
     """What is left to do; recorded in the session's sweep, and logged."""
-    sweep = session.sweep
-    earlier = load_previous_jobs(session.folder) if sweep is None else session.earlier
-    wait_for_running_jobs(session.folder, earlier)
-    plans = plan_jobs(specs, earlier, session.folder)
-    if sweep is None:
-        sweep = session.sweep = Sweep(session.command, session.hash, started=now())
+    if session.sweep is None:
+        session.earlier = load_previous_jobs(session.folder)
+        session.sweep = Sweep(session.command, session.hash, started=now())
+    wait_for_running_jobs(session.folder, session.earlier)
+    plans = plan_jobs(specs, session.earlier, session.folder)
     mine = {plan.job.folder for plan in plans}
-    session.earlier = [job for job in earlier if job.folder not in mine]
-    sweep.jobs += [plan.job for plan in plans]
+    session.earlier = [job for job in session.earlier if job.folder not in mine]
+    session.sweep.jobs += [plan.job for plan in plans]
     done, onward = sum(plan.done for plan in plans), sum(plan.continues for plan in plans)
-    if not done and not onward:
-        log.info("%d jobs, in %s", len(plans), session.folder)
-        return plans
-    left = len(plans) - done
-    text = f"{done} of {len(plans)} done before; {left} to run"
+    text = f"{done} of {len(plans)} done before; {len(plans) - done} to run"
     text += f", {onward} of them from a checkpoint" if onward else ""
-    text += "" if left else " (sweep.resume=none begins anew)"
-    log.info("%s: %s", session.folder, text)
+    text += "" if done < len(plans) else " (sweep.resume=none begins anew)"
+    log.info("%s: %s", session.folder, text if done or onward else f"{len(plans)} jobs")
     return plans
 
 
@@ -123,23 +112,20 @@ def _run(
     session: Session, plans: list[JobPlan], settings: LauncherConfig, hydras: list[str]
 ) -> None:
     sweep, folder = session.sweep, session.folder
-    if sweep is None:
-        return
-    specs = [plan.spec for plan in plans]
-    values = command.domains([(spec.overrides, spec.settings) for spec in specs if spec.settings])
+    assert sweep is not None  # noqa: S101  # made by _plan
 
     def arguments(plan: JobPlan) -> list[str]:
-        return command.job_arguments(session.flags, hydras, plan.spec.overrides)
+        return job_arguments(session.flags, hydras, plan.spec.overrides)
 
     def start(plan: JobPlan) -> Child:
         place = folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
         return Child.start(
-            command.process_command(arguments(plan)),
-            command.environment(settings.jobs),
+            process_command(arguments(plan)),
+            environment(settings.jobs),
             place,
             settings.timeout_s,
-            [f"{key}={quote_for_hydra(str(place))}", *([values] if values else [])],
+            [f"{key}={quote_for_hydra(str(place))}"],
             plan.spec.records,
             chosen=not session.resumed,
         )
@@ -147,26 +133,57 @@ def _run(
     for plan in plans:
         plan.job.command = shlex.join(["python", "-m", "runner", *arguments(plan)])
     sweep.write(folder)
-    schedule = Schedule(sweep, folder, settings, start, Display(sweep.jobs))
-    schedule.run([plan for plan in plans if not plan.done])
+    Schedule(sweep, folder, settings, start).run([plan for plan in plans if not plan.done])
 
 
 def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
     """What the sweeper gets: the value that the run monitors."""
     job, place = plan.job, folder / plan.job.folder
     result = JobReturn(job.overrides, config, working_dir=str(place), task_name="runner")
-    if job.status in WELL or tolerant:
-        result.status = JobStatus.COMPLETED
-        result.return_value = _value(place) if job.status in WELL else None
-    else:
+    result.status, result.return_value = JobStatus.COMPLETED, None
+    if job.status in WELL:
+        with suppress(StorageError):
+            result.return_value = Summary.read(place).monitored
+    elif not tolerant:
         result.status = JobStatus.FAILED
         result.return_value = SweepFailed(f"{job.title}: {job.status}: {job.reason}")
     return result
 
 
-def _value(folder: Path) -> float | None:
-    try:
-        summary = Summary.read(folder)
-    except StorageError:
-        return None
-    return summary.best if summary.best is not None else summary.metrics.get(summary.monitor)
+def job_arguments(
+    flags: Sequence[str], hydras: Sequence[str], overrides: Sequence[str]
+) -> list[str]:
+    """What to type to do one job of a sweep alone."""
+    dropped = (*SWEEP_KEYS, "hydra/sweeper", "hydra.sweeper", "hydra.run")
+    kept = [text for text in hydras if not text.lstrip("+~").startswith(dropped)]
+    return [*flags, *map(without_arguments, overrides), *kept]
+
+
+def process_command(arguments: Sequence[str]) -> list[str]:
+    """The command that a process is started with: the same interpreter, the same runner.
+
+    Without -P Python would put the current folder first, where a module may shadow an installed
+    one. Only where the runner itself lies in that folder is that needed.
+    """
+    apart = [] if _in_current_folder() and not sys.flags.safe_path else ["-P"]
+    return [sys.executable, *apart, "-m", "runner", *arguments]
+
+
+def environment(jobs: int) -> dict[str, str]:
+    """This process's environment and module path, for one of so many jobs at a time.
+
+    They share the cores: threads that wait for one another's cores made steps four times as long.
+    """
+    here = os.getcwd()
+    typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
+    paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]
+    if not _in_current_folder() or sys.flags.safe_path:
+        paths.append(str(Path(runner.__file__).parents[1]))
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    if jobs > 1:
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
+    return variables
+
+
+def _in_current_folder() -> bool:
+    return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import SecurityError, StorageError, UsageError
@@ -19,6 +18,7 @@ from runner.training.summary import Summary
 log = logging.getLogger("runner")
 
 POLL_S = 0.1
+NO_RESUME = ("none", "None", "")
 ARCHIVE = ".earlier"  # hidden: its folders are no jobs of the sweep
 
 
@@ -33,7 +33,6 @@ class JobSpec:
     trains: bool = False
     records: bool = False  # it leaves a summary at its end
     error: str = ""  # why there can be no such job
-    settings: Mapping[str, Any] = field(default_factory=dict)  # its config, flat
 
 
 @dataclass
@@ -45,7 +44,6 @@ class JobPlan:
     done: bool = False  # by an earlier process
     continues: bool = False  # from the checkpoint in its folder
     replaces: bool = False  # something else that lies in its folder
-    unusable: bool = False  # the checkpoints of what it replaces
 
 
 def find_sweep(planned: Path, named: bool, resume: str, typed_hash: str) -> Path | None:
@@ -54,19 +52,17 @@ def find_sweep(planned: Path, named: bool, resume: str, typed_hash: str) -> Path
     `named` says that `planned` was typed. Raises UsageError.
     """
     exists = (planned / FILE).exists()
-    if resume == "auto":
-        return (planned if exists else None) if named else _newest(planned.parent, typed_hash)
-    if resume in ("none", "None", ""):
-        if named and exists:
-            raise UsageError(
-                f"{planned} holds a sweep, and sweep.resume=none begins one; name another folder"
-            )
-        return None
+    if resume == "auto" and not named:
+        return _newest(planned.parent, typed_hash)
+    if resume in ("auto", *NO_RESUME):
+        if exists and resume != "auto" and named:
+            problem = f"{planned} holds a sweep, and sweep.resume=none begins one"
+            raise UsageError(f"{problem}; name another folder")
+        return planned if exists and resume == "auto" else None
     folder = Path(resume)
-    if not folder.is_dir():
-        raise UsageError(f"sweep.resume: there is no folder {folder} (looked from {Path.cwd()})")
     if not (folder / FILE).exists():
-        raise UsageError(f"sweep.resume: {folder} is no sweep's folder: it has no {FILE}")
+        problem = f"is no sweep's folder: it has no {FILE} (looked from {Path.cwd()})"
+        raise UsageError(f"sweep.resume: {folder} {problem}")
     return folder
 
 
@@ -92,14 +88,9 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
     For the time that they have for it; a job that is still locked then reports that itself.
     """
     until = time.monotonic() + GRACE_S + POLL_S
-    reported = False
-    while time.monotonic() < until:
-        running = [job.folder for job in jobs if is_locked(folder / job.folder)]
-        if not running:
-            return
-        if not reported:
-            log.info("waiting for jobs that are still ending: %s", ", ".join(running))
-            reported = True
+    if any(is_locked(folder / job.folder) for job in jobs):
+        log.info("waiting for jobs of the sweep before that are still ending")
+    while time.monotonic() < until and any(is_locked(folder / job.folder) for job in jobs):
         time.sleep(POLL_S)
 
 
@@ -155,32 +146,23 @@ def can_continue(spec: JobSpec, folder: Path) -> bool:
 
 
 def _free(name: str, taken: set[str], folder: Path) -> str:
-    """`name`, or the next number that no other job has."""
-    names = (name, *(str(number) for number in range(len(taken) + 10_000)))
+    """`name`, or the first number that no other job has."""
+    names = chain([name], map(str, count()))
     return next(n for n in names if n not in taken and not (folder / n).exists())
 
 
-def archive_job(folder: Path, job: str, weights: bool = False) -> None:
+def archive_job(folder: Path, job: str) -> None:
     """Move the folder of a job that begins again out of the way, hidden.
 
-    Its checkpoints are deleted unless `weights`, and so are its curves: TensorBoard would show them
-    as another job.
+    Its curves are deleted: TensorBoard would show them as another job.
     """
-    number = 1
-    for path in (
-        folder / ARCHIVE,
-        *(folder / job, *(folder / job).parents)[: len(Path(job).parts)],
-    ):
+    place, archive = folder / job, folder / ARCHIVE
+    for path in (archive, *(place, *place.parents)[: len(Path(job).parts)]):
         if path.is_symlink():
-            raise SecurityError(
-                f"{path}: refused: it is a link, to {path.resolve()}; the jobs of a sweep are "
-                "moved and deleted in folders of its own"
-            )
-    while (place := folder / ARCHIVE / f"{job.replace('/', '_')}-{number}").exists():
-        number += 1
-    place.parent.mkdir(exist_ok=True)
-    (folder / job).rename(place)
-    if not weights:
-        shutil.rmtree(place / "checkpoints", ignore_errors=True)
-    for file in place.rglob("events.out.tfevents.*"):
+            problem = f"{path}: refused: it is a link, to {path.resolve()}"
+            raise SecurityError(f"{problem}; jobs are moved in folders of the sweep's own")
+    archive.mkdir(exist_ok=True)
+    names = (archive / f"{job.replace('/', '_')}-{number}" for number in count(1))
+    earlier = place.rename(next(name for name in names if not name.exists()))
+    for file in earlier.rglob("events.out.tfevents.*"):
         file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: so many at a time, with retries, and show their progress."""
+"""Run the jobs of a sweep: so many at a time, with retries, and log their progress."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from runner.errors import CheckpointError, Interrupted, StorageError
-from runner.record.console import console
-from runner.record.text import escape_control_chars
 from runner.sweep.child import GRACE_S, Child
 from runner.sweep.config import LauncherConfig
 from runner.sweep.plan import JobPlan, archive_job, can_continue
-from runner.sweep.state import RUNNING, SKIPPED, WELL, Job, Sweep, now
+from runner.sweep.state import RUNNING, SKIPPED, WELL, Sweep, now
 from runner.training.signals import Interrupts
 from runner.training.summary import Summary
 
@@ -31,8 +24,7 @@ log = logging.getLogger("runner")
 POLL_S = 0.1  # of the processes
 UNUSABLE = CheckpointError.exit_code
 RETRIED = ("failed", "killed", "timeout", "oom")  # where `retries` allows it
-REFRESH_S = 0.5  # of the display, which reads the end of each log
-LINE_S = 60.0  # between two lines about a job, where there is no terminal
+LINE_S = 30.0  # between two lines about a job
 
 
 class Schedule:
@@ -44,10 +36,9 @@ class Schedule:
         folder: Path,
         settings: LauncherConfig,
         start: Callable[[JobPlan], Child],
-        display: Display,
     ) -> None:
         self.sweep, self.folder, self.settings = sweep, folder, settings
-        self.start, self.display = start, display
+        self.start = start
         self.waiting: deque[JobPlan] = deque()
         self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
@@ -58,14 +49,13 @@ class Schedule:
         one asks the jobs to end, which leaves a checkpoint, a second one ends them at once.
         """
         self.waiting.extend(plans)
-        with Interrupts() as interrupts, self.display:
+        with Interrupts() as interrupts:
             try:
                 while self.running or (self.waiting and not self.over):
                     if interrupts.received is not None and not self.over:
                         self._interrupt(interrupts.received)
                     self._begin()
                     self._collect()
-                    self.display.refresh([(plan.job, child) for plan, child in self.running])
                     time.sleep(POLL_S)
             except KeyboardInterrupt:  # the second one
                 self.over = self.over or "the sweep was interrupted"
@@ -78,9 +68,8 @@ class Schedule:
                     self._settle(plan, child, again=False)
                 self._skip()
             if interrupts.received is not None:
-                raise Interrupted(
-                    interrupts.received, "; the same command again continues this sweep"
-                )
+                more = "; the same command again continues this sweep"
+                raise Interrupted(interrupts.received, more)
 
     def _begin(self) -> None:
         while self.waiting and not self.over and len(self.running) < self.settings.jobs:
@@ -88,7 +77,7 @@ class Schedule:
             job, refused, child = plan.job, plan.spec.error, None
             try:
                 if plan.replaces:
-                    archive_job(self.folder, job.folder, plan.unusable)
+                    archive_job(self.folder, job.folder)
                 child = None if refused else self.start(plan)
             except OSError as error:
                 refused = f"it cannot be started: {error}"
@@ -100,13 +89,17 @@ class Schedule:
             job.started, job.tries = job.started or now(), job.tries + 1
             self.running.append((plan, child))
             self.sweep.write(self.folder)
-            self.display.began(job, plan.continues)
+            again = f", try {job.tries}" if job.tries > 1 else ""
+            again += ", from its checkpoint" if plan.continues else ""
+            log.info("%s: begun%s", job.title, again)
 
     def _collect(self) -> None:
         for plan, child in list(self.running):
             if child.has_ended():
                 self.running.remove((plan, child))
                 self._settle(plan, child, again=not self.over)
+            elif child.is_due(LINE_S):
+                log.info("%s: %s", plan.job.title, child.last_line() or "starting")
 
     def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
         """Record how a process ended, and put the job back if it is to be tried again."""
@@ -118,13 +111,11 @@ class Schedule:
         unusable = plan.continues and job.exit_code == UNUSABLE and not child.left_a_record
         used = self.retried.get(job.number, 0)
         retries = again and job.status in RETRIED and (unusable or used < self.settings.retries)
-        if retries and unusable:  # from that checkpoint it would fail each time
-            plan.continues, plan.replaces, plan.unusable = False, True, True
-        elif retries:
-            self.retried[job.number] = used + 1
-            plan.continues = can_continue(plan.spec, self.folder / job.folder)
+        if retries:  # from a checkpoint that is unusable it would fail each time
+            self.retried[job.number] = used + (not unusable)
+            place = self.folder / job.folder
+            plan.continues = not unusable and can_continue(plan.spec, place)
             plan.replaces = not plan.continues
-        if retries:
             self.waiting.appendleft(plan)
         self._report(plan, child.seconds, retries)
 
@@ -132,7 +123,9 @@ class Schedule:
         job = plan.job
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
-        self.display.ended(job, seconds, retries)
+        line = f"{job.title}: {job.status} in {seconds:.1f} s"
+        line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
+        log.log(logging.INFO if job.status in WELL else logging.ERROR, "%s", line)
         if job.failed and not retries and self.settings.fail_fast and not self.over:
             self.over = f"fail_fast: #{job.number} {job.status}"
             for _, child in self.running:
@@ -166,69 +159,3 @@ def write_failed_summary(folder: Path, status: str, reason: str, command: str) -
             replace(summary, status=status, reason=reason).write(folder)
     except (OSError, StorageError) as error:
         log.warning("%s: the job's end is in sweep.json only: %s", folder, error)
-
-
-class Display:
-    """A line at the start and the end of each job; in between a live row of its progress on a
-    terminal, elsewhere a line now and then.
-    """
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
-        self.live: Live | None = None
-        self.refreshed = 0.0
-        self.reported: dict[int, float] = {}  # when a job had its last line, by its number
-
-    def __enter__(self) -> Display:
-        screen = console()
-        if screen.is_terminal and not screen.is_dumb_terminal:
-            live = Live(console=screen, auto_refresh=False, transient=True)
-            with suppress(OSError, ValueError):
-                live.start()
-                self.live = live
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        live, self.live = self.live, None
-        if live is not None:
-            with suppress(OSError, ValueError):  # the terminal has gone
-                live.stop()
-
-    def began(self, job: Job, continues: bool) -> None:
-        """Say that a job has begun."""
-        again = f", try {job.tries}" if job.tries > 1 else ""
-        onward = ", from its checkpoint" if continues else ""
-        self.reported[job.number] = time.monotonic()
-        log.info("%s: begun%s%s", job.title, again, onward)
-
-    def ended(self, job: Job, seconds: float, retries: bool) -> None:
-        """Say how it ended."""
-        line = f"{job.title}: {job.status} in {seconds:.1f} s"
-        line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
-        log.log(logging.INFO if job.status in WELL else logging.ERROR, "%s", line)
-
-    def refresh(self, running: Iterable[tuple[Job, Child]]) -> None:
-        """Draw the rows again, or print a line, if it is time."""
-        now = time.monotonic()
-        if self.live is None:
-            for job, child in running:
-                if now - self.reported[job.number] >= LINE_S:
-                    self.reported[job.number] = now
-                    log.info("%s: %s", job.title, child.last_line() or "starting")
-        elif now - self.refreshed >= REFRESH_S:
-            self.refreshed = now
-            try:
-                self.live.update(self._rows(running), refresh=True)
-            except (OSError, ValueError):  # the terminal has gone; the sweep continues
-                self.__exit__()
-
-    def _rows(self, running: Iterable[tuple[Job, Child]]) -> Group:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold", no_wrap=True, overflow="ellipsis", max_width=40)
-        table.add_column(justify="right", no_wrap=True, min_width=6)
-        table.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
-        for job, child in running:
-            cells = (job.title, f"{child.seconds:.0f} s", child.last_line() or "starting")
-            table.add_row(*(Text(escape_control_chars(cell)) for cell in cells))
-        ended = sum(bool(job.ended) for job in self.jobs)
-        return Group(table, Text(f"{ended} of {len(self.jobs)} jobs ended"))

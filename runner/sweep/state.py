@@ -97,15 +97,11 @@ def now() -> str:
 
 def _job(values: Any) -> Job:
     job = dataclass_from_dict(Job, dict(values))
-    texts = (job.folder, job.hash, job.status, job.reason, job.started, job.ended, job.command)
-    counts = (job.number, job.tries, *([] if job.exit_code is None else [job.exit_code]))
-    if not (
-        isinstance(job.overrides, list)
-        and all(isinstance(text, str) for text in (*texts, *job.overrides))
-        and all(isinstance(count, int) for count in counts)
-        and isinstance(job.seconds, int | float)
-        and math.isfinite(job.seconds)
-    ):
+    kinds: dict[str, Any] = {name: type(value) for name, value in vars(Job(0, [], "")).items()}
+    kinds |= {"seconds": (int, float), "exit_code": (int, type(None))}
+    types = all(isinstance(value, kinds[name]) for name, value in vars(job).items())
+    texts = types and all(isinstance(text, str) for text in job.overrides)
+    if not texts or not math.isfinite(job.seconds):
         raise TypeError("a job of other types")
     inside = Path(job.folder)
     longest = max((len(os.fsencode(part)) for part in inside.parts), default=LONGEST + 1)
@@ -144,7 +140,6 @@ def current_session() -> Session:
     """The active session. UsageError where the sweep was not started by `python -m runner`."""
     session = _CURRENT.get()
     if session is None:
-        raise UsageError(
-            "hydra/launcher=isolated: is for `python -m runner -m …`; use another launcher here"
-        )
+        problem = "hydra/launcher=isolated: is for `python -m runner -m …`"
+        raise UsageError(f"{problem}; use another launcher here")
     return session

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 from runner.device.device import Device
 from runner.techniques.base import Choice, Evidence, RunBuilder
@@ -25,7 +23,7 @@ def unavailable(knobs: Amp, device: Device) -> str | None:
     able = device.capabilities
     if knobs.dtype is Precision.auto and not (able.bf16_fast or able.fp16_fast):
         return f"{device.name} has no fast 16-bit matrix product"
-    if (knobs.dtype is Precision.bf16 or knobs.pure) and not able.bf16:
+    if knobs.dtype is Precision.bf16 and not able.bf16:
         return f"{device.name} has no bf16"
     if knobs.dtype is Precision.fp16 and not able.fp16:
         return f"{device.name} has no fp16"
@@ -34,27 +32,27 @@ def unavailable(knobs: Amp, device: Device) -> str | None:
 
 def apply(knobs: Amp, draft: RunBuilder) -> str | None:
     """Enter autocast around forward and loss; fp16 also gets a loss scale."""
-    from runner.techniques.cost import product_mflop
+    from runner.techniques.cost import forward_cost
 
     complex_weights = [n for n, p in draft.model.named_parameters() if p.is_complex()]
     if complex_weights:
         return f"there are no 16-bit complex numbers, and {complex_weights[0]} is complex"
-    if knobs.min_mflop and (mflop := product_mflop(draft)) < knobs.min_mflop:
-        return f"a product takes {mflop:,.1f} MFLOP: casting costs more than it saves"
+    if knobs.min_mflop:
+        cost = forward_cost(draft)
+        mflop = cost.mflop / max(1, cost.products)
+        if mflop < knobs.min_mflop:
+            return f"a product takes {mflop:,.1f} MFLOP: casting costs more than it saves"
     dtype = _choose_dtype(knobs, draft)
     if dtype is torch.float16:
         draft.loss_scale = knobs.initial_scale
-    if knobs.pure:
-        draft.forward = pure(draft.model, draft.forward, dtype)
-    else:
-        draft.contexts.append(partial(torch.autocast, draft.device.kind, dtype=dtype))
+    draft.contexts.append(partial(torch.autocast, draft.device.kind, dtype=dtype))
     return None
 
 
 def _choose_dtype(knobs: Amp, draft: RunBuilder) -> torch.dtype:
     automatic = knobs.dtype is Precision.auto
-    slow_bf16 = not draft.device.capabilities.bf16_fast and not knobs.pure
-    fp16 = knobs.dtype is Precision.fp16 or (automatic and slow_bf16)
+    slow_bf16 = automatic and not draft.device.capabilities.bf16_fast
+    fp16 = knobs.dtype is Precision.fp16 or slow_bf16
     if automatic:
         reason = "no fast bf16 here" if fp16 else "bf16 is fast here and needs no loss scale"
         draft.choices.append(Choice(KEY, "fp16" if fp16 else "bf16", reason))
@@ -64,32 +62,29 @@ def _choose_dtype(knobs: Amp, draft: RunBuilder) -> torch.dtype:
 
 
 def engaged(knobs: Amp, run: Run) -> Evidence:
-    """Layers whose products are in 16 bits in a step; types of layer outputs and weights.
+    """Layers whose products are in 16 bits in a step; types of these products and of weights.
 
     A layer is the innermost module of a product of matrices, a convolution or attention.
     """
-    products, outputs = _types_of_a_step(run)
+    products = _types_of_a_step(run)
     low = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())
     facts: dict[str, Any] = {
-        "layer_outputs": dict(Counter(map(_name, outputs.values()))),
-        "weights": dict(Counter(_name(p.dtype) for p in run.model.parameters())),
+        "products": _count(dtype for types in products.values() for dtype in types),
+        "weights": _count(p.dtype for p in run.model.parameters()),
     }
     if run.update.scale is not None:
         facts["loss_scale"] = float(run.update.scale.value)
     return Evidence.of_share(low, len(products), "layers with all products in 16 bits", **facts)
 
 
-def _types_of_a_step(
-    run: Run,
-) -> tuple[dict[nn.Module, set[torch.dtype]], dict[nn.Module, torch.dtype]]:
-    """The types of each layer's products in a forward, and of what linear layers put out."""
+def _types_of_a_step(run: Run) -> dict[nn.Module, set[torch.dtype]]:
+    """The types of each layer's products in a forward."""
     from torch.utils.flop_counter import flop_registry
 
     from runner.techniques.probe import OperatorObserver, dry_run_step, forward_hooks
 
     active: list[nn.Module] = []
     products: dict[nn.Module, set[torch.dtype]] = {}
-    outputs: dict[nn.Module, torch.dtype] = {}
 
     def note(operator: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
@@ -100,47 +95,13 @@ def _types_of_a_step(
     def enter(module: nn.Module, *_: Any) -> None:
         active.append(module)
 
-    def leave(module: nn.Module, _: Any, output: Any) -> None:
+    def leave(module: nn.Module, *_: Any) -> None:
         active.pop()
-        linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-        if linear and isinstance(output, Tensor):
-            outputs.setdefault(module, output.dtype)
 
     with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(note):
         dry_run_step(run)
-    return products, outputs
+    return products
 
 
-def pure(model: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """`forward` with weights and inputs cast to `dtype`, and outputs back to fp32.
-
-    Gradients pass through the casts, so what is updated are the model's own weights. Norms over
-    the batch keep theirs in fp32: their running statistics are.
-    """
-    kept = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for parameter in module.parameters(recurse=False)
-    }
-
-    def cast(value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating else value
-
-    def back(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
-
-    def call(*inputs: Any, **named: Any) -> Any:
-        weights = {
-            name: parameter if id(parameter) in kept else cast(parameter)
-            for name, parameter in model.named_parameters()
-        }
-        output = functional_call(model, weights, tree_map(cast, inputs), tree_map(cast, named))
-        return tree_map(back, output)
-
-    return call
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _count(dtypes: Iterable[torch.dtype]) -> dict[str, int]:
+    return dict(Counter(str(dtype).removeprefix("torch.") for dtype in dtypes))

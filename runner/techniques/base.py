@@ -121,7 +121,6 @@ class RunBuilder(RunParts):
     data: DataConfig  # how batches are fetched; the loader decides where a field is None
     in_memory: bool  # a fetch is a copy and nothing more
     loader: Callable[[DataConfig], BatchLoader]  # of the training set, fetched that way
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]  # to see what state it keeps
     ema: bool = False  # a running average of the weights is kept
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
@@ -149,8 +148,13 @@ class RunBuilder(RunParts):
 
 
 class ForwardCost(NamedTuple):
-    """Floating-point operations of a sample's forward."""
+    """Floating-point operations of a forward over a micro-batch."""
 
     mflop: float  # infinite where the model must not be called
     products: int  # of matrices, and convolutions
     unknown: str = ""  # why it was not counted
+
+    def __str__(self) -> str:
+        if self.unknown:
+            return f"a forward is not counted, {self.unknown}"
+        return f"a forward takes {self.mflop:,.1f} MFLOP"

@@ -32,34 +32,23 @@ def _place(batch: Batch) -> Batch:
 
 
 def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
-    """Convolutions that read and write NHWC order; those where both orders are one count out.
+    """Convolutions that read and write NHWC order, of those where it differs from NCHW.
 
     With its weights in NHWC a convolution writes that order whatever it reads, and copies
     an input in NCHW first.
     """
     from runner.techniques.probe import dry_run_step, forward_hooks
 
-    tensors: dict[nn.Module, list[Tensor]] = {}
+    orders: dict[nn.Module, list[bool]] = {}  # of the tensors whose order can be told
 
-    def enter(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tensors.setdefault(layer, [inputs[0] if inputs else named["input"]])
-
-    def leave(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        tensors[layer].append(output)
+    def note(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        for tensor in (*inputs[:1], output):
+            nhwc = tensor.is_contiguous(memory_format=NHWC)
+            if not (nhwc and tensor.is_contiguous()):
+                orders.setdefault(layer, []).append(nhwc)
 
     layers = [m for m in run.model.modules() if isinstance(m, nn.Conv2d)]
-    with forward_hooks(layers, enter, leave):
+    with forward_hooks(layers, after=note):
         dry_run_step(run)
-    orders = [[_is_nhwc(t) for t in pair[:2] if not _is_both(t)] for pair in tensors.values()]
-    known = [order for order in orders if order]
-    of = "convolutions read and write NHWC"
-    return Evidence.of_share(sum(map(all, known)), len(known), of)
-
-
-def _is_nhwc(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=NHWC)
-
-
-def _is_both(tensor: Tensor) -> bool:
-    """Whether NHWC is the same as NCHW, for its sizes."""
-    return _is_nhwc(tensor) and tensor.is_contiguous()
+    good = sum(map(all, orders.values()))
+    return Evidence.of_share(good, len(orders), "convolutions read and write NHWC")

@@ -16,42 +16,37 @@ from torch.utils._pytree import tree_leaves
 
 from runner.data.batch import count
 from runner.objectives.deferred_logits import DeferredLogits, OutputLayer, defer, find_logits, undo
+from runner.techniques import probe
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import ChunkedLoss
-from runner.techniques.probe import (
-    OperatorObserver,
-    dry_run_step,
-    forward,
-    forward_hooks,
-    sample_batch,
-    untouched,
-)
 from runner.training.run import Run
 
 SAMPLES = 2  # that the model's output is looked at with
+CHUNKS = {"cpu": 256}  # measured with 32,000 words of width 256: what stays in a CPU's caches
+CHUNK = 2048  # beats longer products, and a GPU wants long ones: each adds up a weight's gradient
 
 
 def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
     """Find the layer that the logits come from, and have it put them off."""
     if not draft.objective.takes_deferred:
         return f"{type(draft.objective).__name__} takes whole logits only"
-    inputs, target = sample_batch(draft, min(draft.micro_batch, SAMPLES))
-    with untouched(draft), torch.no_grad():
+    inputs, target = probe.sample_batch(draft, min(draft.micro_batch, SAMPLES))
+    with probe.untouched(draft), torch.no_grad():
         draft.model.eval()
         layer, shape = _last_layer(draft, inputs)
         if layer is None:
             return "its logits do not come as they are out of a linear layer"
         tokens = shape.numel() // shape[-1] * draft.micro_batch // count(target)
         size = tokens * shape[-1] * 4 / 2**20
+        chunk = knobs.chunk or CHUNKS.get(draft.device.kind, CHUNK)
         if size < knobs.min_mb:
             return f"the logits take {size:,.1f} MB (min_mb={knobs.min_mb}), little to save"
-        chunk = knobs.chunk or _choose_chunk(draft)
         if tokens <= chunk:
             return f"{tokens} tokens are one chunk (chunk={chunk})"
         defer(layer, chunk)
         layer.training = True  # it alone, so that this forward is like the one before
         try:
-            output = find_logits(forward(draft, inputs))
+            output = find_logits(probe.forward(draft, inputs))
             problem = "another tensor comes out"
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             output, problem = None, f"{type(error).__name__}: {error}"
@@ -62,21 +57,14 @@ def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
     return None
 
 
-def _choose_chunk(draft: RunBuilder) -> int:
-    # measured with 32,000 words of width 256: what stays in a CPU's caches beats longer
-    # products, and a GPU wants long ones, for each chunk adds up a gradient of the weight
-    small = draft.device.kind == "cpu"
-    reason = "fits a CPU's caches" if small else "long enough to keep a GPU busy"
-    key = "optimization.chunked_loss.chunk"
-    return int(draft.choose(key, lambda: (256 if small else 2048, reason)))
-
-
 def _last_layer(draft: RunBuilder, inputs: Any) -> tuple[nn.Module | None, Any]:
     """The layer whose output is the model's logits, if it runs once; and their shape."""
     outputs: list[tuple[nn.Module, Any]] = []
     layers = [m for m in draft.model.modules() if type(m) in (nn.Linear, OutputLayer)]
-    with forward_hooks(layers, after=lambda layer, _, output: outputs.append((layer, output))):
-        logits = find_logits(forward(draft, inputs))
+    with probe.forward_hooks(
+        layers, after=lambda layer, _, output: outputs.append((layer, output))
+    ):
+        logits = find_logits(probe.forward(draft, inputs))
     last = next((layer for layer, output in outputs if output is logits), None)
     once = sum(layer is last for layer, _ in outputs) == 1
     return (last if once else None), getattr(logits, "shape", None)
@@ -98,19 +86,18 @@ def engaged(knobs: ChunkedLoss, run: Run) -> Evidence:
                 elements[last] = max(elements.get(last, 0), tensor.numel())
 
     layers = [m for m in run.model.modules() if "forward" in vars(m)]
-    with forward_hooks(layers, after=note_output), OperatorObserver(note):
-        dry_run_step(run)
+    with probe.forward_hooks(layers, after=note_output), probe.OperatorObserver(note):
+        probe.dry_run_step(run)
     if not deferred:
         return Evidence(False, "no layer put off its logits")
     *rows, vocab = deferred[0].shape
     tokens = prod(rows)
-    held, whole = elements.get(vocab, 0), tokens * vocab
+    made, whole = elements.get(vocab, 0), tokens * vocab
     facts = {
         "tokens": tokens,
         "vocab": vocab,
         "chunks": -(-tokens // deferred[0].chunk),
-        "largest_mb": round(held * 4 / 2**20, 1),
+        "largest_mb": round(made * 4 / 2**20, 1),
         "whole_mb": round(whole * 4 / 2**20, 1),
     }
-    reason = "" if held < whole else "logits of all tokens were made"
-    return Evidence(held < whole, reason, facts)
+    return Evidence(made < whole, "" if made < whole else "logits of all tokens were made", facts)

@@ -20,6 +20,8 @@ from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
+KEY = "optimization.compile.min_steps"
+
 
 def unavailable(knobs: Any, device: Device) -> str | None:
     """Why nothing can be compiled for this device, or None."""
@@ -37,11 +39,13 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     Where the whole step is one graph, the model's own would only be compiled twice; it waits
     for the case that the step's graph cannot be made.
     """
-    from runner.techniques.cost import compile_break_even
+    least, steps = knobs.min_steps, draft.total_steps
+    if least is None:
+        from runner.techniques.cost import compile_break_even
 
-    reason = compile_break_even(knobs.min_steps, draft)
-    if reason is not None:
-        return reason
+        least = int(draft.choose(KEY, lambda: compile_break_even(draft)))
+    if steps < least:
+        return f"{steps:,} steps do not pay it back; that takes {least:,} or more"
     from runner.techniques import compiler
     from runner.techniques.probe import repeated_blocks
 
@@ -51,7 +55,7 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     compiler.prepare(draft.scope)
     compiler.check_tokens(draft)
     modes = compiler.modes(knobs.mode.value, draft)
-    draft.compilation = compilation = compiler.Compilation(parts, modes, knobs.dynamic)
+    draft.compilation = compilation = compiler.Compilation(parts, modes)
     draft.recoveries.append(compilation.recover)
     draft.scope.callback(compilation.stop)
     if draft.whole_step is None:
@@ -122,8 +126,7 @@ def graph_obstacle(run: Run, eager: bool = False) -> str:
 
 def warn_graph_obstacle(run: Run) -> None:
     """Say at the start that a hook keeps every step from being compiled."""
-    compiled = run.compilation is not None and run.compilation.mode
-    name = "whole_step" if run.whole is not None else "compile"
-    reason = graph_obstacle(run, eager=run.whole is None)
-    if reason and (run.whole is not None or compiled):
+    compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
+    if compiled and (reason := graph_obstacle(run, eager=run.whole is None)):
+        name = "compile" if run.whole is None else "whole_step"
         log.warning("optimization.%s: %s", name, reason)

@@ -32,10 +32,9 @@ log = logging.getLogger("runner")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
-CALLS = (
-    re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_(\w+)\("),
-    re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\("),
-    re.compile(r"extern_kernels\.(\w+)\("),
+CALLS = re.compile(
+    r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
+    r"(\w+?)(?:_out)?(?:\.\w+)?\("
 )
 """Operators that generated code calls, as C++ and as Python."""
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -51,8 +50,8 @@ TRACER_WARNINGS = (
 class Compilation:
     """The model's parts, compiled; goes down the modes and at last to eager where one fails."""
 
-    def __init__(self, parts: list[nn.Module], modes: list[str], dynamic: bool | None) -> None:
-        self.parts, self.modes, self.dynamic = parts, modes, dynamic
+    def __init__(self, parts: list[nn.Module], modes: list[str]) -> None:
+        self.parts, self.modes = parts, modes
         self.mode = ""  # eager
 
     def start(self) -> None:
@@ -61,7 +60,7 @@ class Compilation:
         self.stop()
         self.mode = self.modes.pop(0) if self.modes else ""
         for part in self.parts if self.mode else ():
-            _compile(part, mode=self.mode, dynamic=self.dynamic)
+            _compile(part, self.mode)
 
     def stop(self) -> None:
         """Back to eager."""
@@ -82,19 +81,19 @@ class Compilation:
         return True
 
 
-def _compile(part: nn.Module, **options: Any) -> None:
+def _compile(part: nn.Module, mode: str) -> None:
     """`part.compile()`, also for a class of torch's own, whose files the tracer does not look into.
 
     A bare nn.Sequential would stay eager without a word (torch 2.13); here it is inlined.
     """
     if not type(part).forward.__module__.startswith("torch."):
-        part.compile(**options)
+        part.compile(mode=mode)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    part._compiled_call_impl = torch.compile(call, **options)
+    part._compiled_call_impl = torch.compile(call, mode=mode)
 
 
 def modes(asked: str, draft: RunBuilder) -> list[str]:
@@ -141,7 +140,7 @@ def is_at_fault(error: Exception) -> bool:
     """Whether it is the compiler that failed, and not what it compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
-    if any("codecache" in path for path in _trail(error, f"torch{os.sep}_inductor{os.sep}")):
+    if _passed(error, f"torch{os.sep}_inductor{os.sep}", "codecache"):
         return True
     # some of its errors are no TorchDynamoException, such as that of too many recompiles
     theirs = type(error).__module__ == TorchDynamoException.__module__
@@ -150,13 +149,13 @@ def is_at_fault(error: Exception) -> bool:
 
 def was_running(error: Exception) -> bool:
     """Whether compiled code had begun to run when it was raised."""
-    return bool(_trail(error, f"_inductor{os.sep}output_code.py"))
+    return _passed(error, f"_inductor{os.sep}output_code.py")
 
 
-def _trail(error: Exception, part: str) -> list[str]:
-    """The files with this in their paths that the error came through."""
+def _passed(error: Exception, *parts: str) -> bool:
+    """Whether the error came through a file with all of these in its path."""
     paths = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-    return [path for path in paths if part in path]
+    return any(all(part in path for part in parts) for path in paths)
 
 
 def summarize_error(error: Exception) -> str:
@@ -171,8 +170,7 @@ def summarize_message(text: str) -> str:
     first = lines[0].partition(", consider setting")[0]
     if first.endswith(":"):  # of what a backend raised
         first = " ".join([first, *lines[1:2]])
-    trace = text.partition("user code")[2]
-    places = PLACE.findall(trace)[-1:] or FUNCTION.findall(text)
+    places = PLACE.findall(text.partition("user code")[2])[-1:] or FUNCTION.findall(text)
     where = f" ({places[0][0]}:{places[0][1]})" if places else ""
     return f"{shorten(first, 200)}{where}"
 
@@ -208,12 +206,9 @@ def kernels() -> dict[str, int]:
     """
     from torch._inductor.codecache import PyCodeCache
 
-    calls: Counter[str] = Counter()
-    for module in PyCodeCache.modules:
-        source = Path(str(module.__file__)).read_text(errors="replace")
-        for pattern in CALLS:
-            calls.update(f"aten::{name.removesuffix('_out')}" for name in pattern.findall(source))
-    return dict(calls)
+    files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
+    names = [name for file in files for name in CALLS.findall(file.read_text(errors="replace"))]
+    return dict(Counter(f"aten::{name}" for name in names))
 
 
 def compilation_facts() -> dict[str, Any]:
@@ -260,12 +255,12 @@ def check_tokens(draft: RunBuilder) -> None:
         return
 
     def place(batch: Batch) -> Batch:
-        ids = batch[0]
+        ids: Any = batch[0]
         while isinstance(ids, tuple | list):
             ids = ids[0]
         if isinstance(ids, dict):
             ids = ids.get("input_ids")
-        if ids is not None and out_of_range(ids, vocab):
+        if out_of_range(ids, vocab):
             raise DataError(
                 f"a token id is out of range: ids go from {int(ids.min())} to {int(ids.max())}, "
                 f"and the vocabulary has {vocab} (data.vocab)"
@@ -313,9 +308,8 @@ def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
     if sys.platform == "win32" or str(folder) == environ.get(CACHE):
         return None
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written by other users"
-    return None
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return "can be written by other users" if status.st_uid != os.getuid() or shared else None
 
 
 def _make_cache(folder: Path, scope: ExitStack) -> Path:
@@ -323,9 +317,9 @@ def _make_cache(folder: Path, scope: ExitStack) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = cache_problem(folder, os.environ)
-        if problem is None:
-            return folder
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
+    if problem is None:
+        return folder
     log.warning("%s %s; what is compiled is not kept for later runs", folder, problem)
     return Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="runner-compiled-")))

@@ -61,11 +61,7 @@ class System(BuiltIn):
     """
 
     small_mflop: float = bounded(30.0, min=0)  # a forward below this gets one thread
-    neighbours: bool = True  # leave cores that other processes keep busy to them
-    flush_denormals: bool = True  # numbers below 1e-38 are zero
-    keep_memory: bool = True  # freed memory is not given back to the system at each step
     cudnn_benchmark: bool = True
-    expandable_segments: bool = True
 
 
 @dataclass
@@ -91,20 +87,12 @@ class Amp(BuiltIn):
     """Matrix products in 16 bits; weights, reductions and the loss stay in fp32."""
 
     dtype: Precision = Precision.auto
-    pure: bool = False  # all in bf16 but the weights that are updated and the optimizer's state
     min_mflop: float = bounded(0.0, min=0)  # a smaller product loses more by casting than it gains
     initial_scale: float = bounded(65536.0, above=0)  # of the loss in fp16, torch's; it adapts
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pure and self.dtype is Precision.fp16:
-            raise ConfigError(
-                "optimization.amp.pure", "in fp16 would overflow", "use optimization.amp.dtype=bf16"
-            )
-
 
 class Kernel(Enum):
-    """Ways to compute attention; `auto` times those that run here."""
+    """Ways to compute attention; `auto` chooses by device, type and size."""
 
     auto = "auto"
     flash = "flash"  # never holds the matrix [query, key]
@@ -119,7 +107,6 @@ class Attention(BuiltIn):
     """The kernel behind torch's scaled_dot_product_attention, for any model that calls it."""
 
     kernel: Kernel = Kernel.auto
-    matrix_mb: int = bounded(1024, min=0)  # auto: limit of the matrices [query, key] of all layers
 
 
 @dataclass
@@ -135,16 +122,12 @@ class Accumulation(BuiltIn):
     """Micro-batches whose gradients add up to the batch's (BatchNorm apart), in less memory."""
 
     micro_batch: int | None = bounded(None, min=1)  # samples; null: as many as fit the memory
-    share: float = bounded(0.8, above=0, max=1)  # of the free memory that a step may take
 
 
 class RecomputePolicy(Enum):
-    """What is computed again; auto is as little as fits the memory, and nothing if all does."""
+    """What is computed again."""
 
-    auto = "auto"
-    none = "none"
     full = "full"  # every block: the least memory, a forward more of work
-    every = "every"  # each n-th block
     selective = "selective"  # all but products of matrices, convolutions and attention
 
 
@@ -152,9 +135,7 @@ class RecomputePolicy(Enum):
 class Recompute(BuiltIn):
     """Activations of repeated blocks computed again in the backward instead of held until then."""
 
-    what: RecomputePolicy = RecomputePolicy.auto
-    every: int = bounded(2, min=1)  # what=every: each so manyth block
-    share: float = bounded(0.8, above=0, max=1)  # what=auto: of the free memory
+    what: RecomputePolicy = RecomputePolicy.full
 
 
 @dataclass
@@ -166,7 +147,6 @@ class CudaGraphs(BuiltIn):
 class WholeStep(BuiltIn):
     """Forward, backward, clip, guard and update of a full batch as one compiled graph."""
 
-    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: the break-even
     cpp_wrapper: bool = True  # CPU: also what calls the kernels is compiled
 
 
@@ -185,7 +165,6 @@ class Compile(BuiltIn):
 
     mode: CompileMode = CompileMode.auto
     regional: bool = False  # each repeated block alone: compiles in a fraction of the time
-    dynamic: bool | None = None  # sizes that change; null: once one has changed
     min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: the break-even
 
 
@@ -196,9 +175,7 @@ class FusedOptimizer(BuiltIn):
 
 @dataclass
 class Pipeline(BuiltIn):
-    """Loader workers and prefetching, as far as measuring says that they pay."""
-
-    budget_s: float = bounded(1.0, above=0)  # for the measuring
+    """Loader workers and prefetching, as many as fetching needs beside a step."""
 
 
 class QuantizationMode(Enum):
@@ -222,9 +199,8 @@ class AutoConfig:
     """The search of `optimization=auto`, and its limits."""
 
     budget_s: float = bounded(180.0, above=0)  # a run of less than twice that is not searched for
-    memory_budget_mb: float | None = bounded(None, above=0)  # peak of the device, or the process
     without: list[str] = field(default_factory=list)  # techniques that are not to be tried
-    cache: bool = True  # reuse a choice made for the same model, data and machine
+    cache: bool = True  # reuse a choice made for the same config and machine
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimization.auto")
@@ -248,7 +224,7 @@ class Optimization:
     tf32: Tf32 = field(default_factory=Tf32)
     channels_last: ChannelsLast = field(default_factory=ChannelsLast)  # before anything captures
     amp: Amp = field(default_factory=Amp)
-    attention: Attention = field(default_factory=Attention)  # timed in the dtype that amp chose
+    attention: Attention = field(default_factory=Attention)  # by the dtype that amp chose
     chunked_loss: ChunkedLoss = field(default_factory=ChunkedLoss)
     accumulation: Accumulation = field(default_factory=Accumulation)  # how much a backward holds
     recompute: Recompute = field(default_factory=Recompute)  # if that is still too much

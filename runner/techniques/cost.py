@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from math import inf, isfinite
+from math import inf
 from time import perf_counter
 
 import torch
@@ -23,30 +22,12 @@ ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
 
 
-def forward_mflop(draft: RunBuilder) -> float:
-    """Millions of floating-point operations in a forward over a micro-batch; counted once.
+def forward_cost(draft: RunBuilder) -> ForwardCost:
+    """Operations of a forward over a micro-batch, counted once.
 
     A rule on this number repeats, where a race would come out differently from run to run. A
     model that must not be called before training counts as large.
     """
-    return forward_cost(draft).mflop * draft.micro_batch
-
-
-def product_mflop(draft: RunBuilder) -> float:
-    """The same for one of its products or convolutions, on average."""
-    return forward_mflop(draft) / max(1, forward_cost(draft).products)
-
-
-def describe_forward(draft: RunBuilder) -> str:
-    """What a forward takes, for a reason."""
-    mflop = forward_mflop(draft)
-    if isfinite(mflop):
-        return f"a forward takes {mflop:,.1f} MFLOP"
-    return f"a forward is not counted, {forward_cost(draft).unknown}"
-
-
-def forward_cost(draft: RunBuilder) -> ForwardCost:
-    """The operations of a sample's forward."""
     if draft.forward_cost is None:
         try:
             draft.forward_cost = _count(draft, SAMPLES)
@@ -68,27 +49,16 @@ def _count(draft: RunBuilder, samples: int) -> ForwardCost:
         FlopCounterMode(display=False) as counter,
     ):
         call(draft.model, inputs)
-    flops = float(counter.get_total_flops())
-    return ForwardCost(flops / count(target) / 1e6, sum(one in flop_registry for one in products))
+    mflop = counter.get_total_flops() / 1e6 * draft.micro_batch / count(target)
+    return ForwardCost(mflop, sum(one in flop_registry for one in products))
 
 
-def compile_break_even(min_steps: int | None, draft: RunBuilder) -> str | None:
-    """Why so short a run should stay eager, or None.
+def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
+    """From how many steps on compiling pays back, and what that rests on.
 
-    With no number given, forwards of the model are timed: compiling pays back once the time that it
-    saves (some 15 % of each step) is more than it takes (half a minute, the first time).
+    It does once the time that it saves (some 15 % of each step, which is timed) is more than it
+    takes (half a minute, the first time).
     """
-    if min_steps is not None:
-        short = draft.total_steps < min_steps
-        return f"{draft.total_steps:,} steps, and min_steps={min_steps}" if short else None
-    needed = int(draft.choose("optimization.compile.min_steps", partial(_break_even, draft)))
-    if draft.total_steps >= needed:
-        return None
-    return f"{draft.total_steps:,} steps do not pay it back; that takes {needed:,} or more"
-
-
-def _break_even(draft: RunBuilder) -> tuple[int, str]:
-    """The number of steps, and what it rests on."""
     try:
         seconds = step_seconds(draft)
         measured = f"forward and backward take some {1e3 * seconds:.3g} ms"

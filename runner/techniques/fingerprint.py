@@ -3,107 +3,74 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from runner.data.batch import call
-from runner.data.nested import tensors
-from runner.device import denormals
 from runner.techniques.base import Evidence, RunBuilder, Technique
-from runner.techniques.probe import OperatorObserver, entered, sample_batch, untouched
+from runner.techniques.probe import OperatorObserver, entered, saved_bytes, trial_step
 from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.device.device import Device
 
 CLAIM = "claimed by the technique itself"
-SAMPLES = 8  # of the step whose operators are compared
-COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")  # attributes of what torch.compile returns
-MEASURED_OTHERWISE = {"model", "forward", "contexts", "placements", "remarks", "choices", "scope"}
-"""Fields of a draft whose change says nothing by itself: it shows in a step, or nowhere."""
+SAMPLES = 8  # of the step that is compared
+SHOWN_IN_A_STEP = {"model", "forward", "contexts", "placements", "remarks", "choices", "scope"}
+"""Fields of a draft whose change says nothing by itself."""
 
 
 def fingerprint(draft: RunBuilder) -> dict[str, Any]:
     """What can be observed of a draft, by the name that a change of it is reported under."""
-    names = {one.name for one in fields(draft)} - MEASURED_OTHERWISE
-    return {
-        **_state(draft.model, draft.contexts, draft.device.kind),
-        **_step(draft),
-        **{name: _copied(getattr(draft, name)) for name in names},
-        "compiled forward": [hasattr(draft.forward, name) for name in COMPILED],
-    }
+    names = {one.name for one in fields(draft)} - SHOWN_IN_A_STEP
+    settings = {name: getattr(draft, name) for name in names}
+    settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
+    return {**settings, **_state(draft), **_step(draft)}
 
 
-def _state(model: nn.Module, contexts: Sequence[Callable[[], Any]], kind: str) -> dict[str, Any]:
+def _state(owner: RunBuilder | Run) -> dict[str, Any]:
     """The part of it that can be observed in a run, too."""
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with entered(contexts):
+    model, kind = owner.model, owner.device.kind
+    with entered(owner.contexts):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    switches = [
+        autocast,
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+    ]
     return {
         "types and layout of weights": {
-            name: (weight.dtype, weight.device, weight.stride(), weight.requires_grad)
-            for name, weight in weights.items()
+            name: (weight.dtype, weight.stride(), weight.requires_grad)
+            for name, weight in [*model.named_parameters(), *model.named_buffers()]
         },
         "compiled modules": [module._compiled_call_impl is None for module in model.modules()],
-        "switches of the process": [
-            autocast,
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-            *(cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.enabled, cudnn.benchmark),
-            (torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()),
-            torch.backends.mkldnn.enabled,
-            denormals.flushed(),
-        ],
+        "compiled forward": hasattr(owner.forward, "_torchdynamo_orig_callable"),
+        "switches of the process": switches,
     }
 
 
 def _step(draft: RunBuilder) -> dict[str, Any]:
     """Operators, numbers and memory of a forward and backward over a few samples, uncompiled."""
+    numbers: list[float] = []
     operators: Counter[tuple[str, Any]] = Counter()
-    held: Counter[int] = Counter()
 
     def note(operator: Any, output: Any) -> None:
         operators[str(operator), getattr(output, "dtype", None)] += 1
 
-    def pack(tensor: Tensor) -> Tensor:
-        held[tensor.nbytes] += 1
-        return tensor
+    def step() -> None:
+        loss, gradients = trial_step(draft, min(SAMPLES, draft.micro_batch))
+        numbers.extend(float(t.double().sum()) for t in (loss, *gradients) if t is not None)
 
-    inputs, target = sample_batch(draft, min(SAMPLES, draft.micro_batch))
-    weights = [p for p in draft.model.parameters() if p.requires_grad]
     try:
-        with (
-            untouched(draft),
-            torch.compiler.set_stance("force_eager"),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
-            OperatorObserver(note),
-        ):
-            with entered(draft.contexts):
-                loss = draft.objective(call(draft.forward, inputs), target)
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        with OperatorObserver(note):
+            memory = saved_bytes(draft.model, step)
     except Exception as error:  # such as of a model that knows its batch size
-        return {"operators of a step": type(error)}
-    return {
-        "operators of a step": operators,
-        "numbers of a step": [
-            float(loss.detach()),
-            *(float(g.double().sum()) for g in gradients if g is not None),
-        ],
-        "memory for the backward": held,
-        "layout of batches": [(t.dtype, t.shape, t.stride()) for t in tensors((inputs, target))],
-    }
-
-
-def _copied(value: Any) -> Any:
-    return copy(value) if isinstance(value, dict | list) else value
+        return {"a step": type(error)}
+    return {"memory for the backward": memory, "numbers": numbers, "operators": operators}
 
 
 def _differ(before: Any, after: Any) -> bool:
@@ -125,23 +92,21 @@ class MeasuredTechnique(Technique):
         return self.technique.unavailable(device)
 
     def apply(self, draft: RunBuilder) -> str | None:
-        """Apply it between two looks; what differs between two looks before it tells nothing."""
+        """Apply it between two fingerprints; what differs without it, too, tells nothing."""
         first, before = fingerprint(draft), fingerprint(draft)
         reason = self.technique.apply(draft)
         after = fingerprint(draft)
-        self.changes = {
-            name: value
-            for name, value in before.items()
-            if not _differ(first[name], value) and _differ(value, after[name])
-        }
+        for name, value in before.items():
+            if not _differ(first.get(name), value) and _differ(value, after.get(name)):
+                self.changes[name] = value
         return reason
 
     def engaged(self, run: Run) -> Evidence:
-        """Its own evidence, held against what was seen to change and still differs."""
+        """Its own evidence, compared with what was seen to change and still differs."""
         evidence = self.technique.engaged(run)
         if not evidence.engaged:
             return evidence
-        now = _state(run.model, run.contexts, run.device.kind)
+        now = _state(run)
         measured = [
             name
             for name, before in self.changes.items()

@@ -36,9 +36,8 @@ def engaged(knobs: FusedOptimizer, run: Run) -> Evidence:
         weights[_implementation(optimizer, group)] += len(group["params"])
     ran = weights.most_common(1)[0][0]
     facts = {"implementation": ran, "guard": _guard(run.update)}
-    shown = Evidence.of_share(
-        weights["fused"], weights.total(), "weights updated by a fused kernel", **facts
-    )
+    of = "weights updated by a fused kernel"
+    shown = Evidence.of_share(weights["fused"], weights.total(), of, **facts)
     if weights["fused"]:
         return shown
     name = type(optimizer).__name__

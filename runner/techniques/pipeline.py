@@ -1,12 +1,13 @@
 """Batches that are there when the step wants them: worker processes, and copies aside on a GPU.
 
-How many workers, and whether any, is measured with the run's own batches. The batches are the
-same, whoever fetches them.
+How many workers, and whether any, comes from the time of a fetch and of a step. The batches are
+the same, whoever fetches them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -15,8 +16,9 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Pipeline
 from runner.training.run import Run
 
-TRIED = (0, 1, 2, 4)  # workers
-CLEARLY = 0.95  # of the time of a step: more workers have to be worth at least that
+MOST = 4  # workers
+BUDGET_S = 0.5  # of fetching
+CLEARLY = 0.05  # of a step: fetching that takes less is left in the loop
 
 
 def apply(knobs: Pipeline, draft: RunBuilder) -> str | None:
@@ -29,7 +31,7 @@ def apply(knobs: Pipeline, draft: RunBuilder) -> str | None:
     elif draft.in_memory:
         reason = "the data is in memory, and workers would only copy it"
     else:
-        workers = draft.choose("data.workers", lambda: _choose_workers(knobs, draft))
+        workers = draft.choose("data.workers", lambda: _choose_workers(draft))
         draft.data = replace(draft.data, workers=workers)
         return None
     if not aside:
@@ -38,44 +40,29 @@ def apply(knobs: Pipeline, draft: RunBuilder) -> str | None:
     return None
 
 
-def _choose_workers(knobs: Pipeline, draft: RunBuilder) -> tuple[int, str]:
-    """The fewest workers with which a step takes about the least: its wait and its computing.
-
-    Workers fetch while the step computes, so with them the longer of the two counts.
-    """
+def _choose_workers(draft: RunBuilder) -> tuple[int, str]:
+    """As many as fetch a batch in the time of a step; none where that takes next to no time."""
     from runner.techniques.cost import step_seconds
 
-    tried = [count for count in TRIED if count <= draft.device.cores]
-    share = knobs.budget_s / (len(tried) + 1)
-    first = _fetch_seconds(draft, 0, 0.0)
-    if first > share:
-        return tried[-1], f"a batch takes {first:.1f} s, too long to try others"
+    fetch = _fetch_seconds(draft)
     try:
         step = step_seconds(draft)
     except NotRestorable:
         step = 0.0
-    fetch = {n: _fetch_seconds(draft, n, share) for n in tried}
-    took = {n: max(fetch[n], step) if n else fetch[n] + step for n in tried}
-    best = 0
-    for count in tried[1:]:
-        if took[count] < CLEARLY * took[best]:
-            best = count
-    draft.remarks["pipeline"] = {
-        "batches_per_second": {n: round(1 / seconds, 1) for n, seconds in fetch.items()},
-        "wait_share_without_workers": round(fetch[0] / took[0], 4),
-    }
-    times = ", ".join(f"{1e3 * seconds:.1f} ms with {n}" for n, seconds in fetch.items())
-    return best, f"a batch takes {times}; a step computes about {1e3 * step:.1f} ms"
+    draft.remarks["pipeline"] = {"wait_share_without_workers": round(fetch / (fetch + step), 4)}
+    most = min(MOST, draft.device.cores)
+    workers = 0 if fetch < CLEARLY * step else min(most, ceil(fetch / step) if step else most)
+    return workers, f"a batch takes {1e3 * fetch:.1f} ms; a step computes about {1e3 * step:.1f} ms"
 
 
-def _fetch_seconds(draft: RunBuilder, workers: int, budget_s: float) -> float:
-    """Seconds a batch, fetched by so many workers and nothing else going on."""
-    loader = draft.loader(replace(draft.data, workers=workers))
+def _fetch_seconds(draft: RunBuilder) -> float:
+    """Seconds a batch, fetched in this process and nothing else going on."""
+    loader = draft.loader(replace(draft.data, workers=0))
     try:
         batches = loader.batches(0)
-        next(batches)  # workers start, files are opened
+        next(batches)  # files are opened
         start, fetched = perf_counter(), 0
-        while fetched < max(1, workers) or perf_counter() - start < budget_s:
+        while not fetched or perf_counter() - start < BUDGET_S:
             next(batches)
             fetched += 1
         draft.device.synchronize()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,6 +89,35 @@ def forward(draft: RunBuilder, inputs: Inputs) -> Any:
         return call(draft.forward, inputs)
 
 
+def trial_step(draft: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Loss and gradients over so many training samples, uncompiled.
+
+    Nothing of the model changes. What it raises passes through.
+    """
+    inputs, target = sample_batch(draft, samples)
+    weights = [p for p in draft.model.parameters() if p.requires_grad]
+    with untouched(draft), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        draft.model.train()
+        with entered(draft.contexts):
+            loss = draft.objective(call(draft.forward, inputs), target)
+        return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
+
+
+def saved_bytes(model: nn.Module, step: Callable[[], object]) -> int:
+    """Bytes that a step saves for its backward, the model's own left out."""
+    own = {t.untyped_storage()._cdata for t in model.state_dict(keep_vars=True).values()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in own:
+            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return sum(sizes.values())
+
+
 def operators(run: Run) -> Mapping[str, int]:
     """The operators and kernels of one step as the run really makes it, by name.
 
@@ -112,15 +141,18 @@ def operators(run: Run) -> Mapping[str, int]:
     return run.operators
 
 
-def dry_run_step(run: Run) -> None:
-    """A step over the first training batch, and no update: forward and backward, or one graph."""
+def dry_run_step(run: Run, samples: int | None = None) -> None:
+    """A step over the first training batch, and no update: forward and backward, or one graph.
+
+    With `samples` over no more of them, forward and backward.
+    """
     gradients = [parameter.grad for parameter in run.model.parameters()]
     try:
         batch = run.train.peek()
-        if run.whole is not None and run.whole.takes(batch):
+        if samples is None and run.whole is not None and run.whole.takes(batch):
             run.whole.dry_run(batch)
             return
-        batch = rows(batch, slice(run.micro_batch))
+        batch = rows(batch, slice(min(run.micro_batch, samples or run.micro_batch)))
         run.update.begin()
         with entered(run.contexts):
             loss = run.objective(call(run.forward, batch[0]), batch[1])

@@ -1,27 +1,32 @@
-"""Int8 linear layers, for evaluation and inference."""
+"""Int8 linear layers, for evaluation and inference; the products are torch's own operators."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from runner.data.batch import call
 from runner.device.device import Device
 from runner.models import modes
-from runner.techniques import int8
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Quantization, QuantizationMode
 from runner.training.evaluation import evaluate, standalone
 from runner.training.run import Quantized, Run
 
 ROUNDS = 5  # of forwards, one each in turn, on each machine as many
+LEVELS = 127  # on either side of zero
+TINY = 1e-12  # the smallest scale, for rows of zeros
+MIN_CUDA_ROWS = 17  # the fewest that `torch._int_mm` takes on CUDA; other sizes: multiples of 8
 
 
 def unavailable(knobs: Quantization, device: Device) -> str | None:
@@ -41,19 +46,19 @@ def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
     )
 
 
-def _layers(knobs: Quantization, model: nn.Module, device: Device) -> dict[nn.Module, torch.Tensor]:
+def _layers(knobs: Quantization, model: nn.Module, device: Device) -> dict[nn.Module, Tensor]:
     dynamic = knobs.mode is QuantizationMode.dynamic
     multiple = 8 if device.kind == "cuda" and dynamic else 1  # what torch's product takes there
-    return int8.candidates(model, knobs.min_features, multiple)
+    return candidates(model, knobs.min_features, multiple)
 
 
 def engaged(knobs: Quantization, run: Run) -> Evidence:
     """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
     plain = standalone(run)
     layers = _layers(knobs, plain, run.device)
-    float_bytes, quantized = int8.model_bytes(plain), len(layers)
-    model = int8.replace_layers(plain, layers, knobs.mode is QuantizationMode.dynamic)
-    left_float = sum(int8.linear_weight(module) is not None for module in model.modules())
+    float_bytes, quantized = model_bytes(plain), len(layers)
+    model = replace_layers(plain, layers, knobs.mode is QuantizationMode.dynamic)
+    left_float = sum(linear_weight(module) is not None for module in model.modules())
     progress = run.progress
     known = progress.validated_step == progress.step and run.monitor in progress.metrics
     metrics = progress.metrics if known else evaluate(run).metrics
@@ -70,7 +75,7 @@ def engaged(knobs: Quantization, run: Run) -> Evidence:
         "relative_drop": drop,
         "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
         "float_bytes": float_bytes,
-        "int8_bytes": int8.model_bytes(model),
+        "int8_bytes": model_bytes(model),
         "latency_ratio": round(latency_ratio(run, model), 3),
     }
     compared = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
@@ -78,10 +83,10 @@ def engaged(knobs: Quantization, run: Run) -> Evidence:
         reason = f"{compared}: more is lost than max_drop={knobs.max_drop:g}"
         return Evidence(False, reason, facts)
     run.quantized = Quantized(model, evaluation)
-    share = facts["int8_bytes"] / float_bytes
-    compared += f"; {share:.0%} of the bytes, {facts['latency_ratio']:.2f} of the time"
-    layers_share = f"{quantized} of {quantized + left_float} linear layers"
-    return Evidence(True, f"{compared}; {layers_share}", facts)
+    share, latency = facts["int8_bytes"] / float_bytes, facts["latency_ratio"]
+    compared += f"; {share:.0%} of the bytes, {latency:.2f} of the time"
+    of = f"{quantized} of {quantized + left_float} linear layers"
+    return Evidence(True, f"{compared}; {of}", facts)
 
 
 def _relative_drop(before: float, after: float, higher_is_better: bool) -> float:
@@ -103,12 +108,128 @@ def latency_ratio(run: Run, model: nn.Module) -> float:
         for context in run.contexts:
             stack.enter_context(context())
         inputs = run.validation.peek()[0]
-        for number in range(ROUNDS + 1):
+        for _ in range(ROUNDS + 1):
             for forward, seconds in zip(forwards, times, strict=True):
                 run.device.synchronize()
                 start = perf_counter()
                 call(forward, inputs)
                 run.device.synchronize()
-                if number:  # the first one settles
-                    seconds.append(perf_counter() - start)
-    return median(times[0]) / median(times[1])
+                seconds.append(perf_counter() - start)
+    return median(times[0][1:]) / median(times[1][1:])  # the first one settles
+
+
+# -- the layers ------------------------------------------------------------------------------------
+
+
+class Int8Linear(nn.Module):
+    """Replaces a linear layer: int8 weights with one scale per output.
+
+    [..., in] -> [..., out], in the dtype of the layer it replaces. `dynamic` quantises each row of
+    the input as it comes and multiplies in int8 (`torch._int_mm`); otherwise weights become floats
+    for each product, which saves memory alone.
+    """
+
+    quantized: Tensor  # [out, in]
+    scale: Tensor  # [out]
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dynamic: bool) -> None:
+        super().__init__()
+        self.dynamic = dynamic
+        exact = weight.detach().float()
+        levels = product_levels(weight.device.type) if dynamic else LEVELS
+        scale = exact.abs().amax(1).clamp(min=TINY) / levels
+        self.register_buffer("quantized", (exact / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights in fp32: torch's transformer layers read them beside the forward."""
+        return self.quantized * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, in the dtype of the input or of autocast."""
+        kind = x.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+        if self.dynamic:
+            product = self._int8_product(x)
+        else:  # sums of unscaled weights overflow fp16
+            exact = torch.float32 if dtype is torch.float16 else dtype
+            product = F.linear(x.to(exact), self.quantized.to(exact))
+        y = product * self.scale
+        return (y if self.bias is None else y + self.bias).to(dtype)
+
+    def _int8_product(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        step = rows.abs().amax(1, keepdim=True).clamp(min=TINY) / LEVELS
+        levels = (rows / step).round().to(torch.int8)
+        if x.is_cuda:  # at every size: a branch would fix the batch size of an exported model
+            levels = F.pad(levels, (0, 0, 0, MIN_CUDA_ROWS - 1))
+        product = torch._int_mm(levels, self.quantized.t())[: rows.shape[0]]
+        return (product * step).reshape(*x.shape[:-1], -1)
+
+
+@cache
+def product_levels(device_type: str) -> int:
+    """Levels of a weight on either side of zero with which int8 products are exact.
+
+    A CPU without VNNI adds pairs of products in 16 bits, which saturate beyond 64 levels (oneDNN,
+    "Nuances of int8 computations"); found by trying it, as torch does not say.
+    """
+    if device_type != "cpu":
+        return LEVELS
+    largest = torch.full((4, 64), LEVELS, dtype=torch.int8)
+    exact = bool((torch._int_mm(largest, largest.t()) == 64 * LEVELS**2).all())
+    return LEVELS if exact else 64
+
+
+def linear_weight(module: nn.Module) -> Tensor | None:
+    """[out, in] of a plain linear layer, or of transformers' Conv1D; else None.
+
+    Subclasses and layers with hooks may compute anything, so they stay float.
+    """
+    weight, kind = module._parameters.get("weight"), type(module)
+    if weight is None or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if kind is nn.Linear and weight.is_floating_point():
+        return weight
+    conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return weight.t() if conv1d and weight.is_floating_point() else None
+
+
+def candidates(model: nn.Module, min_features: int, multiple: int = 1) -> dict[nn.Module, Tensor]:
+    """The linear layers to quantise, with their weights.
+
+    Not those below `min_features` on a side, nor weights that another module shares: there would
+    be two copies.
+    """
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    layers: dict[nn.Module, Tensor] = {}
+    for module in model.modules():
+        weight = linear_weight(module)
+        if weight is None or owners[id(module._parameters["weight"])] > 1:
+            continue
+        if min(weight.shape) >= min_features and not any(n % multiple for n in weight.shape):
+            layers[module] = weight
+    return layers
+
+
+def replace_layers(model: nn.Module, layers: dict[nn.Module, Tensor], dynamic: bool) -> nn.Module:
+    """The model with an `Int8Linear` in place of each of its `layers`, wherever it occurs."""
+    replacements: dict[nn.Module, nn.Module] = {
+        module: Int8Linear(weight, module._parameters.get("bias"), dynamic).eval()
+        for module, weight in layers.items()
+    }
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+    return replacements.get(model, model)
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers, each counted once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -13,23 +13,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from runner.device import memory
 from runner.models.preserved_state import NotRestorable
 from runner.record.text import shorten
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Recompute, RecomputePolicy
-from runner.techniques.memory_prediction import Prediction, predict
-from runner.techniques.probe import dry_run_step, repeated_blocks
+from runner.techniques.probe import dry_run_step, repeated_blocks, saved_bytes, trial_step
 from runner.training.run import Run
 
-KEY = "optimization.recompute.what"
+SAMPLES = 4  # of the steps that are tried, and compared
+NOTABLY = 0.9  # of the bytes held without it: less is a saving
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 aten = torch.ops.aten
 COSTLY = {
@@ -47,54 +46,24 @@ COSTLY = {
 
 
 def apply(knobs: Recompute, draft: RunBuilder) -> str | None:
-    """Give each chosen block a forward that forgets; its keys stay as they are."""
-    if knobs.what is RecomputePolicy.none:
-        return f"{KEY}=none"
+    """Give each block a forward that forgets; its keys stay as they are."""
     blocks = repeated_blocks(draft.model)
     if not blocks:
         return "the model has no repeated blocks to recompute one by one"
     _drop_caches(draft)
-    what: RecomputePolicy = RecomputePolicy(knobs.what)
-    if what is RecomputePolicy.auto:
-        what = RecomputePolicy(draft.choose(KEY, lambda: _decide(knobs, draft, blocks)))
-        if what is RecomputePolicy.none:
-            return draft.choices[-1].reason
-    chosen = blocks[:: knobs.every] if what is RecomputePolicy.every else blocks
-    recomputed = Recomputed(what, chosen, len(blocks))
-    try:  # once a traced step has gone through
-        without, with_it = predict(draft), _predict(draft, recomputed)
+    recomputed = Recomputed(knobs.what, blocks)
+    try:
+        with ExitStack() as scope:
+            recomputed.wrap(scope)
+            trial_step(draft, min(draft.micro_batch, SAMPLES))
     except NotRestorable:
         raise
     except Exception as error:  # whatever a model raises whose blocks can run only once
         gist = shorten(str(error), 200)
         return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"
-    recomputed.held, recomputed.held_without = with_it.saved, without.saved
     recomputed.wrap(draft.scope)
     draft.recompute = recomputed
-    draft.predicted_bytes = with_it.peak_on(draft.device)
     return None
-
-
-def _decide(knobs: Recompute, draft: RunBuilder, blocks: list[nn.Module]) -> tuple[str, str]:
-    """As little as fits the memory, and why."""
-    free = memory.room(draft.device)
-    for what in (RecomputePolicy.none, RecomputePolicy.selective):
-        of = blocks if what is RecomputePolicy.selective else []
-        try:
-            prediction = _predict(draft, Recomputed(what, of, len(blocks)))
-        except Exception as error:
-            reason = f"the memory cannot be predicted ({type(error).__name__})"
-            return RecomputePolicy.full.value, reason
-        if prediction.fits(draft.device, free, knobs.share):
-            draft.predicted_bytes = prediction.peak_on(draft.device)
-            return what.value, f"it fits: {prediction.beside(free)}"
-    return RecomputePolicy.full.value, f"it would not fit: {prediction.beside(free)}"
-
-
-def _predict(draft: RunBuilder, recomputed: Recomputed) -> Prediction:
-    with ExitStack() as scope:
-        recomputed.wrap(scope)
-        return predict(draft)
 
 
 def _drop_caches(draft: RunBuilder) -> None:
@@ -111,24 +80,28 @@ def engaged(knobs: Recompute, run: Run) -> Evidence:
     recomputed = run.recompute
     if recomputed is None:
         return Evidence(False, "nothing was recomputed")
-    facts: dict[str, Any] = {
-        "what": recomputed.what.value,
-        "blocks": len(recomputed.blocks),
-        "of": recomputed.of,
-        "held_bytes": recomputed.held,
-        "held_bytes_without": recomputed.held_without,
-    }
-    if run.compilation is not None and run.compilation.mode:
-        facts["compiled_held_bytes"] = held = _held_bytes(run)
-        # a graph in which nothing is recomputed holds about what eager does without it
-        saved = recomputed.held_without - recomputed.held
-        took = 0 < held < recomputed.held_without - saved / 4
-        return Evidence(took, "" if took else "the compiled graph holds no less", facts)
+    blocks, samples = len(recomputed.blocks), min(run.micro_batch, SAMPLES)
+
+    def count_saved(most: int | None) -> int:
+        return saved_bytes(run.model, lambda: dry_run_step(run, most))
+
     recomputed.again.clear()
-    dry_run_step(run)
-    facts["recomputed_blocks"] = again = len(recomputed.again)
-    of = "blocks ran again in the backward"
-    return Evidence.of_share(again, len(recomputed.blocks), of, **facts)
+    with torch.compiler.set_stance("force_eager"):  # few samples: without it a step may not fit
+        held_bytes = count_saved(samples) * run.micro_batch // samples
+        again = len(recomputed.again)
+        with recomputed.paused():
+            without = count_saved(samples) * run.micro_batch // samples
+    facts: dict[str, Any] = {"what": recomputed.what.value}
+    if recomputed.what is RecomputePolicy.full:  # what selective holds is not seen by hooks
+        facts["held_bytes"] = held_bytes
+    facts |= {"held_bytes_without": without, "blocks": blocks}
+    if run.compilation is not None and run.compilation.mode:
+        facts["compiled_held_bytes"] = compiled = count_saved(None)
+        # a graph in which nothing is recomputed holds about what eager does without it
+        took = 0 < compiled < NOTABLY * without
+        return Evidence(took, "" if took else "the compiled graph holds no less", facts)
+    facts["recomputed_blocks"] = again
+    return Evidence.of_share(again, blocks, "blocks ran again in the backward", **facts)
 
 
 @dataclass
@@ -137,9 +110,7 @@ class Recomputed:
 
     what: RecomputePolicy
     blocks: list[nn.Module]
-    of: int  # blocks that there are
-    held: int = 0  # bytes between forward and backward, predicted for an eager step
-    held_without: int = 0
+    off: bool = False
     again: set[nn.Module] = field(default_factory=set, compare=False)  # ran for the backward too
 
     def wrap(self, scope: ExitStack) -> None:
@@ -147,6 +118,15 @@ class Recomputed:
         for block in self.blocks:
             scope.callback(_unwrap, block, vars(block).get("forward"))
             block.forward = self._checkpointed_forward(block, block.forward)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold everything meanwhile."""
+        self.off = True
+        try:
+            yield
+        finally:
+            self.off = False
 
     def _checkpointed_forward(
         self, block: nn.Module, forward: Callable[..., Any]
@@ -159,7 +139,7 @@ class Recomputed:
             return first, self._again(block, again)
 
         def forget(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if self.off or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=eager, **kwargs)
@@ -195,19 +175,3 @@ def _unwrap(block: nn.Module, own: Callable[..., Any] | None) -> None:
         del block.forward
     else:
         block.forward = own
-
-
-def _held_bytes(run: Run) -> int:
-    """Bytes that a step saves for the backward, weights left out."""
-    ours = {t.untyped_storage()._cdata for t in run.model.state_dict(keep_vars=True).values()}
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in ours:
-            sizes[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        dry_run_step(run)
-    return sum(sizes.values())

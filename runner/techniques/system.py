@@ -31,29 +31,24 @@ def apply(knobs: System, draft: RunBuilder) -> str | None:
     notes: dict[str, str | None] = {}
     if draft.device.kind == "cpu":
         if draft.threads_asked is None:
-            _set_threads(knobs, draft)
-        if knobs.flush_denormals:
-            notes["denormals"] = denormals.flush(draft.scope)
-        if knobs.keep_memory:
-            notes["allocator"] = allocator.keep_freed_memory(draft.scope)
+            before = torch.get_num_threads()
+            threads = draft.choose("device.threads", lambda: _choose_threads(knobs, draft, before))
+            draft.scope.callback(torch.set_num_threads, before)
+            torch.set_num_threads(threads)
+            notes["threads"] = None
+        notes["denormals"] = denormals.flush(draft.scope)
+        notes["allocator"] = allocator.keep_freed_memory(draft.scope)
     else:
-        if knobs.expandable_segments:
-            notes["expandable_segments"] = allocator.expand_segments(draft.scope)
+        notes["expandable_segments"] = allocator.expand_segments(draft.scope)
         if knobs.cudnn_benchmark and torch.are_deterministic_algorithms_enabled():
             notes["cudnn_benchmark"] = "device.deterministic: it picks kernels by timing"
         elif knobs.cudnn_benchmark:
             numerics.set_cudnn_benchmark(True, draft.scope)
-    if not notes and draft.threads_asked is not None:
-        return "device.threads decides, and the rest of it is switched off"
+            notes["cudnn_benchmark"] = None
+    if all(notes.values()):
+        return "; ".join(f"{name}: {why}" for name, why in notes.items())
     draft.remarks["system"] = {f"{name}_left_alone": why for name, why in notes.items() if why}
     return None
-
-
-def _set_threads(knobs: System, draft: RunBuilder) -> None:
-    before = torch.get_num_threads()
-    threads = draft.choose("device.threads", lambda: _choose_threads(knobs, draft, before))
-    draft.scope.callback(torch.set_num_threads, before)
-    torch.set_num_threads(threads)
 
 
 def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, str]:
@@ -61,14 +56,12 @@ def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, s
 
     And the slowest is waited for, which is the one that shares its core with a neighbour.
     """
-    from runner.techniques.cost import describe_forward, forward_mflop
+    from runner.techniques.cost import forward_cost
 
-    size = describe_forward(draft)
-    if forward_mflop(draft) < knobs.small_mflop:
-        return 1, f"{size}, too little to share out"
-    reason = f"{size}, enough to share out"
-    if not knobs.neighbours:
-        return most, reason
+    cost = forward_cost(draft)
+    if cost.mflop < knobs.small_mflop:
+        return 1, f"{cost}, too little to share out"
+    reason = f"{cost}, enough to share out"
     if torch.are_deterministic_algorithms_enabled():  # threads decide the last bits of a sum
         return most, f"{reason}; device.deterministic: other processes are not considered"
     if most == 1:
@@ -84,46 +77,30 @@ def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, s
 def engaged(knobs: System, run: Run) -> Evidence:
     """What is set, read back from the process."""
     settings = run.device.settings
-    facts: dict[str, Any] = {
-        key: settings[key] for key in ("threads", "interop_threads", "affinity", "priority")
-    }
+    facts: dict[str, Any] = {key: settings[key] for key in ("threads", "affinity", "priority")}
     facts["waiting"] = {key: os.environ[key] for key in WAITING if key in os.environ} or "spin"
     facts["allocator"] = allocator.name()
     facts |= run.remarks.get("system", {})
-    states = _cpu_states if run.device.kind == "cpu" else _gpu_states
-    problems = states(knobs, run, facts)
-    missing = [problem for problem in problems.values() if problem]
-    if len(missing) == len(problems):
-        missing.append("none of its settings is in force")
-    return Evidence(not missing, "; ".join(missing), facts)
+    read = _cpu_problems if run.device.kind == "cpu" else _gpu_problems
+    problems = read(knobs, run, facts)
+    return Evidence(not problems, "; ".join(problems), facts)
 
 
-def _cpu_states(knobs: System, run: Run, facts: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with each setting that was made; nothing where it is in force."""
-    problems: dict[str, str] = {}
-    chosen = next((c.value for c in run.choices if c.key == "device.threads"), None)
-    if chosen is not None:
-        off = f"{facts['threads']} threads, not the {chosen} chosen"
-        problems["threads"] = "" if chosen == facts["threads"] else off
-    if knobs.flush_denormals:
-        facts["denormals_are_zero"] = denormals.flushed()
-        if "denormals_left_alone" not in facts:
-            zero = facts["denormals_are_zero"]
-            problems["denormals"] = "" if zero else "denormals are not zero in every thread"
-    if knobs.keep_memory and "allocator_left_alone" not in facts:
-        problems["memory"] = ""
+def _cpu_problems(knobs: System, run: Run, facts: dict[str, Any]) -> list[str]:
+    """Settings that were made and are not in force."""
+    problems = []
+    chosen = next((c.value for c in run.choices if c.key == "device.threads"), facts["threads"])
+    if chosen != facts["threads"]:
+        problems.append(f"{facts['threads']} threads, not the {chosen} chosen")
+    facts["denormals_are_zero"] = denormals.flushed()
+    if not facts["denormals_are_zero"] and "denormals_left_alone" not in facts:
+        problems.append("denormals are not zero in every thread")
     return problems
 
 
-def _gpu_states(knobs: System, run: Run, facts: dict[str, Any]) -> dict[str, str]:
-    problems: dict[str, str] = {}
-    settings = run.device.settings
-    facts["memory_fraction"] = settings["memory_fraction"]
-    facts["cudnn_benchmark"] = settings["cudnn_benchmark"]
-    if knobs.cudnn_benchmark and "cudnn_benchmark_left_alone" not in facts:
-        problems["cudnn_benchmark"] = "" if facts["cudnn_benchmark"] else "cudnn.benchmark is off"
-    growing, facts["segments"] = allocator.expandable_segments()
-    facts["expandable_segments"] = growing
-    if growing:
-        problems["expandable_segments"] = ""
-    return problems
+def _gpu_problems(knobs: System, run: Run, facts: dict[str, Any]) -> list[str]:
+    facts["memory_fraction"] = run.device.settings["memory_fraction"]
+    facts["cudnn_benchmark"] = wanted = run.device.settings["cudnn_benchmark"]
+    facts["expandable_segments"], facts["segments"] = allocator.expandable_segments()
+    refused = not knobs.cudnn_benchmark or "cudnn_benchmark_left_alone" in facts
+    return [] if wanted or refused else ["cudnn.benchmark is off"]

@@ -12,8 +12,6 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Tf32
 from runner.training.run import Run
 
-KERNELS = ("tf32", "s1688")  # cuBLAS and cuDNN, and CUTLASS, which names the instruction's shape
-
 
 def unavailable(knobs: Tf32, device: Device) -> str | None:
     """Only NVIDIA's Ampere and later have it."""
@@ -29,20 +27,13 @@ def apply(knobs: Tf32, draft: RunBuilder) -> str | None:
 
 
 def engaged(knobs: Tf32, run: Run) -> Evidence:
-    """The flags, how a product of fp32 matrices is rounded, and the kernels of a step.
-
-    Under mixed precision the step's products are in 16 bits, and few kernels are of TF32.
-    """
-    from runner.techniques.probe import operators
-
-    rounded = rounds_to_tf32(run.device.torch)
+    """The flags, and how a product of fp32 matrices is rounded."""
     facts: dict[str, Any] = {
         "matmul": torch.backends.cuda.matmul.allow_tf32,
         "cudnn": torch.backends.cudnn.allow_tf32,
-        "products_are_rounded": rounded,
-        "kernels": [name[:80] for name in operators(run) if any(k in name for k in KERNELS)],
+        "products_are_rounded": rounds_to_tf32(run.device.torch),
     }
-    took = facts["matmul"] and facts["cudnn"] and rounded
+    took = all(facts.values())
     return Evidence(took, "" if took else "fp32 products keep their whole mantissa", facts)
 
 

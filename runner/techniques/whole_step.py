@@ -18,7 +18,6 @@ from runner.techniques import compile as compile_technique
 from runner.techniques import compiler, probe
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import WholeStep
-from runner.techniques.cost import compile_break_even
 from runner.techniques.fused_optimizer import fastest
 from runner.training.run import Run
 
@@ -38,8 +37,6 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     if draft.recompute is not None:
         return "recompute needs a boundary between forward and backward, one graph has none"
     fused, reason = fastest(draft.optimizer_class, draft.model)
-    if reason is None:
-        reason = compile_break_even(knobs.min_steps, draft)
     if reason is not None:
         return reason
     if draft.device.kind == "cpu" and draft.objective.indices is None:

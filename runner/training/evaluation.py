@@ -1,4 +1,4 @@
-"""The pass over the validation set, and the copy of a model that stands on its own."""
+"""The pass over the validation set, and a plain copy of the trained model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from runner.training.run import Run, check_run
 @exclusive_random_state("evaluate")
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
-    """One pass over the validation set, with the averaged weights where there are some.
+    """One pass over the validation set, with the averaged weights if there are any.
 
-    A `model` stands in for the run's own, as it is. Raises UsageError while another thread trains.
+    A `model` is evaluated in place of the run's. Raises UsageError while another thread trains.
     """
     check_run("evaluate", run)
-    seen = run.model if model is None else model
+    evaluated = run.model if model is None else model
     forward = run.forward if model is None else model
     totals: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        stack.enter_context(modes.evaluation_mode(seen))
+        stack.enter_context(modes.evaluation_mode(evaluated))
         # a second graph, for eval mode, would take as long to compile as the first
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if model is None:
@@ -45,7 +45,7 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
 
 
 def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:
-    """The sums over a batch, in as many parts as the memory asks for."""
+    """The sums over a batch, in parts that fit the memory."""
     samples = count(batch[1])
     while True:
         size = run.evaluation_batch or samples
@@ -65,10 +65,10 @@ def _add(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def standalone(run: Run) -> nn.Module:
-    """A copy of the model with the weights that are evaluated, as its classes made it.
+    """A copy of the model with the evaluated (averaged) weights, without what techniques changed.
 
-    Nothing in it is compiled, and no forward is one that a technique put in its place: a copied
-    closure would go on calling the layers of the original.
+    Nothing in it is compiled, and forwards that a technique replaced are restored: a copied closure
+    would call the layers of the original.
     """
     with run.update.averaged():
         copy = deepcopy(run.model)  # leaves out what model.compile() made

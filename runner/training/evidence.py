@@ -90,7 +90,7 @@ def collect_evidence(run: Run) -> None:
             try:
                 run.evidence[name] = technique.engaged(run)
             except Exception as error:  # must not end the run
-                run.evidence[name] = Evidence(False, f"could not be looked at: {error}")
+                run.evidence[name] = Evidence(False, f"evidence could not be collected: {error}")
 
 
 def technique_statuses(run: Run) -> list[TechniqueStatus]:
@@ -99,7 +99,7 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
     for name, _ in run.techniques:
         evidence, fallen = run.evidence.get(name), run.fallen.get(name, "")
         if evidence is None:
-            reason = fallen or "the run ended before it was looked at"
+            reason = fallen or "the run ended before evidence was collected"
             status = "fell back" if fallen else ""
             rows[name] = TechniqueStatus(
                 name, True, False, reason, known=bool(fallen), status=status

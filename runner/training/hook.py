@@ -1,4 +1,4 @@
-"""What watches a run: the events, what they are given, and what may be asked of the loop."""
+"""Hooks: their events, the arguments of these, and the verdicts that the loop acts on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(IntEnum):
-    """What a hook asks of the loop; the worst one wins."""
+    """A hook's request to the loop; the worst one wins."""
 
     KEEP = 0
     SKIP = 1  # this update is not made; only from on_gradients
@@ -35,14 +35,14 @@ class Step:
 
 @dataclass(slots=True)
 class Report:
-    """What the host knows of a stretch of steps, read from the device in one go."""
+    """The numbers of consecutive steps, read from the device in one transfer."""
 
     first: int  # number of the first step in it
     loss: list[float]
     grad_norm: list[float]
     skipped: list[bool]
     lr: float  # at the last step
-    seconds: float  # wall time of the stretch
+    seconds: float  # wall time of these steps
     samples: int
 
     @property
@@ -53,7 +53,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one pass over the validation set says."""
+    """The result of one pass over the validation set."""
 
     step: int  # of training, at which it was made
     metrics: dict[str, float]  # keys like `val/accuracy`
@@ -63,7 +63,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a tool took and found: a row of the summary."""
+    """Cost and finding of a debug tool: a row of the summary."""
 
     name: str
     looks: int

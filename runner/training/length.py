@@ -1,4 +1,4 @@
-"""How many samples a batch has, how many steps a run, and how often debug tools look at it."""
+"""Resolves batch size, number of steps, and the interval of debug tools."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runner.training.recovery import MICRO_BATCH
 
 log = logging.getLogger("runner")
 
-LOOKS, FEWEST = 6, 3  # of a debug tool at a run; a fault that is judged over looks takes three
+OBSERVATIONS, FEWEST = 6, 3  # of a debug tool in a run; its verdicts need three
 
 
 def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
-    """Samples in a batch, no more than there are, and batches in an epoch."""
+    """Samples in a batch, at most all of them, and batches in an epoch."""
     size = config.training.batch_size
     steps = samples // size if config.data.drop_last else -(-samples // size)
     if steps == 0:
@@ -61,25 +61,25 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
 
 
 def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:
-    """`debug` with an `every` that makes six looks in a run of so many steps, and why if changed.
+    """`debug` with an `every` that gives six observations in `steps`, and the choice if changed.
 
-    An `every` that is not the default was typed, and holds. In a run of less than twelve steps
-    every second step is looked at, as long as these are three: what looks at each step leaves
-    nothing to a graph.
+    An `every` that is not the default was set by the user and is kept. In a run of less than twelve
+    steps every second step is observed if that gives three: an observed step is not compiled.
     """
     span = min(steps, debug.max_iterations or steps)
-    every, own = max(1, span // LOOKS, min(2, span // FEWEST)), debug.anomaly
+    every, own = max(1, span // OBSERVATIONS, min(2, span // FEWEST)), debug.anomaly
     used = debug.gradients.enabled or debug.memory.enabled or (own.enabled and own.every)
     if not used or debug.every != DebugConfig.every or every >= debug.every:
         return debug, []
     anomaly = replace(own, every=every) if own.every == debug.every else own
     reason = (
-        f"{span // every} looks in {span} steps; {debug.every} would make {span // debug.every}"
+        f"{span // every} observations in {span} steps; "
+        f"debug.every={debug.every} would give {span // debug.every}"
     )
     return replace(debug, every=every, anomaly=anomaly), [Choice("debug.every", every, reason)]
 
 
 def micro_batch(asked: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
-    """Samples per backward: at most as asked, or as the run continued here had to go down to."""
+    """Samples per backward: at most `asked`, and at most what the resumed run had to go down to."""
     most = min(asked or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
     return largest_part(batch_size, most)

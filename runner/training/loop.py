@@ -277,7 +277,7 @@ def _enforce_strict(run: Run) -> None:
         if row.requested and not row.engaged:
             raise ConfigError(
                 f"optimization.{row.name}",
-                f"did not take hold: {row.reason}",
+                f"did not engage: {row.reason}",
                 "switch it off or set optimization.strict=false",
             )
 

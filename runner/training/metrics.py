@@ -11,8 +11,8 @@ from torch import Tensor
 
 from runner.training.hook import Report, Step
 
-KEPT = 4  # windows whose numbers are kept after they were reported
-SKIPPED = 10_000  # skipped steps that are remembered
+HISTORY = 4  # windows whose numbers are kept after they were reported
+MOST_SKIPPED = 10_000  # skipped steps that are remembered
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Reader:
         self.samples = 0
         self.seconds = 0.0
         self.windows: deque[_Window] = deque()
-        self.known: deque[tuple[int, list[list[float]]]] = deque(maxlen=KEPT)
-        self.skipped: deque[int] = deque(maxlen=SKIPPED)  # steps, as far as they were reported
+        self.reported: deque[tuple[int, list[list[float]]]] = deque(maxlen=HISTORY)
+        self.skipped: deque[int] = deque(maxlen=MOST_SKIPPED)  # steps, as far as they were reported
 
     def add(self, step: Step, samples: int) -> None:
         """Add a step to the window; the host reads nothing."""
@@ -75,7 +75,7 @@ class Reader:
             if window.ready is not None:
                 window.ready.synchronize()  # waits: one window late, so hardly ever
             rows = window.earlier + window.rows.tolist()
-            self.known.append((window.first, rows))
+            self.reported.append((window.first, rows))
             self.skipped += [n for n, row in enumerate(rows, window.first) if row[2] > 0]
             arrived.append(
                 Report(
@@ -92,7 +92,7 @@ class Reader:
 
     @property
     def unread(self) -> int | None:
-        """The first step whose numbers have not reached the host; None if all have."""
+        """The first step whose numbers are not on the host yet; None if all are."""
         if self.windows:
             return self.windows[0].first
         return self.first if self.steps or self.earlier else None
@@ -103,16 +103,16 @@ class Reader:
         None where the step is no longer kept. Waits for numbers in flight.
         """
         numbered: dict[int, list[float]] = {}
-        for first, rows in self.known:
+        for first, rows in self.reported:
             numbered.update(enumerate(rows, first))
         for window in self.windows:
             if window.ready is not None:
                 window.ready.synchronize()  # waits; called only after a fault
             numbered.update(enumerate(window.earlier + window.rows.tolist(), window.first))
-        in_hand = self.state()
-        numbered.update(enumerate(in_hand["rows"], in_hand["first"]))
-        wanted = range(step, max(numbered, default=0) + 1)
-        return [numbered[n] for n in wanted] if wanted and wanted.start in numbered else None
+        window_state = self.state()
+        numbered.update(enumerate(window_state["rows"], window_state["first"]))
+        steps = range(step, max(numbered, default=0) + 1)
+        return [numbered[n] for n in steps] if steps and steps.start in numbered else None
 
     def _rows(self) -> Tensor:
         if not self.steps:

@@ -1,4 +1,4 @@
-"""What becomes of a step that does not fit the memory: it is cut smaller and tried again."""
+"""Recovery from out of memory: the step is repeated with a smaller micro-batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIGNS = re.compile(
 ONEDNN = re.compile(r"could not (create|execute) a primitive")
 SIZE = re.compile(r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.I)
 SMALLER_MODEL = (
-    "weights and what is kept for each of them take the memory, whatever the batch: make the model "
+    "weights, gradients and optimizer state alone take the memory: make the model "
     "smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null, "
     "checkpoint.enabled=false)"
 )
@@ -42,7 +42,7 @@ FEWER_ACTIVATIONS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory is what was missing, on the device or the host."""
+    """Whether the error means that memory ran out, on the device or the host."""
     if isinstance(error, RunnerError):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -52,16 +52,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if ONEDNN.search(text):  # says so for lack of memory too, and nothing more
+    if ONEDNN.search(text):  # its message for lack of memory too
         return memory.limit_left() is not None
     return SIGNS.search(text) is not None
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
-    """Halve the micro-batch, if it was the memory; the batch and its gradient stay the same.
+    """Halve the micro-batch after out of memory; the batch and its gradient stay the same.
 
-    Raises OutOfMemory where one sample is too much already, and ConfigError where BatchNorm got a
-    single one.
+    Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
     samples = run.train.samples(run.progress.step)
     size = largest_part(samples, run.micro_batch)
@@ -72,24 +71,24 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         return False
     if not is_out_of_memory(error) and not starved:
         return False
-    _let_go(run, error)
+    _release_step_memory(run, error)
     if starved:
         raise OutOfMemory(
             f"{at}: out of memory with more than {size} samples at a time, and BatchNorm needs "
             f"more; {FEWER_ACTIVATIONS}"
         ) from None
     if size == 1:
-        _note(run, f"ran out of memory{_asked(error)} with one sample", "the run ends", error)
+        _note(run, f"ran out of memory{_missing(error)} with one sample", "the run ends", error)
         raise OutOfMemory(
-            f"{at}: out of memory{_asked(error)} with one sample; {_advice(run)}"
+            f"{at}: out of memory{_missing(error)} with one sample; {_advice(run)}"
         ) from None
     run.micro_batch = largest_part(run.train.samples(0), (size + 1) // 2)
-    reason = f"{at} ran out of memory{_asked(error)} with {size}"
+    reason = f"{at} ran out of memory{_missing(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # replaced, not changed: a checkpoint may be on its way out
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
-    _note(run, f"ran out of memory{_asked(error)} with {size} samples at a time",
+    _note(run, f"ran out of memory{_missing(error)} with {size} samples at a time",
           f"the same batch again, {run.micro_batch} at a time", error)  # fmt: skip
     return True
 
@@ -106,20 +105,20 @@ def _refuse_single_sample(at: str, samples: int, micro_batch: int) -> None:
 
 
 def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
-    """Halve the `samples` that a validation puts through the model, if it was the memory."""
+    """Halve the `samples` of a validation forward after out of memory."""
     size = min(run.evaluation_batch or samples, samples)
     if not is_out_of_memory(error):
         return False
-    _let_go(run, error)
+    _release_step_memory(run, error)
     if size == 1:
-        _note(run, f"validation ran out of memory{_asked(error)} with one sample", "the run ends",
+        _note(run, f"validation ran out of memory{_missing(error)} with one sample", "the run ends",
               error)  # fmt: skip
         raise OutOfMemory(
-            f"validation: out of memory{_asked(error)} with one sample; {_advice(run)}"
+            f"validation: out of memory{_missing(error)} with one sample; {_advice(run)}"
         ) from None
     run.evaluation_batch = (size + 1) // 2
-    _note(run, f"validation ran out of memory{_asked(error)} with {size} samples at a time",
-          f"{run.evaluation_batch} from here on", error)  # fmt: skip
+    _note(run, f"validation ran out of memory{_missing(error)} with {size} samples at a time",
+          f"{run.evaluation_batch} at a time from now on", error)  # fmt: skip
     return True
 
 
@@ -132,29 +131,29 @@ def _note(run: Run, message: str, action: str, error: Exception) -> None:
 
 @contextmanager
 def translate_oom(doing: str) -> Iterator[None]:
-    """Nothing can be cut smaller here: say that memory ran out `doing` this, and what helps."""
+    """Raise OutOfMemory for a lack of memory inside; `doing` says what could not be done."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        asked = _asked(error)
+        missing = _missing(error)
         release_references(error)
     else:
         return
-    raise OutOfMemory(f"out of memory{asked} {doing}; {NOTHING_SMALLER}")
+    raise OutOfMemory(f"out of memory{missing} {doing}; {NOTHING_SMALLER}")
 
 
 def _advice(run: Run) -> str:
-    """What helps where one sample does not fit, by whether gradients and optimizer state would."""
+    """The fix if one sample does not fit, by whether gradients and optimizer state would."""
     trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
     needed = trained + state
     return FEWER_ACTIVATIONS if needed < memory.room(run.device) else SMALLER_MODEL
 
 
-def _let_go(run: Run, error: Exception) -> None:
-    """Free what the failed step holds: its traceback has the activations, the weights gradients."""
+def _release_step_memory(run: Run, error: Exception) -> None:
+    """Free gradients, and the activations that the traceback of the failed step refers to."""
     release_references(error)
     for parameter in run.model.parameters():
         parameter.grad = None
@@ -166,18 +165,18 @@ def _let_go(run: Run, error: Exception) -> None:
 
 
 def release_references(error: BaseException | None) -> None:
-    """Free what the frames hold that an error came through."""
+    """Clear the local variables of all frames in the tracebacks of an error and its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 
-def _asked(error: Exception) -> str:
-    """How much it was that could not be had, where the message says."""
-    found = SIZE.search(str(error))
-    if found is None:
+def _missing(error: Exception) -> str:
+    """The size of the allocation that failed, if the message says."""
+    match = SIZE.search(str(error))
+    if match is None:
         return ""
-    size = found[1]
-    if found[2] is not None:
-        size = f"{int(found[2]) / 2**20:,.0f} MiB"
+    size = match[1]
+    if match[2] is not None:
+        size = f"{int(match[2]) / 2**20:,.0f} MiB"
     return f" ({size} more)"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run continues from one."""
+"""Saving a run's state in a checkpoint, and restoring it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger("runner")
 
 OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export")
 MISFITS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
-"""What loading raises where a state is not one of this run's."""
+"""Raised by loading a state that does not fit."""
 
 
 def save(run: Run, best: bool = False, final: bool = False) -> None:
-    """Write a checkpoint of the run as it stands between two steps; not of ruined weights.
+    """Write a checkpoint of the run between two steps, unless its weights are not finite.
 
     `final` waits until it is safe on disk, and raises StorageError if it cannot be; it is written
     in any case, since nothing comes after it.
@@ -56,7 +56,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
 
 
 def first_bad_step(run: Run) -> int:
-    """The first of the bad steps that the run is in, or of the stretch in hand; 0: all is well.
+    """The first of the current consecutive bad steps, also among unreported ones; 0 if none.
 
     The host waits for the device.
     """
@@ -98,11 +98,11 @@ def _state(run: Run) -> dict[str, Any]:
 
 
 def restore(run: Run, where: Path | None) -> bool:
-    """Put the run where its newest usable checkpoint left it; False if there is none to continue.
+    """Restore the newest usable checkpoint; False if there is none.
 
     `where` is a run's folder or one of its step folders; None is the run's own folder. Raises
-    CheckpointError, before anything in the run's folder is changed, for what is not what `save`
-    keeps or does not fit this run.
+    CheckpointError, before the run's folder is changed, if the state is not one that `save`
+    writes or does not fit this run.
     """
     restored = run.checkpointer.restore(where, check_state)
     if restored is None:
@@ -144,7 +144,7 @@ def restore(run: Run, where: Path | None) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Whatever fails in putting a state back is the checkpoint's fault, in one line."""
+    """Turn errors of loading a state into a CheckpointError of one line."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -154,12 +154,12 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """In one line, not too long: torch lists every tensor."""
+    """One short line: torch's message lists every tensor."""
     return f"{type(error).__name__}: {shorten(str(error), 300)}"
 
 
 def set_random(state: Mapping[str, Any]) -> None:
-    """Put the global generators where a checkpoint found them."""
+    """Restore the states of the global random generators."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -167,10 +167,10 @@ def set_random(state: Mapping[str, Any]) -> None:
 
 
 def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
-    """Weights, buffers and optimizer back to the last good checkpoint; the learning rate is next.
+    """Restore weights, buffers and optimizer of the last good checkpoint; False if there is none.
 
-    The data goes on from where it is, so the batches that broke the run are not met again, and so
-    does the schedule. False, and nothing has changed, where there is nothing good to go back to.
+    Data and schedule continue from the current step, so the batches that broke the run are not
+    repeated. The caller lowers the learning rate by `factor`.
     """
     progress, update = run.progress, run.update
     run.checkpointer.wait()
@@ -194,11 +194,10 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
 
 
 def _last_good(run: Run) -> Restored | None:
-    """The newest checkpoint from before the bad steps, all of it finite; says which ones are not.
+    """The newest finite checkpoint from before the bad steps; logs those that are not finite.
 
-    One that an interruption left comes after those that were due: a run goes back to the same
-    step whether or not it was interrupted. One from among bad steps, whose weights are what is to
-    be left, comes last.
+    Scheduled checkpoints are preferred to one that an interruption wrote, so that a run rolls back
+    to the same step whether or not it was interrupted. One from among the bad steps comes last.
     """
     decision = run.guardian.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
@@ -212,9 +211,11 @@ def _last_good(run: Run) -> Restored | None:
             log.warning("%s", error)
             restored, step = None, None if where is None else int(where.name.rpartition("_")[2])
         if restored is not None:
-            odd = broken(restored.model, restored.state["update"], run.guardian.nonfinite_by_design)
-            if odd is not None:
-                log.warning("the checkpoint of step %d is of no use: %s is not finite", step, odd)
+            name = broken(
+                restored.model, restored.state["update"], run.guardian.nonfinite_by_design
+            )
+            if name is not None:
+                log.warning("the checkpoint of step %d is not usable: %s is not finite", step, name)
             else:
                 clean = restored.state.get("clean", True) and (not bad or restored.step < bad)
                 rank = clean, restored.state["planned"]
@@ -232,7 +233,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
-    """Into the run's model and optimizer; CheckpointError naming `path` where they do not fit."""
+    """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
     try:
         run.model.load_state_dict(model)
         run.update.load(update)

@@ -1,4 +1,4 @@
-"""A run: what a job drives and a hook may read. No torch at import: a config is checked before."""
+"""`Run`, which jobs drive and hooks read. No torch at import: configs are checked without it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The int8 copy of a trained model, and what the validation set says of it."""
+    """The int8 copy of a trained model, and its evaluation."""
 
     model: nn.Module
     evaluation: Evaluation
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Run(RunParts):
-    """A finished run: what a job drives and a hook may read."""
+    """A run that is built: jobs drive it and hooks read it."""
 
     name: str
     seed: int
@@ -73,30 +73,32 @@ class Run(RunParts):
     monitor: str
     higher_is_better: bool
     report_every: int = 10
-    strict: bool = False  # a technique that does not take hold is an error
+    strict: bool = False  # a technique that does not engage is an error
 
     recorder: Recorder
     history: History
     checkpointer: Checkpointer
     hooks: list[Hook]
     techniques: list[tuple[str, Technique]]  # those applied, in order
-    engagements: list[TechniqueStatus]  # those that could not be, with the reason
+    engagements: list[TechniqueStatus]  # those not applied, with the reason
     watch: Stopwatch
     reader: Reader
     guardian: StabilityController
     whole: StepGraph | None = None  # makes steps in one graph
     inputs: BatchValidator | None = None  # checks each batch before its step
-    captures: Captures | None = None  # bad steps that are kept for job=replay
+    captures: Captures | None = None  # writes bad steps for job=replay
 
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
     evaluation_batch: int | None = None  # samples per forward, once a whole batch did not fit
-    operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
-    quantized: Quantized | None = None  # once there is one that is worth it
+    operators: Mapping[str, int] | None = None  # calls of each operator in one step, once profiled
+    quantized: Quantized | None = (
+        None  # set by the quantization technique if it is smaller and accurate
+    )
     saved_step: int = -1  # of the newest checkpoint
-    record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from
+    record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # of process and device
-    model_check: dict[str, Any] = field(default_factory=dict)  # in short, once it was looked at
+    model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check
     stop_reason: str = ""  # why training ends before its last step
 
     @property
@@ -112,7 +114,7 @@ class Run(RunParts):
 
 
 def check_run(who: str, run: object) -> None:
-    """Raise UsageError for what is none, such as the config that one is made of."""
+    """Raise UsageError if `run` is not a Run, for example a RunConfig."""
     if not isinstance(run, Run):
         raise UsageError(
             f"{who}: takes a run, not a {type(run).__name__}: with build(config) as run: {who}(run)"
@@ -120,4 +122,4 @@ def check_run(who: str, run: object) -> None:
 
 
 Recovery = Callable[[Run, Exception], bool]
-"""Makes a step that raised possible: True when the same step is worth another try."""
+"""Called with the error of a step; True if the same step is to be repeated."""

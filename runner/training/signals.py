@@ -21,20 +21,20 @@ ENDS = [signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP])]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM where nothing is there to be finished; unwinds what Ctrl-C would."""
+    """SIGTERM outside of training; unwinds like Ctrl-C."""
 
 
 def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interrupted:
-    """The error that a signal amounts to, where no run was there yet to take it."""
+    """The error for a signal that arrived before a run was built."""
     number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
     return Interrupted(number, where)
 
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """While entered, and no `Interrupts` are, SIGTERM raises Terminated instead of saying nothing.
+    """While entered, and outside of `Interrupts`, SIGTERM raises Terminated.
 
-    One that somebody else has taken, or ignores, stays theirs.
+    A handler that another program installed stays.
     """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -52,18 +52,17 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Interrupts:
-    """While entered, owns the signals, but for a SIGHUP that `nohup` has made nothing of.
+    """While entered, handles the signals of `ENDS`, except a SIGHUP that `nohup` ignores.
 
-    The first one is remembered and the loop ends at the next step boundary; while the loop only
-    waits for data (`waiting`), it cuts the wait short, since that can take for ever. The second one
-    ends the process at once, as if nobody had caught the first. `notice` is what to say at the
-    first one, since a step can take a while.
+    The first signal is remembered and the loop ends at the next step boundary; while the loop waits
+    for data (`waiting`), it interrupts the wait, which can take for ever. The second one raises
+    KeyboardInterrupt at once. `notice` is logged at the first one, since a step can take a while.
     """
 
     def __init__(self, notice: str = "") -> None:
         self.received: int | None = None
         self.waiting = False
-        self.cut_short = False  # the wait was, so the run is as it was before it
+        self.cut_short = False  # the wait for data was interrupted: the run is between two steps
         self.previous: dict[int, object] = {}
         self.notice = _Notice(notice) if notice else None
 
@@ -93,16 +92,15 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def error(self, where: str = "") -> Interrupted:
-        """The error that the run ends with; `where` says how far it came."""
+        """The error that the run ends with; `where` names the step."""
         return Interrupted(self.received or signal.SIGINT, where)
 
 
 class _Notice:
-    """Says a line at the first signal, from a thread of its own.
+    """Logs a line at the first signal, from its own thread.
 
-    A handler may not: it can come in the middle of a line of the log or of the display. And it has
-    to wait where Python does, for a compiler or a long kernel; what is behind `set_wakeup_fd` has
-    not.
+    A Python handler cannot: it may interrupt a line of the log or of the display, and it does not
+    run while a compiler or a long kernel does. `set_wakeup_fd` is written to at once.
     """
 
     def __init__(self, text: str) -> None:

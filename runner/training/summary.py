@@ -84,6 +84,11 @@ class Summary:
     best: float | None = None
     best_step: int = 0
 
+    @property
+    def monitored(self) -> float | None:
+        """The best value of the monitored metric, else the last one; what a sweeper optimises."""
+        return self.best if self.best is not None else self.metrics.get(self.monitor)
+
     def write(self, folder: Path) -> None:
         """Replace `summary.json` in `folder`, never leaving half of one; NaN becomes null.
 
@@ -101,8 +106,8 @@ class Summary:
     def read(cls, folder: Path) -> Summary:
         """The summary in a run's folder; a metric that was not finite comes back as NaN.
 
-        Keys that are not known here, from a newer version, are left out.
-        Raises StorageError if there is none or it is not one.
+        Unknown keys, such as those of a newer version, are ignored.
+        Raises StorageError if it is missing or not readable.
         """
         try:
             found = json.loads(read_record(folder / FILE))

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: data, forward, backward, optimizer, and the rest."""
+"""Time of a step by phase: data, forward, backward, optimizer, and the rest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Stopwatch:
             self.marks = [self._mark()]
 
     def split(self, phase: str) -> None:
-        """The phase that has just ended; the same phase may end several times a step."""
+        """Add the time since the last call to `phase`; a phase may end several times."""
         now = perf_counter()
         self.spent[phase] += now - self.now
         self.now = now
@@ -69,17 +69,17 @@ class Stopwatch:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """What happens meanwhile is no part of the step."""
-        left = perf_counter()
+        """Time inside is not part of the step."""
+        start = perf_counter()
         try:
             yield
         finally:
-            away = perf_counter() - left
-            self.now += away
-            self.started += away
+            excluded = perf_counter() - start
+            self.now += excluded
+            self.started += excluded
 
     def elapsed(self) -> float:
-        """Seconds spent in steps so far, the one in hand included."""
+        """Seconds spent in steps so far, including the current one."""
         return self.total + (perf_counter() - self.started if self.running else 0.0)
 
     def _mark(self) -> torch.Event:

@@ -14,30 +14,6 @@ import torch
 from torch import Tensor, nn
 
 
-class Idle(nn.Module):
-    """A layer that nobody calls, and one that is frozen."""
-
-    def __init__(self, in_features: int, classes: int) -> None:
-        super().__init__()
-        self.used = nn.Linear(in_features, classes)
-        self.unused = nn.Linear(3, 3)
-        self.kept = nn.Linear(in_features, classes).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x) + self.kept(x)
-
-
-class Flat(nn.Module):
-    """Its output is the same whatever the weights are."""
-
-    def __init__(self, in_features: int, classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(in_features, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * 0.0
-
-
 class Ends(nn.Module):
     """Something happens to it from the forward of number `at` on: killed, hangs or raises."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -11,35 +13,49 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Turn
+from runner.benchmark.blocks import ArmEnded, Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.workers.messages import Finished, Ready
+from runner.benchmark.rounds import MeasureOptions
 
-PLAIN_MS = 10.0
 MIB = 2**20
+SAMPLES = 32
+Names = Mapping[str, float]
 
 
 @dataclass
 class World:
-    """What is true of it; `attribute` has to find it out."""
+    """What is true of it; a measurement has to find it out. Mappings are by arm unless they say."""
 
-    speedups: Mapping[str, float]  # of each technique alone
+    speedups: Names = field(default_factory=dict)  # of each technique alone
     together: Mapping[tuple[str, str], float] = field(default_factory=dict)  # more, for both
+    factors: Names = field(default_factory=dict)  # of the time, whatever the techniques do
+    plain_ms: float = 10.0
     noise: float = 0.02
-    layout: float = 0.0  # that each process differs by from the next, for good
-    mib: Mapping[str, float] = field(default_factory=dict)  # that each adds to the peak
+    mib: Names = field(default_factory=dict)  # that each technique adds to the peak
     holds: Callable[[str, set[str]], str] = lambda name, on: ""  # why it does not, or ""
-    dies: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # arms: status and reason
-    dies_after: int = 3  # turns
+    refuses: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # status, reason at start
+    dies: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # and after some turns
+    dies_after: int = 3
+    setups: Names = field(default_factory=dict)  # seconds to the first step
+    settles: Names = field(default_factory=dict)  # and of it after that step
+    compiles: Names = field(default_factory=dict)
+    others: float | None = None  # share of the CPUs that other processes take
+    problems: Mapping[str, list[str]] = field(default_factory=dict)  # signs that it does not train
+    readings: Callable[[str, str], float] = lambda arm, metric: 1.0
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    interrupt_at: int = 0  # the turn at which a signal is sent
+    signal: int = signal.SIGINT
     seed: int = 0
     now: float = 0.0
+    calls: int = 0  # turns so far
     most_alive: int = 0
+    alive: set[str] = field(default_factory=set)
     started: list[str] = field(default_factory=list)
 
     def clock(self) -> float:
         return self.now
 
-    def crew(
+    def pool(
         self,
         arms: Sequence[Arm],
         settings: BenchmarkConfig,
@@ -47,11 +63,10 @@ class World:
         given: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> Any:
-        return Simulation(self, arms)
+        return Simulation(self, arms, list(metrics or {}))
 
-    def engaged(self, arm: Arm) -> set[str]:
-        on = {name for name, technique in arm.config.optimization.techniques() if technique.enabled}
-        return {name for name in on if not self.holds(name, on)}
+    def options(self, settings: BenchmarkConfig) -> MeasureOptions:
+        return MeasureOptions(settings, pool=self.pool, clock=self.clock)
 
     def speedup(self, on: set[str]) -> float:
         pairs = combinations(sorted(on), 2)
@@ -63,54 +78,70 @@ class World:
 class Simulation:
     """In place of `WorkerPool`."""
 
-    def __init__(self, world: World, arms: Sequence[Arm]) -> None:
+    def __init__(self, world: World, arms: Sequence[Arm], metrics: Sequence[str] = ()) -> None:
         self.world, self.arms = world, {arm.name: arm for arm in arms}
+        self.metrics = metrics
         self.turns = dict.fromkeys(self.arms, 0)
-        self.alive: set[str] = set()
         self.noise = random.Random(f"{world.seed} {' '.join(self.arms)}")
-        lot = random.Random(f"layout {world.seed} {' '.join(self.arms)}")
-        self.layout = {name: lot.lognormvariate(0.0, world.layout) for name in self.arms}
 
     def __enter__(self) -> Simulation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.alive.clear()
+        self.world.alive.clear()
 
-    def start(self, name: str) -> Ready:
-        self.world.started.append(name)
-        self.alive.add(name)
-        self.world.most_alive = max(self.world.most_alive, len(self.alive))
-        self.world.now += 5.0  # which is not measuring
-        return Ready(32, 5.0, 0.1, PLAIN_MS)
+    def asked(self, name: str) -> set[str]:
+        techniques = self.arms[name].config.optimization.techniques()
+        return {name for name, technique in techniques if technique.enabled}
+
+    def engaged(self, name: str) -> set[str]:
+        on = self.asked(name)
+        return {name for name in on if not self.world.holds(name, on)}
+
+    def start(self, name: str, within_s: float | None = None) -> Ready:
+        world = self.world
+        world.started.append(name)
+        if name in world.refuses:
+            raise ArmEnded(*world.refuses[name])
+        setup, settles = world.setups.get(name, 5.0), world.settles.get(name, 0.0)
+        if within_s is not None and setup + settles > within_s:
+            world.now += within_s
+            raise ArmEnded("timeout", f"it was not done within {within_s:g} s")
+        world.now += setup + settles  # which is not measuring
+        world.alive.add(name)
+        world.most_alive = max(world.most_alive, len(world.alive))
+        compiling = world.compiles.get(name, 0.0)
+        return Ready(SAMPLES, setup, world.plain_ms, compiling, settles)
 
     def turn(self, name: str, seconds: float) -> Turn:
-        if name in self.world.dies and self.turns[name] >= self.world.dies_after:
-            self.alive.discard(name)
-            raise ArmEnded(*self.world.dies[name])
+        world = self.world
+        assert name in world.alive
+        world.calls += 1
+        if world.calls == world.interrupt_at:
+            os.kill(os.getpid(), world.signal)
+        if name in world.dies and self.turns[name] >= world.dies_after:
+            world.alive.discard(name)
+            raise ArmEnded(*world.dies[name])
         self.turns[name] += 1
-        drift = 1 + 0.3 * (self.world.now % 100 > 50)  # of the machine, half of the time
-        ms = PLAIN_MS * drift / self.world.speedup(self.world.engaged(self.arms[name]))
-        ms *= self.layout[name] * self.noise.lognormvariate(0.0, self.world.noise)
-        self.world.now += seconds
+        drift = 1 + 0.3 * (world.now % 100 > 50)  # of the machine, half of the time
+        ms = world.plain_ms * drift / world.speedup(self.engaged(name))
+        ms *= world.factors.get(name, 1.0) * self.noise.lognormvariate(0.0, world.noise)
         steps = max(3, int(seconds * 1000 / ms))
-        return Turn(steps, 32 * steps, seconds, ms, ms / 32)
+        world.now += max(seconds, steps * ms / 1e3)
+        return Turn(
+            steps, SAMPLES * steps, seconds, ms, ms / SAMPLES, [ms] * 4, others=world.others
+        )
 
     def finish(self, name: str) -> Finished:
-        self.alive.discard(name)
-        arm, engaged = self.arms[name], self.world.engaged(self.arms[name])
-        on = {n for n, technique in arm.config.optimization.techniques() if technique.enabled}
+        world, engaged, on = self.world, self.engaged(name), self.asked(name)
+        world.alive.discard(name)
         rows = [
             {"name": n, "requested": n in on, "engaged": n in engaged,
-             "reason": self.world.holds(n, on) if n in on else "not asked for", "evidence": {}}
-            for n, _ in arm.config.optimization.techniques()
+             "reason": world.holds(n, on) if n in on else "not asked for", "evidence": {}}
+            for n, _ in self.arms[name].config.optimization.techniques()
         ]  # fmt: skip
-        peak = int((500 + sum(self.world.mib.get(n, 0.0) for n in engaged)) * MIB)
-        summary = {
-            "techniques": rows, "choices": [],
-            "memory": {"peak_process_bytes": peak, "peak_device_bytes": 0},
-        }  # fmt: skip
-        return Finished(summary, [1.0], [], {})
-
-    def end(self, name: str) -> None:
-        self.alive.discard(name)
+        peak = int((500 + sum(world.mib.get(n, 0.0) for n in engaged)) * MIB)
+        memory = {"peak_process_bytes": peak, "peak_device_bytes": 0}
+        summary = {"techniques": rows, "choices": [], "memory": memory, **world.summary}
+        readings = {metric: world.readings(name, metric) for metric in self.metrics}
+        return Finished(summary, [1.0], world.problems.get(name, []), readings)

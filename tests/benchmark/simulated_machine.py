@@ -77,7 +77,7 @@ class Machine:
         self.own = dict(zip(effects, np.exp(own), strict=True))
         self.jitter = dict.fromkeys(effects, 0.0)  # of the last turn
         self.now = 0.0
-        self.told: dict[str, list[float]] = {name: [] for name in effects}
+        self.times: dict[str, list[float]] = {name: [] for name in effects}
         self.order: list[str] = []
         self.walk: list[float] = []
         self.level, self.busy = 0.0, 0
@@ -86,14 +86,14 @@ class Machine:
         return self.now
 
     def turn(self, name: str, seconds: float) -> Turn:
-        if not self.told[name]:
-            self.told[name] = self._times(name, 128)[::-1]
+        if not self.times[name]:
+            self.times[name] = self._times(name, 128)[::-1]
         if not self.walk:
             walk = self.level + np.cumsum(self.draw.normal(0, self.noise.drift, 512))
             switched = self.busy + np.cumsum(self.draw.random(512) < self.noise.spells)
             self.level, self.busy = float(walk[-1]), int(switched[-1] % 2)
             self.walk = (np.exp(walk) * (1 + switched % 2))[::-1].tolist()
-        time = self.told[name].pop() * self.walk.pop()
+        time = self.times[name].pop() * self.walk.pop()
         self.order.append(name)
         step = self.step_s * time
         count = max(1, math.ceil(seconds / step))
@@ -101,13 +101,13 @@ class Machine:
         return Turn(count, count, count * step, step * 1e3, step * 1e3)
 
     def _jitter(self, name: str, size: tuple[int, ...]) -> Floats:
-        found, memory = self.noise.kind(self.draw, size), self.noise.memory
+        jitter, memory = self.noise.kind(self.draw, size), self.noise.memory
         if memory:
-            for turn in found:
+            for turn in jitter:
                 turn *= math.sqrt(1 - memory**2)
                 turn += memory * self.jitter[name]
                 self.jitter[name] = float(turn[-1])
-        return found
+        return jitter
 
     def _times(self, name: str, turns: int) -> list[float]:
         noise, size = self.noise, (turns, self.noise.steps)
@@ -134,43 +134,21 @@ def coverage(
     noise: Noise, rule: StoppingRule, runs: int = 1000, step_s: float = 0.01, first: int = 0
 ) -> tuple[dict[str, float], float]:
     """Of each arm, the share of runs whose last interval holds the truth; and the mean blocks."""
-    held, blocks = dict.fromkeys([n for n in EFFECTS if n != BASE], 0), 0
+    covered, blocks = dict.fromkeys([n for n in EFFECTS if n != BASE], 0), 0
     for seed in range(first, first + runs):
         measured = measure(noise, seed, rule, step_s=step_s)
         blocks += measured.blocks
         for name, estimate in measured.estimates.items():
-            held[name] += estimate.low <= EFFECTS[name] <= estimate.high
-    return {name: count / runs for name, count in held.items()}, blocks / runs
+            covered[name] += estimate.low <= EFFECTS[name] <= estimate.high
+    return {name: count / runs for name, count in covered.items()}, blocks / runs
 
 
 def claimed(noise: Noise, rule: StoppingRule, runs: int = 1000, arms: int = 1) -> float:
     """The share of runs in which an arm equal to the reference is said to be faster or slower."""
     names = [f"again {number}" for number in range(arms)]
-    effects, said = dict.fromkeys([BASE, "control", *names], 1.0), 0
+    effects, count = dict.fromkeys([BASE, "control", *names], 1.0), 0
     for seed in range(runs):
-        found = measure(noise, seed, rule, effects).estimates
-        floor = noise_floor(found["control"])
-        said += any(claim(found[name], floor) in ("faster", "slower") for name in names)
-    return said / runs
-
-
-def bootstrap_until_narrow(
-    ratios: list[float], narrow: float, draw: np.random.Generator, start: int = 5
-) -> tuple[float, float, int]:
-    """What not to do: 95 % of bootstrapped medians, looked at after each block until narrow."""
-    logs = np.log(ratios)
-    low, high = -math.inf, math.inf
-    for count in range(start, len(logs) + 1):
-        medians = np.median(logs[draw.integers(0, count, (200, count))], axis=1)
-        low, high = np.quantile(medians, [0.025, 0.975])
-        if high - low <= 2 * math.log1p(narrow):
-            break
-    return math.exp(low), math.exp(high), count
-
-
-def ratios(noise: Noise, seed: int, blocks: int) -> list[float]:
-    """Of an arm that is as fast as the reference, as many as there may be."""
-    rule = StoppingRule(1e-9, 1e9, looks=(blocks,))
-    turns = measure(noise, seed, rule, {BASE: 1.0, "control": 1.0}).turns
-    pairs = zip(turns[BASE], turns["control"], strict=True)
-    return [a.per_sample_ms / b.per_sample_ms for a, b in pairs]
+        estimates = measure(noise, seed, rule, effects).estimates
+        floor = noise_floor(estimates["control"])
+        count += any(claim(estimates[name], floor) in ("faster", "slower") for name in names)
+    return count / runs

@@ -67,8 +67,8 @@ def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
 
 def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
     odd = """name='../x' "device.threads=1" """
-    found = arms("none", "NONE: basic", "comparison: ultra", odd.strip().replace("../", "x."))
-    assert [arm.folder for arm in found] == [
+    measured = arms("none", "NONE: basic", "comparison: ultra", odd.strip().replace("../", "x."))
+    assert [arm.folder for arm in measured] == [
         "none", "NONE-2", "comparison-2", "name=-x.x-device.threads=1",
     ]  # fmt: skip
 
@@ -100,9 +100,9 @@ def test_how_data_are_loaded_may_differ() -> None:
 
 
 def test_the_reference_is_the_first_arm_or_the_one_that_is_named() -> None:
-    found = arms("none", "basic")
-    assert reference_of(found, BenchmarkConfig()).name == "none"
-    assert reference_of(found, BenchmarkConfig(reference="basic")).name == "basic"
+    measured = arms("none", "basic")
+    assert reference_of(measured, BenchmarkConfig()).name == "none"
+    assert reference_of(measured, BenchmarkConfig(reference="basic")).name == "basic"
     with pytest.raises(ConfigError, match="did you mean basic"):
         arms("none", "basic", reference="basc")
 
@@ -120,8 +120,8 @@ def test_attribution_needs_a_level_to_look_into() -> None:
 
 
 def test_other_work_is_said() -> None:
-    found = arms("none", "b: model.width=8", "c: optimizer=sgd")
-    notes = describe_differences(found, found[0])
+    measured = arms("none", "b: model.width=8", "c: optimizer=sgd")
+    notes = describe_differences(measured, measured[0])
     assert [note.partition(",")[0] for note in notes] == [
         "b: another model than none",
         "c: another optimizer than none",

@@ -50,9 +50,3 @@ def test_workers_stand_still_while_another_arm_is_at_work(pool: WorkerPool) -> N
     assert len(workers) == 2
     assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
     pool.turn("w2", 0.05)  # and then go on
-
-
-def test_what_workers_hold_is_told(pool: WorkerPool) -> None:
-    found = {name: pool.finish(name) for name in ("w0", "w2")}
-    assert found["w0"].worker_bytes == 0
-    assert 2 << 20 < found["w2"].worker_bytes < 4 << 30

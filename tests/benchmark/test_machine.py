@@ -40,19 +40,17 @@ def test_what_others_do_counts_and_what_the_arm_does_not() -> None:
         beside = sum(psutil.Process(other).cpu_times()[:2])
         while perf_counter() < start + 0.8:  # ours in both
             pass
-        own.read_clock()
-        load, unaware = own.load(), blind.load()
+        load, unaware = own.others(), blind.others()
         seconds = perf_counter() - start  # beside busy neighbours more than 0.8
         its = sum(psutil.Process(arm).cpu_times()[:2]) - before
         others = sum(psutil.Process(other).cpu_times()[:2]) - beside
-    assert load.others is not None and unaware.others is not None
+    assert load is not None and unaware is not None
     capacity = seconds * len(os.sched_getaffinity(0))
-    assert unaware.others - load.others == pytest.approx((its - others) / capacity, abs=0.05)
-    assert load.others >= others / capacity - 0.05
-    assert load.mhz is None or 100 < load.mhz < 10_000
+    assert unaware - load == pytest.approx((its - others) / capacity, abs=0.05)
+    assert load >= others / capacity - 0.05
 
 
 def test_an_arm_that_is_gone_has_an_unknown_load() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert LoadMonitor(process.pid).load().others is None
+    assert LoadMonitor(process.pid).others() is None

@@ -43,10 +43,10 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_has_not_come_back_as_what_they_mean(tmp_path: Path) -> None:
-    found = result()
-    found.arms[0].losses = [1.0, math.nan]
-    found.arms[1].speedup_interval = (0.5, math.inf)
-    found.write(tmp_path)
+    changed = result()
+    changed.arms[0].losses = [1.0, math.nan]
+    changed.arms[1].speedup_interval = (0.5, math.inf)
+    changed.write(tmp_path)
     json.loads((tmp_path / FILE).read_text(), parse_constant=pytest.fail)
     read = BenchmarkResult.read(tmp_path)
     assert math.isnan(read.arms[0].losses[1])
@@ -55,9 +55,9 @@ def test_numbers_that_json_has_not_come_back_as_what_they_mean(tmp_path: Path) -
 
 def test_a_key_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
     result().write(tmp_path)
-    found = json.loads((tmp_path / FILE).read_text())
-    found["arms"][0]["news"] = found["news"] = 1
-    (tmp_path / FILE).write_text(json.dumps(found))
+    tree = json.loads((tmp_path / FILE).read_text())
+    tree["arms"][0]["news"] = tree["news"] = 1
+    (tmp_path / FILE).write_text(json.dumps(tree))
     assert BenchmarkResult.read(tmp_path) == result()
 
 

@@ -66,10 +66,10 @@ def test_unpaired_intervals_end_at_the_tabulated_ranks(fewer: int, more: int, ra
 def test_unpaired_intervals_cover_a_known_difference() -> None:
     draw = np.random.default_rng(0)
     a, b = np.exp(draw.normal(0, 0.05, (1000, 16))), np.exp(draw.normal(0, 0.05, (1000, 24))) / 1.3
-    found = [unpaired(x.tolist(), y.tolist(), 0.05) for x, y in zip(a, b, strict=True)]
-    assert sum(e.low <= 1.3 <= e.high for e in found) >= 940
-    assert np.median([e.ratio for e in found]) == pytest.approx(1.3, rel=0.005)
-    assert np.median([e.half_width for e in found]) < 0.05
+    estimates = [unpaired(x.tolist(), y.tolist(), 0.05) for x, y in zip(a, b, strict=True)]
+    assert sum(e.low <= 1.3 <= e.high for e in estimates) >= 940
+    assert np.median([e.ratio for e in estimates]) == pytest.approx(1.3, rel=0.005)
+    assert np.median([e.half_width for e in estimates]) < 0.05
 
 
 def test_two_speed_ups_can_be_held_against_each_other() -> None:
@@ -126,7 +126,7 @@ def test_the_noise_floor_is_the_farther_end_of_the_control(
 
 
 @pytest.mark.parametrize(
-    ("estimate", "floor", "said"),
+    ("estimate", "floor", "expected"),
     [
         (Estimate(1.10, 1.08, 1.12), 0.02, "faster"),
         (Estimate(0.90, 0.88, 0.92), 0.02, "slower"),
@@ -145,9 +145,9 @@ def test_the_noise_floor_is_the_farther_end_of_the_control(
     ],
 )
 def test_a_claim_needs_the_interval_and_the_floor(
-    estimate: Estimate, floor: float, said: str
+    estimate: Estimate, floor: float, expected: str
 ) -> None:
-    assert claim(estimate, floor) == said
+    assert claim(estimate, floor) == expected
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_the_reference_against_itself_is_claimed_to_be_nothing(noise: Noise) -> 
     assert claimed(noise, StoppingRule(0.02, 60), runs=250) <= 0.02  # 0.05 would be allowed
 
 
-@pytest.mark.parametrize(("effect", "said"), [(1.1, "faster"), (1 / 1.1, "slower")])
-def test_10_percent_at_2_percent_noise_are_claimed(effect: float, said: str) -> None:
+@pytest.mark.parametrize(("effect", "expected"), [(1.1, "faster"), (1 / 1.1, "slower")])
+def test_10_percent_at_2_percent_noise_are_claimed(effect: float, expected: str) -> None:
     effects = {BASE: 1.0, "control": 1.0, "other": effect}
     right = 0
     for seed in range(100):
-        found = measure(Noise(0.02), seed, StoppingRule(0.02, 30), effects).estimates
-        right += claim(found["other"], noise_floor(found["control"])) == said
+        estimates = measure(Noise(0.02), seed, StoppingRule(0.02, 30), effects).estimates
+        right += claim(estimates["other"], noise_floor(estimates["control"])) == expected
     assert right >= 95

@@ -133,9 +133,9 @@ def test_no_arm_outlives_its_parent(script: tuple[subprocess.Popen[str], int], h
     group = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     assert len(group) >= 2  # a data worker too
     os.killpg(parent.pid, how)  # as a terminal does it: to the whole group of the parent
-    _, said = parent.communicate(timeout=60)
+    _, errors = parent.communicate(timeout=60)
     gone, left = psutil.wait_procs(group, timeout=30)
     # who lost his parent waits for somebody to collect him, which nobody does in some containers
     assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
     if how == signal.SIGINT:
-        assert "KeyboardInterrupt" in said
+        assert "KeyboardInterrupt" in errors

@@ -13,17 +13,13 @@ from torch import nn
 
 from runner import compose
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import Turn
-from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.workers.messages import Finished, Ready
+from runner.benchmark.blocks import Finished, Ready, Turn
 from runner.benchmark.workers.pool import WorkerPool
 from runner.build import Components
 from runner.device.config import OWN_WAITING
-from runner.errors import SecurityError, UsageError
+from runner.errors import UsageError
 from tests.benchmark import arm_parts
-from tests.benchmark.worker_arms import BASE, QUICK, arm, is_gone, own
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmark.worker_arms import BASE, QUICK, arm, is_gone
 
 
 @dataclass
@@ -40,7 +36,7 @@ class Race:
 
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
-    found = Race(folder=tmp_path_factory.mktemp("race"))
+    result = Race(folder=tmp_path_factory.mktemp("race"))
     arms = [
         arm("none", *BASE, "optimization=none"),
         arm("basic", *BASE, "optimization=basic", "data.workers=1", "data.prefetch=2"),
@@ -49,26 +45,25 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
         name: getattr(arm_parts, name)
         for name in ("weights", "in_steps", "fails", "words", "path", "spin")
     }
-    settings = BenchmarkConfig(target_loss=1.5)
     with (
         pytest.MonkeyPatch.context() as patch,
-        WorkerPool(arms, settings, found.folder, None, mine) as pool,
+        WorkerPool(arms, QUICK, result.folder, None, mine) as pool,
     ):
         for key in OWN_WAITING:
             patch.delenv(key, raising=False)
         for name in ("none", "basic"):
-            found.ready[name] = pool.start(name)
-            found.pids.append(pool.workers[name].pid)
-        idle = psutil.Process(found.pids[0])
+            result.ready[name] = pool.start(name)
+            result.pids.append(pool.workers[name].pid)
+        idle = psutil.Process(result.pids[0])
         for _ in range(3):
             for name in ("none", "basic"):
                 before = sum(idle.cpu_times()[:2])
-                found.turns.setdefault(name, []).append(pool.turn(name, 0.1))
+                result.turns.setdefault(name, []).append(pool.turn(name, 0.1))
                 if name == "basic":
-                    found.idle_seconds += sum(idle.cpu_times()[:2]) - before
+                    result.idle_seconds += sum(idle.cpu_times()[:2]) - before
         for name in ("none", "basic"):
-            found.finished[name] = pool.finish(name)
-    return found
+            result.finished[name] = pool.finish(name)
+    return result
 
 
 def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> None:
@@ -84,19 +79,19 @@ def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> Non
             # one of the arms has a worker
             assert turn.per_sample_ms == pytest.approx(1e3 * turn.seconds / turn.samples)
             assert 0 <= turn.data_seconds <= turn.seconds
-            assert turn.load.others is None or 0 <= turn.load.others <= 1
+            assert turn.others is None or 0 <= turn.others <= 1
 
 
 def test_an_arm_makes_steps_in_its_own_turns_only_and_sleeps_meanwhile(race: Race) -> None:
     steps = sum(turn.steps for turn in race.turns["none"])
-    assert race.finished["none"].summary["steps"] == 10 + 1 + steps
+    assert race.finished["none"].summary["steps"] == 4 + 1 + steps
     assert race.idle_seconds <= 0.03  # of three turns of 0.1 s; the kernel counts in hundredths
 
 
 def test_the_wait_is_in_no_step(race: Race) -> None:
-    worked = race.ready["none"].first_seconds + sum(turn.seconds for turn in race.turns["none"])
+    worked = sum(turn.seconds for turn in race.turns["none"])
     waited = race.ready["basic"].setup_seconds  # and for its turns
-    assert race.finished["none"].metrics["in_steps"] < worked + waited / 4
+    assert race.finished["none"].metrics["in_steps"] < worked + waited / 2
 
 
 def test_a_healthy_arm_has_no_problems_and_a_folder_like_any_runs(race: Race) -> None:
@@ -127,22 +122,6 @@ def test_nothing_is_left_of_the_processes(race: Race) -> None:
     assert all(is_gone(pid) for pid in race.pids)
 
 
-def end_of(one: Arm) -> Finished:
-    with WorkerPool([one], QUICK, None) as pool:
-        pool.start(one.name)
-        pool.turn(one.name, 0.1)
-        return pool.finish(one.name)
-
-
-def test_parameters_that_are_not_trained_are_named() -> None:
-    found = end_of(own("idle", "Idle"))
-    assert found.problems == [
-        "these parameters never changed: unused.weight, unused.bias; "
-        "no gradient reached unused.weight, unused.bias"
-    ]
-    assert any("kept.weight, kept.bias" in note for note in found.notes)
-
-
 def test_parts_that_were_given_are_copied_and_leave_nothing_behind(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -152,8 +131,7 @@ def test_parts_that_were_given_are_copied_and_leave_nothing_behind(tmp_path: Pat
     with WorkerPool([one], QUICK, tmp_path, given=given) as pool:
         pool.start("one")
         pool.turn("one", 0.05)
-        found = pool.finish("one")
-    assert found.problems == []
+        assert pool.finish("one").problems == []
     assert not any(p.is_shared() for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert list(tmp_path.iterdir()) == []
@@ -167,9 +145,3 @@ def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:
         WorkerPool(arms, QUICK, None, given=Components(model=model))
     with pytest.raises(UsageError, match="metrics cannot be sent"):
         WorkerPool(arms, QUICK, None, metrics={"mine": lambda run: 1.0})
-
-
-def test_a_metric_that_is_not_trusted_is_refused_before_anything_starts() -> None:
-    arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
-    with pytest.raises(SecurityError, match="benchmark.metrics: os.getpid is refused"):
-        WorkerPool(arms, BenchmarkConfig(metrics=["os.getpid"]), None)

@@ -1,67 +1,20 @@
-"""Runs whose steps are captured at will, with numbers that are finite and so can be compared."""
+"""Code of a user's own, and one run with two captures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch import Tensor
 
-from runner import build, compose, train
-from runner.training.hook import Hook, Report, Step, Verdict
-from runner.training.run import Run
-from runner.training.summary import Summary
+from tests.captures.captured_runs import SKIPPED, Taker, trained
 
-TRUSTED = ["my_package", "captured_models"]
-OURS = [
-    f"security.trusted=[{','.join(TRUSTED)}]",
-    "device.threads=2",
-    "monitoring.progress=false",
-    "data._target_=my_package.Noisy",
-    "model._target_=captured_models.Chancy",
-    "training.batch_size=20",
-    "training.steps=24",
-    "training.validate_every=8",
-    "schedule=cosine",
-]
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def _own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-
-
-SKIPPED = (11, 17, 18, 19, 20)
-
-
-class Taker(Hook):
-    """Skips some steps that are perfectly healthy, and captures some once they are reported."""
-
-    def __init__(self, take: list[int], skip: tuple[int, ...] = ()) -> None:
-        self.wanted, self.skip = take, skip
-        self.weights: dict[int, list[Tensor]] = {}  # at the beginning of a step
-        self.taken: dict[int, str | None] = {}
-
-    def due(self, step: int) -> bool:
-        return step in self.skip or step in self.wanted
-
-    def on_gradients(self, run: Run, step: Step) -> Verdict | None:
-        self.weights[step.number] = [p.detach().clone() for p in run.model.parameters()]
-        return Verdict.SKIP if step.number in self.skip else None
-
-    def on_report(self, run: Run, report: Report) -> None:
-        for step in self.wanted:
-            if report.first <= step <= report.last and run.captures is not None:
-                self.taken[step] = run.captures.take(run, step, "spike", "as if it were one")
-
-
-def trained(folder: Path, hook: Hook | None, *overrides: str) -> Summary:
-    with build(compose([*OURS, *overrides]), folder) as run:
-        if hook is not None:
-            run.hooks.append(hook)
-        return train(run)
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.syspath_prepend(HERE.parent)
 
 
 @pytest.fixture(scope="session")
@@ -69,15 +22,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with captures of step 13, after which weights moved on, and of 17, after which not."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        patch.syspath_prepend(str(Path(__file__).parents[1]))
+        patch.syspath_prepend(HERE)
+        patch.syspath_prepend(HERE.parent)
         trained(folder, Taker([13, 17], SKIPPED))
     return folder
-
-
-@pytest.fixture(scope="session")
-def kit() -> SimpleNamespace:
-    """All of that: this file is no module that a test could import."""
-    return SimpleNamespace(
-        OURS=OURS, TRUSTED=TRUSTED, SKIPPED=SKIPPED, Taker=Taker, trained=trained
-    )

@@ -6,128 +6,98 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runner import compose
 from runner.captures.manifest import CapturedWeights, captures
-from runner.captures.reader import Capture, open_capture
+from runner.captures.reader import open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
 from runner.replay.reopen import config_of, reopened, with_weights
 from runner.training.step import forward_backward
+from tests import runs
+from tests.captures.captured_runs import OURS, SKIPPED, TRUSTED, Taker, taken, trained
 
 CASES = {
-    "average, accumulation": [
-        "optimization=basic",
-        "optimizer.ema=0.9",
-        "training.micro_batch=7",
-    ],
+    "average, accumulation": ["optimization=basic", "optimizer.ema=0.9", "training.micro_batch=7"],
     "python's generator in the model": ["+model.draws=true", "data.workers=2"],
     "fp16, momentum": ["optimization=amp", "optimization.amp.dtype=fp16", "optimizer=sgd"],
 }
 
 
-def kept(kit: Any, folder: Path, *overrides: str) -> tuple[Capture, Capture, Any]:
-    """Of step 13, after which weights moved on, and of step 17, after which they did not."""
-    hook = kit.Taker([13, 17], kit.SKIPPED)
-    kit.trained(folder, hook, *overrides)
-    moved, stayed = map(open_capture, captures(folder))
-    return moved, stayed, hook
-
-
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES.keys())
 def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(
-    kit: Any, overrides: list[str], tmp_path: Path
+    overrides: list[str], tmp_path: Path
 ) -> None:
-    moved, stayed, hook = kept(kit, tmp_path, *overrides)
-    assert (moved.manifest.weights, stayed.manifest.weights) == (
-        CapturedWeights.again,
-        CapturedWeights.then,
-    )
+    moved, stayed, hook = taken(tmp_path, *overrides)
+    assert moved.manifest.weights is CapturedWeights.again
+    assert stayed.manifest.weights is CapturedWeights.then
     assert moved.skipped == [11]
     draws = "+model.draws=true" in overrides
     assert stayed.as_it_was is not draws  # then the state of the generator is of a later step
     for capture in (moved, stayed):
         random.seed(0)
-        with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
+        with reopened(capture, trusted=TRUSTED) as (run, batch):
             assert run.progress.step == capture.step - 1 and run.folder is None
-            for ours, theirs in zip(
-                run.model.parameters(), hook.weights[capture.step], strict=True
-            ):
-                assert torch.equal(ours, theirs)
+            weights = zip(run.model.parameters(), hook.weights[capture.step], strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in weights)
             step = forward_backward(run, batch)
-            assert float(step.loss) == capture.loss
-            assert float(step.grad_norm) == capture.grad_norm
+            assert (float(step.loss), float(step.grad_norm)) == (capture.loss, capture.grad_norm)
         again = open_capture(capture.path)  # nothing of it was changed by looking
         assert torch.equal(again.batch[0], capture.batch[0])
 
 
-def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(kit: Any, tmp_path: Path) -> None:
-    hook = kit.Taker([17], kit.SKIPPED)
-    kit.trained(tmp_path, hook, "+model.saved=false")
+def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(tmp_path: Path) -> None:
+    trained(tmp_path, Taker([17], SKIPPED), "+model.saved=false")
     (capture,) = map(open_capture, captures(tmp_path))
     assert float(capture.buffers["seen"]) == 15
-    with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
+    with reopened(capture, trusted=TRUSTED) as (run, batch):
         assert float(forward_backward(run, batch).loss) == capture.loss
 
 
-def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(
-    kit: Any, tmp_path: Path
-) -> None:
-    hook = kit.Taker([3])
-    kit.trained(
-        tmp_path,
-        hook,
-        "optimization=amp",
-        "optimization.amp.dtype=fp16",
-        f"optimization.amp.initial_scale={2.0**60}",
-    )
+def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(tmp_path: Path) -> None:
+    scale = f"optimization.amp.initial_scale={2.0**60}"
+    fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", scale, "training.steps=8"]
+    trained(tmp_path, Taker([3]), *fp16)
     capture = open_capture(captures(tmp_path)[0])
     assert (capture.step, capture.manifest.weights) == (3, CapturedWeights.then)
-    with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
+    with reopened(capture, trusted=TRUSTED) as (run, batch):
         assert run.update.scale is not None
         assert float(run.update.scale.value) == 2.0**58
         step = forward_backward(run, batch)
         assert float(step.loss) == capture.loss and bool(step.skipped)
 
 
-def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(
-    kit: Any, tmp_path: Path
-) -> None:
-    overrides = ["optimization=basic", "optimization.amp.enabled=true"]
-    moved, stayed, hook = kept(kit, tmp_path, *overrides, "optimization.amp.dtype=fp16")
+def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(tmp_path: Path) -> None:
+    amp = ["optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
+    off = {"amp", "fused_optimizer"}
+    moved, stayed, hook = taken(tmp_path, "optimization=basic", *amp)
     for capture in (moved, stayed):
-        with reopened(capture, without={"amp", "fused_optimizer"}, trusted=kit.TRUSTED) as (
-            run,
-            batch,
-        ):
-            assert not {"amp", "fused_optimizer"} & {name for name, _ in run.techniques}
+        with reopened(capture, without=off, trusted=TRUSTED) as (run, batch):
+            assert not off & {name for name, _ in run.techniques}
             weights = zip(run.model.parameters(), hook.weights[capture.step], strict=True)
             assert all(torch.equal(a, b) for a, b in weights)
             loss = float(forward_backward(run, batch).loss)
             assert loss == pytest.approx(capture.loss, rel=0.01) and loss != capture.loss
 
 
-def test_what_was_run_again_once_can_be_kept(kit: Any, made: Path, tmp_path: Path) -> None:
+def test_what_was_run_again_once_can_be_kept(made: Path, tmp_path: Path) -> None:
     moved, stayed = map(open_capture, captures(made))
-    assert with_weights(stayed, tmp_path, trusted=kit.TRUSTED) is stayed
-    once = with_weights(moved, tmp_path / "settled", trusted=kit.TRUSTED)
+    assert with_weights(stayed, tmp_path, TRUSTED) is stayed
+    once = with_weights(moved, tmp_path / "settled", TRUSTED)
     assert once.as_it_was and once.path == captures(tmp_path / "settled")[0]
     assert once.manifest.checkpoint is None
-    with reopened(once, trusted=kit.TRUSTED) as (run, batch):
+    with reopened(once, trusted=TRUSTED) as (run, batch):
         step = forward_backward(run, batch)
         assert (float(step.loss), float(step.grad_norm)) == (moved.loss, moved.grad_norm)
 
 
-def test_the_config_comes_back_whole_and_trust_does_not(kit: Any, tmp_path: Path) -> None:
-    _, stayed, _ = kept(kit, tmp_path, "optimizer=sgd", "debug.every=7")
-    asked = compose([*kit.OURS, "optimizer=sgd", "debug.every=7"])
-    assert config_of(stayed, kit.TRUSTED) == asked
+def test_the_config_comes_back_whole_and_trust_does_not(made: Path) -> None:
+    capture = open_capture(captures(made)[1])
+    assert config_of(capture, TRUSTED) == runs.config(*OURS)
     with pytest.raises(SecurityError, match="is refused"):
-        config_of(stayed)
+        config_of(capture)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +109,7 @@ def test_the_config_comes_back_whole_and_trust_does_not(kit: Any, tmp_path: Path
     ],
 )
 def test_a_hostile_config_is_refused(
-    kit: Any, made: Path, changes: dict[str, object], error: type[Exception], tmp_path: Path
+    made: Path, changes: dict[str, object], error: type[Exception], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(captures(made)[1], tmp_path / captures(made)[1].name)
     path = folder / "manifest.json"
@@ -147,6 +117,6 @@ def test_a_hostile_config_is_refused(
     del body["digest"]
     body["config"] = {**body["config"], **changes}
     path.write_bytes(sealed(body))
-    trusted = kit.TRUSTED if error is ConfigError else ["my_package"]
+    trusted = TRUSTED if error is ConfigError else ["my_package"]
     with pytest.raises(error), reopened(open_capture(folder), trusted=trusted):
         raise AssertionError("it was opened")

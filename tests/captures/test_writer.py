@@ -13,154 +13,130 @@ from typing import Any
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import train
 from runner.captures.manifest import CapturedWeights, captures
 from runner.captures.reader import open_capture
+from tests import runs
+from tests.captures.captured_runs import OURS, Taker, trained
 
 POISON = "+data.poison=[50,90]"
+SHORT = "training.steps=8"
+
+
+def faults(folder: Path) -> Any:
+    return json.loads((folder / "debug" / "history.json").read_text())["faults"]
 
 
 def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_nothing(
-    kit: Any,
     tmp_path: Path,
 ) -> None:
     weights = []
-    for folder, enabled in (("with", "true"), ("without", "false")):
-        with build(
-            compose([*kit.OURS, f"debug.capture.enabled={enabled}"]), tmp_path / folder
-        ) as run:
+    for enabled in ("true", "false"):
+        capture = f"debug.capture.enabled={enabled}"
+        with runs.opened(*OURS, SHORT, capture, folder=tmp_path / enabled) as run:
             assert (run.captures is not None) == (enabled == "true")
             train(run)
             weights.append(run.model.state_dict())
-    assert not (tmp_path / "with" / "debug" / "captures").exists()
+    assert not (tmp_path / "true" / "debug" / "captures").exists()
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
 
 
 def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
-    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     bounded = [POISON, "debug.capture.at_most=2"]
-    summary = kit.trained(tmp_path, None, *bounded)
+    summary = trained(tmp_path, None, *bounded)
     shown = [record for record in caplog.records if not getattr(record, "live", False)]
-    said = [record.getMessage() for record in shown]
-    fault = next(i for i, line in enumerate(said) if "values that are NaN" in line)
-    assert "is kept; to look into it" in said[fault + 1]  # after the line about the step
-    assert sum("is kept" in line for line in said) == 1
+    lines = [record.getMessage() for record in shown]
+    fault = next(i for i, line in enumerate(lines) if "values that are NaN" in line)
+    assert "is kept; to look into it" in lines[fault + 1]  # after the line about the step
+    assert sum("is kept" in line for line in lines) == 1
     assert summary.skipped_steps > 2
     kept = [fault["capture"] for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
-    assert [str(p.relative_to(tmp_path)) for p in captures(tmp_path)][0] == kept[0]
+    assert str(captures(tmp_path)[0].relative_to(tmp_path)) == kept[0]
     assert len(captures(tmp_path)) == 2
-    again = kit.trained(tmp_path, None, *bounded, "training.steps=48", "checkpoint.resume=auto")
+    again = trained(tmp_path, None, *bounded, "training.steps=48", "checkpoint.resume=auto")
     assert again.skipped_steps > summary.skipped_steps
     assert len(captures(tmp_path)) == 2
 
-
-def test_a_capture_says_what_was_bad_and_where_it_is_from(kit: Any, tmp_path: Path) -> None:
-    kit.trained(tmp_path, None, POISON, "+model.saved=true")
-    fault = next(fault for fault in faults(tmp_path) if fault["kind"] == "non_finite")
-    capture = open_capture(tmp_path / fault["capture"])
-    manifest = capture.manifest
-    assert (manifest.kind, capture.step) == ("non_finite", fault["steps"][0])
+    capture = open_capture(tmp_path / kept[0])  # what was bad, and where it is from
+    first = next(fault for fault in faults(tmp_path) if fault["kind"] == "non_finite")
+    assert (capture.manifest.kind, capture.step) == ("non_finite", first["steps"][0])
     assert capture.loss is not None and capture.loss != capture.loss
     bad = [i for i, x in enumerate(capture.batch[0]) if x.isnan().any()]
     assert bad and {capture.samples[i] for i in bad} <= {50, 90}
-    assert manifest.config["model"]["arguments"] == {"saved": True}
+    assert capture.manifest.config["data"]["arguments"] == {"poison": [50, 90]}
     text = (capture.path / "manifest.json").read_text()
     assert "trusted" not in text and str(tmp_path) not in text
 
 
-def faults(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "debug" / "history.json").read_text())[
-        "faults"
-    ]
-    return found
-
-
-def test_weights_as_they_were_are_kept_where_no_update_was_made_since(
-    kit: Any, tmp_path: Path
-) -> None:
-    kit.trained(tmp_path, kit.Taker([13, 17], skip=(17, 18, 19, 20)))
-    moved, stayed = map(open_capture, captures(tmp_path))
+def test_weights_are_kept_where_nothing_was_updated_since_and_else_a_checkpoint(made: Path) -> None:
+    moved, stayed = map(open_capture, captures(made))
     assert moved.manifest.weights is CapturedWeights.again and moved.model is None
     assert stayed.manifest.weights is CapturedWeights.then and stayed.model is not None
-    assert moved.manifest.checkpoint == 8
-    assert stayed.manifest.checkpoint == 16
+    assert (moved.manifest.checkpoint, stayed.manifest.checkpoint) == (8, 16)
 
 
 def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
-    kit: Any,
     tmp_path: Path,
 ) -> None:
-    kit.trained(tmp_path, kit.Taker([6]), "checkpoint.enabled=false")
+    trained(tmp_path, Taker([6]), "checkpoint.enabled=false", SHORT)
     (capture,) = map(open_capture, captures(tmp_path))
     assert capture.manifest.weights is CapturedWeights.later
     assert capture.manifest.checkpoint is None and capture.model is not None
 
 
-def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(
-    kit: Any, tmp_path: Path
-) -> None:
-    kit.trained(tmp_path, kit.Taker([6]), "checkpoint.keep=1", "training.steps=40")
+def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path: Path) -> None:
+    trained(tmp_path, Taker([6]), "checkpoint.keep=1", "training.steps=40")
     (capture,) = map(open_capture, captures(tmp_path))
     assert capture.manifest.checkpoint == 0
     assert not (tmp_path / "checkpoints" / "step_00000000").exists()
-    restored = capture.checkpoint()
-    assert restored is not None and restored.step == 0
+    assert capture.checkpoint().step == 0
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(
-    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "captures").write_text("in the way")
-    hook = kit.Taker([3, 5])
-    assert kit.trained(tmp_path, hook).status == "done"
+    hook = Taker([3, 5])
+    assert trained(tmp_path, hook, SHORT).status == "done"
     assert hook.taken == {3: None, 5: None}
     warned = [r for r in caplog.records if r.levelname == "WARNING" and "job=replay" in r.message]
     assert len(warned) == 1
 
 
 def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
-    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hook = kit.Taker([3, 5, 13])
-    assert kit.trained(tmp_path, hook, "debug.capture.mb=0.0001").status == "done"
+    hook = Taker([3, 5, 13])
+    assert trained(tmp_path, hook, "debug.capture.mb=0.0001").status == "done"
     assert hook.taken == {3: None, 5: None, 13: None}
-    said = [r.getMessage() for r in caplog.records if "debug.capture.mb" in r.getMessage()]
-    assert len([line for line in said if line.startswith("step 3 ")]) == 1
-    assert sum(r.levelname == "WARNING" for r in caplog.records if "capture.mb" in r.message) == 1
+    lines = [r for r in caplog.records if "debug.capture.mb" in r.getMessage()]
+    assert sum(r.getMessage().startswith("step 3 ") for r in lines) == 1
+    assert sum(r.levelname == "WARNING" for r in lines) == 1
     assert not captures(tmp_path)
 
 
 FULL_DISK = """
 import resource, sys
+from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from conftest import Taker, trained
+from tests.captures.captured_runs import Taker, trained
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 hook = Taker([3, 5])
-from pathlib import Path
 print(trained(Path(sys.argv[1]), hook, "checkpoint.enabled=false", "data.validation=0.4").status)
 print(hook.taken)
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such limit there")
-def test_a_full_disk_does_not_end_the_run_and_leaves_no_half_of_a_capture(
-    kit: Any, tmp_path: Path
-) -> None:
-    here = Path(__file__).parent
+def test_a_full_disk_does_not_end_the_run_and_leaves_no_half_of_a_capture(tmp_path: Path) -> None:
+    paths = map(str, Path(__file__).parents[:3])
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            FULL_DISK,
-            str(tmp_path / "run"),
-            str(here),
-            str(here.parent),
-            str(here.parents[1]),
-        ],
+        [sys.executable, "-c", FULL_DISK, str(tmp_path / "run"), *paths],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
@@ -169,25 +145,22 @@ def test_a_full_disk_does_not_end_the_run_and_leaves_no_half_of_a_capture(
     assert not list((tmp_path / "run" / "debug" / "captures").iterdir())
 
 
-def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(
-    kit: Any, tmp_path: Path
-) -> None:
+def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="my own mistake"):
-        kit.trained(tmp_path, None, "+model.fails=5")
+        trained(tmp_path, None, "+model.fails=5")
     (capture,) = map(open_capture, captures(tmp_path))
     assert (capture.step, capture.manifest.kind, capture.loss) == (5, "exception", None)
     assert capture.manifest.weights is CapturedWeights.then
-    record = json.loads((tmp_path / "debug" / "history.json").read_text())
-    (fault,) = record["faults"]
+    (fault,) = faults(tmp_path)
     assert fault["capture"] == "debug/captures/step_00000005" and "Traceback" in fault["traceback"]
 
 
-def test_a_capture_made_before_a_crash_is_not_made_again(kit: Any, tmp_path: Path) -> None:
-    kit.trained(tmp_path, kit.Taker([13]))
+def test_a_capture_made_before_a_crash_is_not_made_again(tmp_path: Path) -> None:
+    trained(tmp_path, Taker([13]))
     before = (captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns
     for step in (16, 24):  # as if they had never been: step 13 comes again
         shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
-    hook = kit.Taker([13])
-    kit.trained(tmp_path, hook, "checkpoint.resume=auto")
+    hook = Taker([13])
+    trained(tmp_path, hook, "checkpoint.resume=auto")
     assert hook.taken == {13: "debug/captures/step_00000013"}
     assert (captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns == before

@@ -57,8 +57,6 @@ def test_what_is_found_after_training_is_recorded_everywhere(
         console.print(report.terminal(summary, folder))
     shown = console.export_text()
     assert "model check" in shown and "layers.0.weight: values from" in shown
-    events = b"".join(p.read_bytes() for p in folder.glob("events.out.*"))
-    assert b"checks/model" in events and b"weights.huge" in events
 
 
 def test_evaluating_a_checkpoint_checks_its_model(
@@ -103,7 +101,7 @@ def test_a_run_trains_to_the_same_bits_with_and_without() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-class Own(nn.Module):
+class Failing(nn.Module):
     broken = False
 
     def __init__(self) -> None:
@@ -119,18 +117,8 @@ class Own(nn.Module):
         return super().named_modules(*args, **kwargs)
 
 
-def test_under_strict_a_class_of_no_trusted_package_is_a_warning() -> None:
-    for level, ok in (("standard", True), ("strict", False)):
-        config = compose([*SHORT, "checkpoint=off", f"security={level}"])
-        with build(config, given=Components(model=nn.Sequential(Own()))) as run:
-            (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
-            found = hook.check(run, probe=False)
-        assert found is not None and found.ok is ok
-        assert [r.code for r in found.reasons] == ["structure.foreign_class"]
-
-
 def test_a_check_that_fails_does_not_end_the_run() -> None:
-    model = Own()
+    model = Failing()
     with build(compose([*SHORT, "checkpoint=off"]), given=Components(model=model)) as run:
         (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
         model.broken = True

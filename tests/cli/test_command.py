@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.overrides.groups import CONF, options
+from tests import runs
 
 PACKAGE = """
 import json, os, sys
@@ -48,12 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *typed: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *flags, "-m", "runner", *typed],
-        cwd=folder, env=environment, text=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+run = runs.command
 
 
 def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
@@ -72,7 +68,7 @@ def test_help_names_every_option_and_imports_neither_torch_nor_hydra(folder: Pat
         assert group in done.stdout
         for option, what in found.items():
             assert option in done.stdout and what in done.stdout
-    for word in ("optimization_level=", "debug_mode=", "--cfg", "-m", "-sc install=bash", "130"):
+    for word in ("optimization_level=", "debug_mode=", "--cfg", "-m", "130"):
         assert word in done.stdout
     assert done.stdout.count("python -m runner") >= 6
     assert max(map(len, done.stdout.splitlines())) <= 100
@@ -82,9 +78,9 @@ def test_help_names_every_option_and_imports_neither_torch_nor_hydra(folder: Pat
 def test_a_typing_mistake_costs_no_torch_no_folder_and_one_line(folder: Path) -> None:
     done = run(folder, "optimisation=baisc", flags=("-X", "importtime"))
     assert done.returncode == 2
-    assert errors(done) == [
-        "error: optimisation: no config group 'optimisation'; did you mean optimization=basic?"
-    ]
+    (line,) = errors(done)
+    assert line.startswith("error: optimisation: no config group or key 'optimisation'; did you")
+    assert line.endswith("did you mean optimization=basic?")
     assert "hydra" in imported(done) and not imported(done) & {"torch", "numpy"}
     assert [path.name for path in folder.iterdir()] == ["own_package.py"]
 
@@ -102,24 +98,11 @@ def test_a_folder_of_plugins_and_a_shadow_of_a_library_are_not_run(folder: Path)
 
 def test_showing_a_config_ends_quietly_when_nobody_reads_on(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(CONF.parent)}
-    for flag in ("--cfg job", "--info"):
-        line = f"{sys.executable} -m runner {flag} | head -n 1"
-        done = subprocess.run(
-            ["sh", "-c", line], cwd=folder, env=environment, text=True, capture_output=True
-        )
-        assert done.stdout.count("\n") == 1 and done.stderr == "", flag
-
-
-def test_completion_and_hydras_own_help_answer(folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "COMP_POINT": "20"}
+    line = f"{sys.executable} -m runner --cfg job | head -n 1"
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "-sc", "query=bash"],
-        cwd=folder, env={**environment, "COMP_LINE": "runner optimizer="}, text=True,
-        capture_output=True,
-    )  # fmt: skip
-    assert done.stdout.split() == [f"optimizer={name}" for name in sorted(options()["optimizer"])]
-    assert "Hydra" in run(folder, "--hydra-help").stdout
-    assert run(folder, "-sc").returncode == 2
+        ["sh", "-c", line], cwd=folder, env=environment, text=True, capture_output=True
+    )
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
 def test_a_run_leaves_its_command_and_a_failure_its_code(folder: Path) -> None:

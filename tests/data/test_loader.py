@@ -71,17 +71,6 @@ def test_starting_at_a_step_is_skipping_up_to_it(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_global_generators_are_left_alone(load: Load, workers: int) -> None:
-    import random
-
-    loader = load(digits(Digits()), config(workers=workers))
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    next(loader.batches(0))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_single_pass_holds_each_sample_once_in_order(load: Load, workers: int) -> None:
     source = digits(Digits())
     once = {"repeat": False, "shuffle": False, "augment": False, "indices": source.validation}

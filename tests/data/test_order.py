@@ -36,22 +36,17 @@ def test_these_very_numbers_come_out_on_every_machine() -> None:
     assert sample_seeds(1, 2, np.array([3])).tolist() == [3821468231969580552]
 
 
-def test_a_samples_seed_does_not_depend_on_the_batch_it_is_in() -> None:
+def test_a_samples_seed_is_its_own_whatever_the_batch() -> None:
     whole = sample_seeds(4, 9, np.arange(50))
     assert np.array_equal(sample_seeds(4, 9, np.array([17, 3])), whole[[17, 3]])
     assert len(set(whole.tolist())) == 50
 
 
-def test_the_upper_half_of_the_seeds_is_the_epochs() -> None:
-    upper = {int(s) >> 32 for s in sample_seeds(4, 9, np.arange(50))}
-    assert len(upper) == 1
-    assert upper != {int(s) >> 32 for s in sample_seeds(4, 10, np.arange(50))}
-
-
-def test_the_lower_half_differs_between_epochs() -> None:
-    lower = [
-        set((sample_seeds(0, e, np.arange(99)) & np.uint64(2**32 - 1)).tolist()) for e in (0, 1)
-    ]
+def test_the_upper_half_is_the_epochs_and_the_lower_half_differs_between_epochs() -> None:
+    seeds = [sample_seeds(4, epoch, np.arange(99)) for epoch in (9, 10)]
+    upper = [set((s >> np.uint64(32)).tolist()) for s in seeds]
+    assert [len(half) for half in upper] == [1, 1] and upper[0] != upper[1]
+    lower = [set((s & np.uint64(2**32 - 1)).tolist()) for s in seeds]
     assert not lower[0] & lower[1]
 
 

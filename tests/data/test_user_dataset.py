@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner.data.batch import Sizes
-from runner.data.config import BadSamples, DataConfig, Digits
+from runner.data.config import DataConfig, Digits
 from runner.data.loader import BatchLoader
 from runner.data.open import open_data
 from runner.data.order import sample_seeds
@@ -123,7 +123,7 @@ def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
     ("make", "problem"),
     [
         (lambda i: torch.zeros(3), "sample 0 is float32 of shape"),
-        (lambda i: {"x": torch.zeros(3)}, "keys x; .*target under one of labels, label"),
+        (lambda i: {"x": torch.zeros(3)}, "a dict of x; .* one of labels, label"),
         (lambda i: ("words", 1), "inputs is a str; return a tensor"),
         (lambda i: (torch.zeros(3), torch.zeros(4, 4, dtype=torch.int64)), "no task follows"),
         (lambda i: (torch.zeros(3), -5), "the label -5 is negative.*regression.*float32"),
@@ -165,30 +165,6 @@ def test_chance_depends_on_the_samples_seed_alone() -> None:
     assert not torch.equal(source.fetch(both, sample_seeds(0, 4, both))[0], x)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert before == after
-
-
-class Flawed(Made):
-    """Samples some of which raise, and some of which are not finite."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index in (0, 9):
-            raise OSError(f"no file {index}")
-        x, y = features(index)
-        return (x * float("nan"), y) if index == 20 else (x, y)
-
-
-def test_samples_that_fail_are_left_out() -> None:
-    config = DataConfig(kind="any", bad_samples=BadSamples.drop)
-    flawed = Flawed(features, 40, classes=4)
-    source = UserDataset(flawed, "my.Flawed", 0.2, 0, config)
-    assert source.choices[0].value == "3 of 40 left out"
-    assert "sample 9: OSError: no file 9" in source.choices[0].reason
-    assert "sample 20: a value is not finite" in source.choices[0].reason
-    rest = np.sort(np.concatenate([source.train, source.validation]))
-    used = [i for i in range(40) if i not in (0, 9, 20)]
-    assert source.fetch(rest, None)[0][:, 0].tolist() == used
-    with pytest.raises(DataError, match="sample 0: OSError"):
-        UserDataset(flawed, "my.Flawed", 0.2, 0)
 
 
 def test_a_quick_data_set_gets_no_workers_and_a_slow_one_does(load: Load) -> None:

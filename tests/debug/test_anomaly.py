@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import build, compose, train
+from runner import train
 from runner.build import Components
 from runner.data.batch import Batch
 from runner.debug.module_trace import ModuleTrace
@@ -20,11 +20,9 @@ from runner.errors import GaveUp
 from runner.objectives.custom import Custom
 from runner.training.run import Run
 from runner.training.summary import Summary
+from tests import runs
 
-DIGITS = (
-    "data=digits device.threads=2 monitoring.progress=false training.batch_size=32 "
-    "training.steps=8 training.validate_every=100"
-).split()
+DIGITS = "data=digits training.batch_size=32 training.steps=8 training.validate_every=100".split()
 ANOMALY = [*DIGITS, "debug=anomaly"]
 
 
@@ -56,7 +54,7 @@ class Net(nn.Module):
 def run_of(
     overrides: list[str], folder: Path | None, model: nn.Module | None = None
 ) -> tuple[Run, Summary]:
-    with build(compose(overrides), folder, Components(model=model)) as run:
+    with runs.opened(*overrides, folder=folder, given=Components(model=model)) as run:
         if isinstance(model, Net):
             begin = run.update.begin
 
@@ -78,7 +76,7 @@ def finding(summary: Summary) -> str:
 
 
 def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
-    run, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Net(Root(), bad=(3, 5)))
+    run, summary = run_of(ANOMALY, tmp_path, Net(Root(), bad=(3, 5)))
     assert summary.status == "done"
     assert summary.skipped_steps == 2
     assert summary.faults["anomaly"] == 2
@@ -95,7 +93,7 @@ def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Pa
 
 
 def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "model=mlp", "debug.on_anomaly=raise"]
+    overrides = [*ANOMALY, "debug.on_anomaly=raise"]
     with pytest.raises(GaveUp) as caught:
         run_of(overrides, tmp_path, Net(Root(), bad=(3,)))
     message = str(caught.value)
@@ -115,7 +113,7 @@ class Quotient(nn.Module):
 
 
 def test_a_nan_of_forward_is_told_from_what_it_does_to_backward(tmp_path: Path) -> None:
-    _, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Net(Quotient(), bad=(4,)))
+    _, summary = run_of(ANOMALY, tmp_path, Net(Quotient(), bad=(4,)))
     assert summary.status == "done"
     (fault,) = anomalies(tmp_path)
     assert fault["message"] == "NaN first from part in forward"  # and not what backward made of it
@@ -145,7 +143,7 @@ def test_an_inf_of_which_autograd_says_nothing_is_named_as_well(tmp_path: Path) 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).nan_to_num(nan=torch.inf)
 
-    _, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Alone(Huge(), bad=(4,)))
+    _, summary = run_of(ANOMALY, tmp_path, Alone(Huge(), bad=(4,)))
     assert summary.faults["anomaly"] == 1
     assert "Inf first from part in forward" in anomalies(tmp_path)[0]["message"]
 
@@ -170,7 +168,7 @@ class Chatty(Root):
 def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
     tmp_path: Path,
 ) -> None:
-    overrides = [*ANOMALY, "model=mlp", "training.micro_batch=10"]
+    overrides = [*ANOMALY, "training.micro_batch=10"]
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
         _, summary = run_of(overrides, tmp_path, Net(Chatty(), bad=(3,)))
@@ -183,7 +181,7 @@ def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
 
 
 def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "model=mlp", "debug.anomaly.every=2"]
+    overrides = [*ANOMALY, "debug.anomaly.every=2"]
     _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3, 4)))
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in anomalies(tmp_path)] == [[4]]
@@ -196,7 +194,7 @@ def test_another_error_stays_what_it_is() -> None:
             raise ValueError("my own mistake")
 
     with pytest.raises(ValueError, match="my own mistake"):
-        run_of([*ANOMALY, "model=mlp"], None, Net(Broken(), bad=()))
+        run_of(ANOMALY, None, Net(Broken(), bad=()))
     assert not torch.is_anomaly_enabled()
 
 
@@ -249,10 +247,8 @@ class Poisoned(nn.Module):
 
 
 def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "model=mlp", "training.steps=2"]
-    with build(
-        compose(overrides), tmp_path, Components(objective=Custom(Poisoned(), "own"))
-    ) as run:
+    overrides, given = [*ANOMALY, "training.steps=2"], Components(objective=Custom(Poisoned(), "o"))
+    with runs.opened(*overrides, folder=tmp_path, given=given) as run:
         batches, at = run.train.batches, run.train.at
 
         def poisoned(batch: Batch) -> Batch:
@@ -267,44 +263,45 @@ def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
     assert fault["message"] == "the target is not finite: 3 of 32 samples"
 
 
-def test_the_module_whose_backward_is_under_way() -> None:
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            seen.append(trace.module())
-            return gradient
-
-    class Probed(nn.Module):
+def test_an_operation_belongs_to_the_innermost_module_that_made_it() -> None:
+    class Outer(nn.Module):
         def __init__(self, *inner: nn.Module) -> None:
             super().__init__()
             self.inner = nn.Sequential(*inner)
 
         def forward(self, x: Tensor) -> Tensor:
-            return Probe.apply(self.inner(Probe.apply(x)))  # type: ignore[no-any-return]
+            return self.inner(x.sin()).cos()  # type: ignore[no-any-return]
 
-    seen: list[str | None] = []
-    model = nn.Sequential(nn.Linear(2, 2), Probed(nn.ReLU(), Probed(nn.Linear(2, 2))))
-    trace = ModuleTrace(model)
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer(nn.Linear(2, 2), Outer(nn.Tanh()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(x.exp())  # type: ignore[no-any-return]
+
+    trace = ModuleTrace(Root())
     with trace.watching():
-        Probe.apply(model(torch.randn(3, 2))).sum().backward()
-    assert seen == [None, "1", "1.inner.1", "1.inner.1", "1"]
-    assert not model._forward_hooks
+        trace.operations_too = True
+        trace.model(torch.randn(3, 2, requires_grad=True)).sum().backward()
+    modules = [(op.name.removesuffix("Backward0"), op.module) for op in trace.operations]
+    assert [m for m in modules if m[0] not in ("T", "torch::autograd::AccumulateGrad")] == [
+        ("Cos", "outer"),
+        ("Cos", "outer.inner.1"),
+        ("Tanh", "outer.inner.1.inner.0"),
+        ("Sin", "outer.inner.1"),
+        ("Addmm", "outer.inner.0"),
+        ("Sin", "outer"),
+        ("Exp", ""),
+    ]
+    assert not trace.model._forward_hooks
     assert trace.first_bad_output() is None
 
 
 @pytest.mark.slow
 def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
-    overrides = [
-        *ANOMALY,
-        *(
-            "model=mlp optimization=ultra debug.anomaly.every=5 "
-            "optimization.compile.min_steps=0 training.steps=20"
-        ).split(),
-    ]
+    compiled = "optimization=ultra debug.anomaly.every=5 optimization.compile.min_steps=0"
+    overrides = [*ANOMALY, *compiled.split(), "training.steps=20"]
 
     class Bad(nn.Module):
         """A weight whose gradient is NaN at each step: it starts at the root of 0."""

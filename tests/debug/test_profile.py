@@ -1,4 +1,4 @@
-"""The profiler's windows, the verdict in words: in real runs, shaped to be so."""
+"""The profiler's window, the verdict in words: in real runs, shaped to be so."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from runner import Hook, build, compose, profile, train
+from runner import Hook, Summary, profile, train
+from runner.build import Components
 from runner.debug.config import DebugConfig
 from runner.debug.profile import ProfileTool
 from runner.debug.profile_report import Facts, operator_name, verdicts
-from runner.debug.profile_trace import Module, Trace, operator_kind, read_events
+from runner.debug.profile_trace import Module, Trace, read_events
 from runner.debug.tool import Tool
 from runner.training.hook import Step
 from runner.training.run import Run
-from runner.training.summary import Summary
+from tests import runs
 
-QUIET = ["device.threads=2", "monitoring.progress=false", "debug=profile"]
-SMALL = [
-    *QUIET,
-    *"data=cancer optimization=none training.steps=40 training.validate_every=1000".split(),
-]
+SMALL = (
+    "debug=profile data=cancer optimization=none training.steps=40 training.validate_every=1000"
+).split()
 OWN = ["security.trusted=[my_package]", "data._target_=my_package.Noisy"]
+FUSED = "optimization.fused_optimizer.enabled=true"
 pytestmark = pytest.mark.usefixtures("my_package")
 
 
 def profiled(
-    overrides: list[str], folder: Path | None = None, hook: Hook | None = None
+    *overrides: str,
+    folder: Path | None = None,
+    model: nn.Module | None = None,
+    hook: Hook | None = None,
 ) -> tuple[ProfileTool, Summary, Run]:
-    with build(compose(overrides), folder) as run:
+    with runs.opened(*SMALL, *overrides, folder=folder, given=Components(model=model)) as run:
         if hook is not None:
             run.hooks.append(hook)
         summary = train(run)
@@ -52,13 +55,6 @@ class Dawdling(Hook):
             torch.linalg.vector_norm(torch.ones(64, 64) @ torch.ones(64, 64))
 
 
-UNFUSED = ["model=mlp", "model.depth=12", "model.width=128", "training.batch_size=4"]
-WIDE = (
-    "model=mlp model.width=1536 training.batch_size=256 optimizer=sgd "
-    "optimization.fused_optimizer.enabled=true"
-).split()
-
-
 @pytest.mark.parametrize(
     ("shape", "hook", "expected"),
     [
@@ -67,7 +63,11 @@ WIDE = (
             None,
             "step time waits for data: raise data.workers (now 0)",
         ),
-        (UNFUSED, None, "of a step: optimization.fused_optimizer.enabled=true"),
+        (
+            "model=mlp model.depth=12 model.width=128 training.batch_size=4".split(),
+            None,
+            "of a step: optimization.fused_optimizer.enabled=true",
+        ),
         (["model.width=8"], Dawdling(), "of step time is spent between steps"),
         (["model.width=8", "model.depth=12", "device.threads=1"], None, "host-bound: "),
     ],
@@ -76,8 +76,8 @@ WIDE = (
 def test_a_run_is_told_what_keeps_it_from_being_faster(
     shape: list[str], hook: Hook | None, expected: str
 ) -> None:
-    tool, summary, _ = profiled([*SMALL, *shape], hook=hook)
-    assert any(expected in said for said in tool.verdicts), tool.verdicts
+    tool, summary, _ = profiled(*shape, hook=hook)
+    assert any(expected in text for text in tool.verdicts), tool.verdicts
     (row,) = [row for row in summary.tools if row.name == "profile"]
     assert row.finding == "; ".join(tool.verdicts[:2])
     assert row.looks == 1
@@ -96,19 +96,24 @@ class Slow(Tool):
 
 
 def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
-    tool, _, run = profiled([*SMALL, "model.width=8"], hook=Slow(DebugConfig()))
+    tool, _, run = profiled("model.width=8", "device.threads=1", hook=Slow(DebugConfig()))
     assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
-    assert not any("between steps" in said for said in tool.verdicts), tool.verdicts
+    assert not any("between steps" in text for text in tool.verdicts), tool.verdicts
     assert tool.facts.split["other"] < 0.25
-    assert "without the time of debug tools" in tool.markdown()
 
 
-def test_a_run_whose_time_goes_to_few_long_operators_is_not_bound_by_its_many_short_ones() -> None:
-    most = {"operators": 1800.0, "operator_share": 0.9, "calling": 0.3}
-    (said,) = verdicts(Facts({}, kinds={"convolutions": 0.55, "matrix products": 0.03}, **most))
-    assert said.startswith("compute-bound: convolutions take 55% of the operators' time; 16 bits")
-    (said,) = verdicts(Facts({}, kinds={"matrix products": 0.6}, **most | {"calling": 0.7}))
-    assert said.startswith("host-bound: 1,800 operators a step, so small that calling them is most")
+def test_one_long_operator_is_named_and_many_short_ones_are_host_bound() -> None:
+    most = {"operators": 1800.0, "operator": "aten::mm", "operator_share": 0.6, "operator_ms": 1.25}
+    (text,) = verdicts(Facts({}, calling=0.3, **most))
+    assert text == (
+        "aten::mm takes 60% of the operators' time, 1.25 ms a step; "
+        "16 bits may help: optimization.amp.enabled=true"
+    )
+    (text,) = verdicts(Facts({}, calling=0.3, techniques=frozenset({"amp"}), **most))
+    assert "optimization." not in text
+    (text,) = verdicts(Facts({}, calling=0.7, **most))
+    assert text.startswith("host-bound: 1,800 operators a step, so small that calling them is most")
+    assert operator_name("## Call CompiledFxGraph fhr6rbnwwefn7wij ##") == "compiled graph fhr6rbnw"
 
 
 class OneByOne(nn.Module):
@@ -145,22 +150,18 @@ class Encoded(nn.Module):
         return self.head(self.encoder["loop"](x).relu())
 
 
-def verdict_of(model: nn.Module) -> tuple[str, list[str]]:
-    from runner.build import Components
-
-    overrides = [*SMALL, "device.threads=1", "optimization.fused_optimizer.enabled=true"]
-    with build(compose(overrides), None, Components(model=model)) as run:
-        summary = train(run)
-        (tool,) = (hook for hook in run.hooks if isinstance(hook, ProfileTool))
-    (row,) = [row for row in summary.tools if row.name == "profile"]
-    return row.finding, tool.verdicts
-
-
 def test_a_loop_of_small_operators_is_host_bound_and_its_module_is_named() -> None:
-    finding, verdicts = verdict_of(Encoded(OneByOne()))
-    assert finding.startswith("host-bound: "), verdicts
-    assert "% of the operators' time is in encoder.loop.layer, which makes " in finding
-    assert "operators on whole tensors instead of a loop over samples or time" in finding
+    tool, _, _ = profiled("device.threads=1", FUSED, model=Encoded(OneByOne()))
+    assert tool.finding.startswith("host-bound: "), tool.verdicts
+    assert "; encoder.loop.layer calls " in tool.finding and "% of them: " in tool.finding
+    assert "operators on whole tensors instead of a loop over samples or time" in tool.finding
+
+
+def test_the_only_large_product_is_named_as_the_hot_spot_and_is_not_host_bound() -> None:
+    large = ["device.threads=1", "training.batch_size=256", FUSED]
+    tool, _, _ = profiled(*large, model=Encoded(Large()))
+    assert not any(text.startswith("host-bound") for text in tool.verdicts), tool.verdicts
+    assert "% of the operators' time is in encoder.loop" in tool.finding, tool.verdicts
 
 
 def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
@@ -171,10 +172,87 @@ def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
     assert share == pytest.approx(0.75)
 
 
-def test_the_only_large_product_is_named_as_the_hot_spot_and_is_not_host_bound() -> None:
-    finding, verdicts = verdict_of(Encoded(Large()))
-    assert not any(said.startswith("host-bound") for said in verdicts), verdicts
-    assert "% of the operators' time is in encoder.loop" in finding, verdicts
+def test_weights_are_bit_equal_with_and_without_the_tool() -> None:
+    model = ["data=digits", "model=cnn", "model.width=8", "training.steps=30", "optimization=basic"]
+    ends = []
+    for debug in ("debug=none", "debug=profile"):
+        with runs.opened(*model, debug) as run:
+            train(run)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
+            ends.append({k: v.clone() for k, v in run.model.state_dict().items()})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+class Lopsided(nn.Module):
+    """One layer does nearly all the work; a section is around another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.light, self.heavy = nn.Linear(6, 256), nn.Linear(256, 2048)
+        self.head = nn.Linear(2048, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with profile.section("light", category="model"):
+            x = self.light(x).relu()
+        return self.head(self.heavy(x).relu())
+
+
+def test_modules_with_their_backward_and_sections_are_in_tables_and_trace(tmp_path: Path) -> None:
+    profiled(*OWN, folder=tmp_path, model=Lopsided())
+    content = json.loads((tmp_path / "debug/profile.json").read_text())
+    trace, modules = content["trace"], {row["name"]: row for row in content["trace"]["modules"]}
+    inside = [name for name in modules if not name.startswith("(")]
+    assert max(inside, key=lambda n: modules[n]["forward"] + modules[n]["backward"]) == "heavy"
+    assert modules["heavy"]["backward"] > 0
+    assert modules["heavy"]["calls"] == trace["steps"] == 5, "no validation is in the window"
+    assert sum(m["forward"] + m["backward"] for m in modules.values()) == pytest.approx(
+        trace["operator_seconds"]
+    )
+    (section,) = content["sections"]
+    assert (section["name"], section["category"]) == ("light", "model")
+    assert section["calls"] >= 40
+    page = (tmp_path / "debug/profile.md").read_text()
+    assert "| light model |" in page and "| heavy |" in page
+    assert content["trace_file"] == "debug/traces/step_00000022.json.gz" in page
+    with gzip.open(tmp_path / content["trace_file"]) as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name") == "section light" for event in events) == 5
+    assert sum(str(event.get("name")).startswith("ProfilerStep#") for event in events) == 5
+    shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
+    for tag in (b"profile/trace", b"profile/verdict", b"profile/step_ms"):
+        assert tag in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "first", "steps"),
+    [
+        (["training.steps=5"], 3, 3),  # shorter than the window
+        (["training.validate_every=20", "debug.profile.start=18"], 23, 5),  # behind a validation
+    ],
+)
+def test_a_window_is_where_its_steps_are_usual_ones(
+    overrides: list[str], first: int, steps: int
+) -> None:
+    tool, summary, _ = profiled(*overrides)
+    assert summary.status == "done" and tool.trace is not None
+    assert (tool.first, tool.trace.steps) == (first, steps)
+    assert {module.calls for module in tool.trace.modules if module.calls} == {steps}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", ["whole_step", "compile"])
+def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
+    lengths = ["optimization.compile.min_steps=0"] if technique == "compile" else []
+    tool, summary, run = profiled(f"optimization.{technique}.enabled=true", *lengths)
+    assert {row.name: row.engaged for row in summary.techniques}[technique]
+    assert tool.trace is not None
+    assert any("ompiled" in operator.name for operator in tool.trace.operators)
+    assert "##" not in tool.markdown().partition("| operator |")[2].partition("\n\n")[0]
+    assert "optimization=none shows the modules" in tool.markdown()
+    assert run.whole is not None or technique == "compile"
+
+
+# -- reading -----------------------------------------------------------------------------------
 
 
 def event(name: str, start: float, took: float, **more: Any) -> Any:
@@ -198,167 +276,7 @@ def test_a_busy_machine_changes_no_share_of_calling() -> None:
     assert reading.calling == pytest.approx(1.0)
 
 
-def test_attention_is_named_and_its_technique_where_it_is_off() -> None:
-    kinds = {"matrix products": 0.2, "attention": 0.54}
-    (said,) = verdicts(Facts({}, operators=1.0, operator_share=0.9, kinds=kinds))
-    assert "attention takes 54% of the operators' time, matrix products 20%" in said
-    assert "optimization.attention.enabled=true" in said
-    on = frozenset({"attention", "amp"})
-    (said,) = verdicts(Facts({}, operator_share=0.9, kinds=kinds, techniques=on))
-    assert "optimization." not in said
-
-
-def test_time_in_compiled_graphs_is_stated() -> None:
-    graph = {"operators": 210.0, "operator_share": 0.99, "operator_ms": 1.25}
-    (said,) = verdicts(Facts({}, kinds={"compiled graphs": 0.992}, **graph))
-    assert said == "compiled graphs take 99% of the operators' time, 1.24 ms a step"
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
-        ("aten::convolution_backward", "convolutions"),
-        ("aten::mkldnn_convolution", "convolutions"),
-        ("aten::addmm", "matrix products"),
-        ("aten::resolve_conj", ""),
-        ("aten::relu", ""),
-        ("## Call CompiledFxGraph fhr6rbnwwefn7wij ##", "compiled graphs"),
-    ],
-)
-def test_operators_are_told_apart_by_their_names(name: str, what: str) -> None:
-    assert operator_kind(name) == what
-    assert "#" not in operator_name(name)
-
-
-def test_weights_are_bit_equal_with_and_without_the_tool() -> None:
-    model = "data=digits model=cnn model.width=8"
-    ends = []
-    for debug in ("debug=none", "debug=profile"):
-        overrides = [*QUIET, "training.steps=30", "optimization=basic", *model.split(), debug]
-        with build(compose(overrides)) as run:
-            train(run)
-            assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
-            ends.append({k: v.clone() for k, v in run.model.state_dict().items()})
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-class Lopsided(nn.Module):
-    """One layer does nearly all the work; a section is around another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.light, self.heavy = nn.Linear(6, 256), nn.Linear(256, 2048)
-        self.head = nn.Linear(2048, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with profile.section("light", category="model"):
-            x = self.light(x).relu()
-        return self.head(self.heavy(x).relu())
-
-
-def lopsided(folder: Path, *overrides: str) -> tuple[ProfileTool, dict[str, Any]]:
-    from runner.build import Components
-
-    config = compose([*SMALL, *OWN, *overrides])
-    with build(config, folder, Components(model=Lopsided())) as run:
-        train(run)
-        (tool,) = (hook for hook in run.hooks if isinstance(hook, ProfileTool))
-    return tool, json.loads((folder / "debug/profile.json").read_text())
-
-
-def test_modules_with_their_backward_and_sections_are_in_tables_and_trace(tmp_path: Path) -> None:
-    _, rows = lopsided(tmp_path)
-    (window,) = rows["windows"]
-    modules = {row["name"]: row for row in window["modules"]}
-    inside = [name for name in modules if not name.startswith("(")]
-    assert max(inside, key=lambda n: modules[n]["forward"] + modules[n]["backward"]) == "heavy"
-    assert modules["heavy"]["backward"] > 0
-    assert modules["heavy"]["calls"] == window["steps"] == 5, "no validation is in the window"
-    assert sum(m["forward"] + m["backward"] for m in modules.values()) == pytest.approx(
-        window["operator_seconds"]
-    )
-    (section,) = rows["sections"]
-    assert (section["name"], section["category"]) == ("light", "model")
-    assert section["calls"] >= 40
-    assert rows["categories"]["model"] == pytest.approx(section["seconds"])
-    assert "| light | model |" in (tmp_path / "debug/profile.md").read_text()
-    with gzip.open(tmp_path / "debug/traces/step_00000022.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    assert sum(event.get("name") == "section light" for event in events) == 5
-    assert sum(str(event.get("name")).startswith("ProfilerStep#") for event in events) == 5
-    shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
-    for tag in (
-        b"profile/operators",
-        b"profile/modules",
-        b"profile/verdict",
-        b"profile/sections",
-        b"profile/step_ms",
-    ):
-        assert tag in shown
-
-
-@pytest.mark.parametrize(("handler", "traces", "tables"), [("trace", 1, False), ("table", 0, True)])
-def test_the_handler_says_what_is_made(
-    handler: str, traces: int, tables: bool, tmp_path: Path
-) -> None:
-    tool, _, _ = profiled([*SMALL, f"debug.profile.handler={handler}"], tmp_path)
-    assert len(list((tmp_path / "debug").glob("traces/*"))) == traces
-    assert ("### Operators" in tool.markdown()) is tables
-
-
-def test_windows_come_again(tmp_path: Path) -> None:
-    often = [
-        *SMALL,
-        *(
-            "debug.profile.start=5 debug.profile.repeat_every=8 debug.profile.at_most=4 "
-            "debug.profile.steps=2"
-        ).split(),
-    ]
-    tool, _, _ = profiled(often, tmp_path / "all")
-    assert [row["first"] for row in tool.windows] == [7, 18, 29, 40]
-    kept = sorted((tmp_path / "all/debug/traces").iterdir())
-    assert [path.name[5:13] for path in kept] == ["00000007", "00000018", "00000029", "00000040"]
-
-
-def test_a_run_shorter_than_its_window_is_profiled_as_far_as_it_goes() -> None:
-    tool, summary, _ = profiled([*SMALL, "training.steps=5"])
-    assert summary.status == "done"
-    (row,) = tool.windows
-    assert (row["first"], row["steps"]) == (3, 3)
-
-
-def test_a_window_that_would_meet_a_validation_is_moved_behind_it() -> None:
-    tool, _, _ = profiled([*SMALL, "training.validate_every=20", "debug.profile.start=18"])
-    (row,) = tool.windows
-    assert (row["first"], row["steps"]) == (23, 5)
-    assert {m["calls"] for m in row["modules"] if m["calls"]} == {5}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", ["whole_step", "compile"])
-def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
-    overrides = [
-        *SMALL,
-        f"optimization.{technique}.enabled=true",
-        f"optimization.{technique}.min_steps=0",
-    ]
-    overrides = overrides[: -1 if technique == "whole_step" else None]
-    tool, summary, run = profiled(overrides)
-    engaged = {row.name: row.engaged for row in summary.techniques}
-    assert engaged[technique]
-    assert tool.trace is not None
-    assert any("ompiled" in operator.name for operator in tool.trace.operators)
-    assert "##" not in tool.markdown().partition("### Operators")[2].partition("### Modules")[0]
-    assert len(tool.windows) == 1
-    assert "optimization=none shows the modules" in tool.markdown()
-    assert run.whole is not None or technique == "compile"
-
-
-# -- reading -----------------------------------------------------------------------------------
-
-
-def test_a_gpus_trace_tells_how_busy_it_was_and_what_was_copied() -> None:
+def test_a_gpus_trace_tells_how_busy_it_was() -> None:
     on_gpu = {"device_type": DeviceType.CUDA}
     reading = read_events(
         [
@@ -367,22 +285,18 @@ def test_a_gpus_trace_tells_how_busy_it_was_and_what_was_copied() -> None:
             event("aten::relu", 40, 10, self_device_time_total=100.0),
             event("sm90_xmma_gemm_bf16bf16_tn", 100, 300, **on_gpu),
             event("elementwise_kernel", 350, 100, **on_gpu),
-            event("Memcpy HtoD (Pinned -> Device)", 600, 100, **on_gpu),
-            event("Memcpy DtoH (Device -> Pinned)", 700, 100, **on_gpu),
+            event("Memcpy HtoD (Pinned -> Device)", 600, 200, **on_gpu),
         ],
         1,
     )
     assert reading.busy == pytest.approx((350 + 200) / 1000), "kernels side by side count once"
     assert [o.name for o in reading.operators] == ["aten::mm", "aten::relu"]
-    assert reading.spent(reading.operators[0]) == pytest.approx(300e-6)
-    assert reading.kinds == {"matrix products": pytest.approx(0.75)}
-    assert reading.copies == pytest.approx(200e-6)
+    assert reading.operators[0].seconds == pytest.approx(300e-6)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
-    tool, _, _ = profiled([*SMALL, *WIDE, "device=cuda"], tmp_path)
-    assert tool.trace is not None
-    assert tool.trace.on_device
+    wide = "model=mlp model.width=1536 training.batch_size=256 optimizer=sgd device=cuda".split()
+    tool, _, _ = profiled(*wide, FUSED, folder=tmp_path)
+    assert tool.trace is not None and tool.trace.on_device
     assert 0 < (tool.trace.busy or 0) <= 1
-    assert tool.trace.copies > 0

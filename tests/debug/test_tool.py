@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from runner import build, compose, train
+from runner import train
 from runner.build_hooks import load_tools
 from runner.debug.config import DebugConfig, ToolConfig, tool
 from runner.debug.tool import Tool
@@ -16,11 +16,9 @@ from runner.errors import ConfigError, GaveUp
 from runner.training.hook import Report, Step
 from runner.training.run import Run
 from runner.training.summary import Summary
+from tests import runs
 
-SMALL = (
-    "data=cancer optimization=none device.threads=1 monitoring.progress=false "
-    "training.steps=8 training.batch_size=32"
-).split()
+SMALL = "data=cancer optimization=none training.steps=8 training.batch_size=32".split()
 PLACES = ["session", "before", "after", "report"]
 
 
@@ -59,7 +57,7 @@ class Fragile(Tool):
 
 def trained(place: str, error: Exception) -> tuple[Fragile, Summary]:
     tool = Fragile(place, error)
-    with build(compose(SMALL)) as run:
+    with runs.opened(*SMALL) as run:
         run.hooks.append(tool)
         return tool, train(run)
 
@@ -81,7 +79,7 @@ def test_what_a_tool_raises_on_purpose_ends_the_run(place: str) -> None:
 
 def test_what_a_step_raises_is_not_taken_for_the_tools() -> None:
     tool = Fragile("nowhere", ValueError())
-    with build(compose(SMALL)) as run:
+    with runs.opened(*SMALL) as run:
         run.hooks.append(tool)
 
         def failing(*_: object) -> None:
@@ -117,7 +115,7 @@ class WithDummy(DebugConfig):
 def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
     assert load_tools(WithDummy()) == []
     tools = load_tools(WithDummy(dummy=ToolConfig(enabled=True)))
-    with build(compose(SMALL)) as run:
+    with runs.opened(*SMALL) as run:
         run.hooks += tools
         summary = train(run)
     row = next(row for row in summary.tools if row.name == "dummy")
@@ -125,7 +123,7 @@ def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
 
 
 def test_full_debugging_has_every_tool_outermost_first() -> None:
-    names = [tool.name for tool in load_tools(compose([*SMALL, "debug=full"]).debug)]
+    names = [tool.name for tool in load_tools(runs.config(*SMALL, "debug=full").debug)]
     assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]
 
 
@@ -138,11 +136,11 @@ def test_full_debugging_has_every_tool_outermost_first() -> None:
         ("gradients.exploding.relative", "nan", "≥ 0"),
         ("gradients.dead_share", 0, "> 0 and ≤ 1"),
         ("gradcheck.tolerance", 1, "> 0 and < 1"),
-        ("profile.repeat_every", 6, "> 6"),
+        ("profile.steps", 0, "≥ 1"),
     ],
 )
 def test_a_number_out_of_bounds_is_answered_with_key_and_bound(
     key: str, value: object, allowed: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"debug\.{key}: must be {allowed}"):
-        compose([f"debug.{key}={value}"])
+        runs.config(f"debug.{key}={value}")

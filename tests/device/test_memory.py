@@ -10,20 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from runner.device import cgroup, memory, phases
+from runner.device import cgroup, memory
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.device.device import select
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="control groups and /proc are Linux's")
 marked = pytest.mark.skipif(not memory.reset_peak(), reason="the mark cannot be restarted here")
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
 
 
 def test_the_process_grows_by_what_it_holds() -> None:
@@ -64,16 +57,16 @@ def hold(mib: int) -> None:
             block.write(b"x" * MIB)
 
 
-def added(stretch: phases.MemoryPeak) -> float:
+def added(stretch: memory.MemoryPeak) -> float:
     return (stretch.process - stretch.process_before) / MIB
 
 
 @marked
 def test_each_stretch_has_its_own_peak_and_the_outer_one_the_most() -> None:
-    with phases.peak() as outer:
-        with phases.peak() as first:
+    with memory.peak() as outer:
+        with memory.peak() as first:
             hold(120)
-        with phases.peak() as second:
+        with memory.peak() as second:
             hold(60)
     assert 115 < added(first) < 140 and 55 < added(second) < 80 and 115 < added(outer) < 140
 
@@ -82,7 +75,7 @@ def test_each_stretch_has_its_own_peak_and_the_outer_one_the_most() -> None:
 def test_the_peak_of_the_process_survives_restarts_until_it_is_reset() -> None:
     hold(120)
     most = memory.peak_process_bytes()
-    with phases.peak():
+    with memory.peak():
         hold(10)
     assert memory.process_mark() < most - 60 * MIB
     assert memory.peak_process_bytes() >= most - MIB
@@ -93,15 +86,15 @@ def test_the_peak_of_the_process_survives_restarts_until_it_is_reset() -> None:
 @marked
 def test_a_stretch_in_another_thread_takes_nothing_from_ours() -> None:
     began, over = threading.Event(), threading.Event()
-    theirs: list[phases.MemoryPeak] = []
+    theirs: list[memory.MemoryPeak] = []
 
     def other() -> None:
-        with phases.peak() as stretch:
+        with memory.peak() as stretch:
             theirs.append(stretch)
             began.set()
             over.wait(10)
 
-    with phases.peak() as ours:
+    with memory.peak() as ours:
         hold(70)
         thread = threading.Thread(target=other)
         thread.start()
@@ -111,44 +104,25 @@ def test_a_stretch_in_another_thread_takes_nothing_from_ours() -> None:
     assert added(ours) > 65 and added(theirs[0]) < 60
 
 
-# control groups, on trees laid out as the kernel lays them out
+# control groups, on a tree laid out as the kernel lays it out
 
 
-def test_version_2_limits_are_the_tightest_of_the_groups_above(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/jobs/one"
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/jobs/one\n",
-            f"{group}/memory.max": "max\n",
-            f"{group}/memory.current": "5000\n",
-            f"{group}/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/jobs/memory.max": "10000\n",
-            "sys/fs/cgroup/jobs/memory.current": "6000\n",
-            "sys/fs/cgroup/jobs/memory.stat": "anon 1000\ninactive_file 2500\n",
-            "sys/fs/cgroup/jobs/cpu.max": "150000 100000\n",
-        },
-    )
-    assert cgroup.memory_limit(root) == 10000
-    assert cgroup.memory_left(root) == 6500  # the file cache can be dropped
-    assert cgroup.cpu_quota(root) == 1.5
-
-
-def test_version_1_is_read_in_a_container_whose_path_is_the_hosts(tmp_path: Path) -> None:
+def test_limits_are_the_tightest_of_the_groups_above(tmp_path: Path) -> None:
+    jobs = tmp_path / "sys/fs/cgroup/jobs"
     files = {
-        "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "900\n",
-        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 300\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        tmp_path / "proc/self/cgroup": "4:memory:/of/version/1\n0::/jobs/one\n",
+        jobs / "one/memory.max": "max\n",
+        jobs / "one/memory.current": "5000\n",
+        jobs / "one/cpu.max": "max 100000\n",
+        jobs / "memory.max": "10000\n",
+        jobs / "memory.current": "6000\n",
+        jobs / "memory.stat": "anon 1000\ninactive_file 2500\n",
+        jobs / "cpu.max": "150000 100000\n",
     }
-    root = tree(tmp_path, files)
-    assert cgroup.memory_left(root) == 400
-    assert cgroup.cpu_quota(root) == 0.5
-    files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
-    files["sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
-    root = tree(tmp_path, files)
-    assert cgroup.memory_limit(root) is None
-    assert cgroup.cpu_quota(root) is None
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup.memory_limit(tmp_path) == 10000
+    assert cgroup.memory_left(tmp_path) == 6500  # the file cache can be dropped
+    assert cgroup.cpu_quota(tmp_path) == 1.5
     assert cgroup.memory_limit(tmp_path / "elsewhere") is None

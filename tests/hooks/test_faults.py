@@ -26,7 +26,7 @@ POISONED = [
 ]
 
 
-def test_every_fault_is_in_the_history_in_tensorboard_and_in_pictures(
+def test_every_fault_is_in_the_history_in_tensorboard_and_in_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
@@ -37,19 +37,11 @@ def test_every_fault_is_in_the_history_in_tensorboard_and_in_pictures(
     assert history["counts"]["non_finite"] == summary.skipped_steps
     events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()["tensors"]
-    assert {"faults/history", "faults/timeline", "faults/distribution"} <= set(tags)
+    assert {"faults/history", "faults/timeline"} <= set(tags)
     text = events.Tensors("faults/history")[0].tensor_proto.string_val[0].decode()
     assert "non\\_finite" in text
-    plots = tmp_path / "debug" / "plots"
-    for name in ("timeline", "distribution"):
-        with Image.open(plots / f"{name}.png") as picture:
-            assert picture.size[0] == 640
-
-
-def test_a_healthy_run_leaves_no_debug_folder(tmp_path: Path) -> None:
-    with build(compose(["training.steps=20", "optimization=none"]), tmp_path) as run:
-        train(run)
-    assert not (tmp_path / "debug").exists()
+    with Image.open(tmp_path / "debug" / "plots" / "timeline.png") as picture:
+        assert picture.size[0] == 640
 
 
 class Watcher(Hook):
@@ -85,21 +77,18 @@ def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called() -> None
     assert second.seen == list(range(1, 21))
 
 
-def test_a_hook_needs_trust_before_anything_is_imported() -> None:
+def test_a_hook_needs_trust_before_anything_is_imported_and_has_to_be_one() -> None:
     with pytest.raises(SecurityError, match="debug.hooks.0"):
         compose(["debug.hooks=[os.system]"])
     with pytest.raises(SecurityError, match="debug.hooks.1"):
         compose(["debug.hooks=[torch.nn.Linear,{_target_: subprocess.Popen, args: ls}]"])
-
-
-def test_what_is_no_hook_is_said() -> None:
     with pytest.raises(ConfigError, match=r"debug.hooks.0: _target_ is missing"):
         build(compose(["debug.hooks=[{target: x}]"]))
     with pytest.raises(ConfigError, match=r"debug.hooks.0.*Identity is no Hook"):
         build(compose(["debug.hooks=[torch.nn.Identity]"]))
 
 
-def test_a_run_with_tools_and_without_a_fault_leaves_files_that_say_so(tmp_path: Path) -> None:
+def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_path: Path) -> None:
     short = ["data=digits", "model=mlp", "optimization=none", "training.steps=2"]
     with build(compose([*short, "debug=full"]), tmp_path / "tools") as run:
         assert train(run).faults == {}
@@ -114,4 +103,4 @@ def test_a_run_with_tools_and_without_a_fault_leaves_files_that_say_so(tmp_path:
     assert found["memory"]["leak"] == "too few samples for a leak verdict (0 of 40)"
     with build(compose(short), tmp_path / "none") as run:
         train(run)
-    assert not (tmp_path / "none/debug/history.json").exists()
+    assert not (tmp_path / "none/debug").exists()

@@ -150,11 +150,20 @@ def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
 # the rest
 
 
-def test_a_disk_that_is_nearly_full_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_disk_that_is_nearly_full_is_said_once_and_the_load_is_written_down(
+    tmp_path: Path,
+) -> None:
     often = ["monitoring.system_every_s=0.0001", "stability.watch.disk_min_mb=1e12"]
     with build(compose([*QUICK, *often]), tmp_path) as run:
         summary = train(run)
     assert summary.faults["disk_low"] == 1 and summary.status == "done"
+    load = system_rows(tmp_path)
+    assert load and {"cpu_percent", "ram_percent", "disk_free_gib"} <= set(load[0])
+
+
+def system_rows(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["split"] == "system"]
 
 
 def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for() -> None:
@@ -165,20 +174,11 @@ def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for()
         assert train(run).status == "done"
 
 
-def test_the_load_is_read_once_for_all_and_written_down(tmp_path: Path) -> None:
-    with build(compose(QUICK), tmp_path) as run:
-        train(run)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    load = [row for row in rows if row["split"] == "system" and "cpu_percent" in row]
-    assert load and {"ram_percent", "disk_free_gib"} <= set(load[0])
-
-
 @pytest.mark.gpu
 def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path: Path) -> None:
     pytest.importorskip("pynvml")
     on = [x for x in QUICK if x != "device=cpu"]
     with build(compose([*on, "stability.watch.gpu=true"]), tmp_path) as run:
         train(run)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    load = next(row for row in rows if "gpu_celsius" in row)
+    load = next(row for row in system_rows(tmp_path) if "gpu_celsius" in row)
     assert 10 < load["gpu_celsius"] < 110 and load["gpu_mhz"] > 0 and load["gpu_gib"] > 0

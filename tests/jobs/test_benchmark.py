@@ -40,8 +40,8 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def home(folder: Path) -> Path:
-    (found,) = (folder / "outputs" / "benchmarks" / "tiny").iterdir()
-    return found
+    (result,) = (folder / "outputs" / "benchmarks" / "tiny").iterdir()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_two_arms_are_measured_and_the_third_is_a_failure_with_its_reason(
     done: tuple[Path, str, str, int],
 ) -> None:
     folder, out, err, code = done
-    found = BenchmarkResult.read(folder)
-    assert [arm.status for arm in found.arms] == ["done", "done", "failed"]
-    assert "device.affinity" in found.arm("broken").reason
+    result = BenchmarkResult.read(folder)
+    assert [arm.status for arm in result.arms] == ["done", "done", "failed"]
+    assert "device.affinity" in result.arm("broken").reason
     assert code == 7
     assert "error: 1 of 3 arms failed: broken (failed: " in err
     for name in ("none", "basic", "broken"):
@@ -66,10 +66,10 @@ def test_two_arms_are_measured_and_the_third_is_a_failure_with_its_reason(
 
 
 def test_what_was_measured_is_of_real_steps(done: tuple[Path, str, str, int]) -> None:
-    found = BenchmarkResult.read(done[0])
-    none, basic = found.arm("none"), found.arm("basic")
+    result = BenchmarkResult.read(done[0])
+    none, basic = result.arm("none"), result.arm("basic")
     for arm in (none, basic):
-        assert arm.blocks == found.blocks >= 6
+        assert arm.blocks == result.blocks >= 6
         assert arm.step_ms is not None and arm.step_ms > 0
         assert arm.samples_per_step == 64
         assert arm.peak_process_bytes is not None and arm.peak_process_bytes > 50 << 20
@@ -78,9 +78,9 @@ def test_what_was_measured_is_of_real_steps(done: tuple[Path, str, str, int]) ->
     assert basic.speedup_interval is not None
     assert basic.speedup_interval[0] <= (basic.speedup or 0) <= basic.speedup_interval[1]
     assert (none.parity, basic.parity) == ("exact", "explained by precision")
-    assert found.control is not None
-    assert found.machine["device"] == "cpu"
-    assert found.machine["threads"] == 1
+    assert result.control is not None
+    assert result.machine["device"] == "cpu"
+    assert result.machine["threads"] == 1
 
 
 def test_the_folder_holds_every_file_and_every_arms_run(done: tuple[Path, str, str, int]) -> None:
@@ -105,14 +105,15 @@ def test_a_stored_result_that_was_faster_is_a_regression(
     stored.noise_floor = 0.0
     stored.write(tmp_path)
     ended = run(
-        tmp_path, "benchmark.arms=[none,basic]", "benchmark.parity=false",
+        tmp_path,
+        *("benchmark.arms=[none,basic]", "benchmark.parity=false", "benchmark.control=false"),
         f"benchmark.baseline='{tmp_path}'",
-    )  # fmt: skip
-    found = BenchmarkResult.read(home(tmp_path))
+    )
+    result = BenchmarkResult.read(home(tmp_path))
     assert ended.returncode == 6, ended.stderr
     assert "1 regression against" in ended.stderr
     assert "basic takes" in ended.stderr and "next to none" in ended.stderr
-    assert found.baseline is not None and found.baseline["regressed"]
+    assert result.baseline is not None and result.baseline["regressed"]
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     try:
         assert process.stderr is not None
         for line in process.stderr:
-            if "block 3 " in line:
+            if "block 8 " in line:
                 break
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 3  # two arms and the control
@@ -140,10 +141,10 @@ def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     assert process.returncode == 130, err
     assert "interrupted by Ctrl-C after" in err
     assert "interrupted" in out
-    found = BenchmarkResult.read(home(tmp_path))
-    assert found.stopped == "interrupted" and found.blocks >= 3
-    assert [arm.status for arm in found.arms] == ["interrupted"] * 2
-    assert all(arm.step_ms for arm in found.arms)
+    result = BenchmarkResult.read(home(tmp_path))
+    assert result.stopped == "interrupted" and result.blocks >= 8
+    assert [arm.status for arm in result.arms] == ["interrupted"] * 2
+    assert all(arm.step_ms for arm in result.arms)
     assert (home(tmp_path) / "comparison.html").is_file()
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from runner.device.config import DeviceConfig, DeviceKind
+from runner.device.device import select
 from runner.doctor import environment
 from runner.doctor.environment import GIB, MIB, DoctorCheck, Status
 from runner.errors import StorageError
@@ -148,20 +149,20 @@ def test_an_outputs_folder_is_checked_but_not_made(tmp_path):
     assert environment.disk(outputs / "runs").status is Status.fail
 
 
-@pytest.mark.parametrize(
-    ("check", "status"),
-    [
-        (environment.shared_memory(64 * MIB), Status.warn),
-        (environment.shared_memory(None), Status.ok),
-        (environment.available_memory(GIB - 1), Status.warn),
-        (environment.device_memory(3 * GIB, 8 * GIB), Status.warn),
-        (environment.device_memory(7 * GIB, 8 * GIB), Status.ok),
-        (environment.open_files(256), Status.warn),
-        (environment.open_files(resource.RLIM_INFINITY), Status.ok),
-        (environment.load(4.0, 4), Status.ok),
-        (environment.load(9.0, 4), Status.warn),
-    ],
-)
-def test_a_check_that_is_not_ok_brings_a_fix(check, status):
-    assert check.status is status
-    assert (check.fix == "") is (status is Status.ok)
+def test_what_is_short_is_a_warning_with_a_fix(monkeypatch, report):
+    names = {"shared memory", "memory", "open files", "load"}
+    assert names <= {check.name for check in report.checks}
+    monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr(environment.memory, "available_bytes", lambda: GIB - 1)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    with ExitStack() as scope:
+        short = list(environment.limits(select(cpu().device, scope)))
+    assert {check.name for check in short} == names
+    assert all(check.status is Status.warn and check.fix for check in short)
+    monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    with ExitStack() as scope:
+        checks = {c.name: c for c in environment.limits(select(cpu().device, scope))}
+    assert {checks[name].status for name in ("shared memory", "open files")} == {Status.ok}
+    assert checks["open files"].fix == ""

@@ -127,7 +127,8 @@ def test_the_quantised_state_is_int8_in_a_safetensors_file(mlp: Path, tmp_path: 
     with build(compose(overrides(mlp, "optimizer.ema=0.9"))) as run, run.update.averaged():
         weight = run.model.get_submodule("layers.0").weight.detach()
         again = state["layers.0.quantized"] * state["layers.0.scale"][:, None]
-        assert float((again - weight).norm() / weight.norm()) < 0.01
+        # 64 levels where the CPU has no VNNI, else 256
+        assert float((again - weight).norm() / weight.norm()) < 0.02
         assert torch.equal(state["layers.4.weight"], run.model.get_submodule("layers.4").weight)
 
 
@@ -145,7 +146,7 @@ def test_a_model_that_cannot_be_exported_is_one_clear_error_and_its_metrics_are_
     monkeypatch.syspath_prepend(tmp_path)
     odd = ["model._target_=odd_models.Branching", "security.trusted=[odd_models]"]
     folder = trained(tmp_path / "run", *odd, "training.steps=2")
-    for kind, says in (("export", "does not take this model"), ("torchscript", "something else")):
+    for kind, says in (("export", "does not take this model"), ("torchscript", "differ from")):
         to = tmp_path / kind
         with pytest.raises(ConfigError, match=rf"^evaluate\.export: .*{says}") as refused:
             evaluated(folder, to, *odd, f"evaluate.export={kind}")

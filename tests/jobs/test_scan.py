@@ -81,8 +81,8 @@ def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder
     (run / ".hydra").mkdir()
     (run / ".hydra/config.yaml").write_text("a: 1")
     found = scan(run, folder, "security=strict")
-    assert [(row.kind, row.found.trust.name) for row in found.rows] == [("run", "CHECKED")]
-    assert "nothing refused of 1 thing: 1 CHECKED" in found.verdict
+    assert [(row.kind, row.found.trust.name) for row in found.rows] == [("checkpoint", "CHECKED")]
+    assert "nothing refused of 1 thing: 1 CHECKED" in found.verdict and found.passed_over == 1
     os.rename(run, tmp_path / "moved")
     known = pinned(*(tmp_path / "moved/checkpoints/step_00000007").glob("[ms]*[st]"))
     assert scan(tmp_path / "moved", folder, "security=strict", known).rows[0].found.trust.name == (
@@ -101,17 +101,15 @@ def test_what_strict_would_not_load_is_an_error_that_names_the_digest(tmp_path, 
     assert scan(path, folder, "security=strict", pinned(path)).verdict.startswith("nothing refused")
 
 
-def test_a_dcp_folder_is_one_thing_refused_with_the_way_out(tmp_path, folder):
+def test_each_file_of_a_dcp_folder_is_refused_with_the_way_out(tmp_path, folder):
     dcp = tmp_path / "dcp"
     dcp.mkdir()
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (dcp / name).write_bytes(b"\x80\x02.")
-    files = pinned(dcp / ".metadata")
-    with pytest.raises(SecurityError, match="1 of 1 thing refused"):
-        scan(dcp, folder, files)
-    (row,) = written(folder)["rows"]
-    assert row["kind"] == "dcp"
-    assert "dcp_to_torch_save" in json.dumps(row["reasons"])
+    with pytest.raises(SecurityError, match="3 of 3 things refused"):
+        scan(dcp, folder, pinned(dcp / ".metadata"))
+    for row in written(folder)["rows"]:
+        assert "dcp_to_torch_save" in json.dumps(row["reasons"])
 
 
 def test_a_path_with_nothing_there_is_a_usage_error(tmp_path, folder):
@@ -243,7 +241,7 @@ def test_a_run_is_pinned_by_the_files_of_its_checkpoints(tmp_path, folder):
     run = tmp_path / "theirs"
     (run / ".hydra").mkdir(parents=True)
     step = checkpoint(run / "checkpoints/step_00000007")
-    with pytest.raises(SecurityError, match="scan.path=.*/checkpoints shows what to pin"):
+    with pytest.raises(SecurityError, match=r"security\.pinned="):
         scan(run, folder, "security=strict")
     known = pinned(step / "model.safetensors", step / "state.pt")
     (row,) = scan(run, folder, "security=strict", known).rows

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from runner import debug_operation, debugger, profile
 from runner.errors import UsageError
-from runner.library.debugging import MOST, OTHERS, Debugger, NotFinite
+from runner.library.debugging import Debugger, NotFinite
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
-    @debug_operation("forward", memory=True)
+    @debug_operation("forward")
     def forward(batch: Tensor) -> Tensor:
         return model(batch)
 
@@ -40,7 +38,6 @@ def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
     rows = {row.name: row for row in summary.operations}
     assert rows["step"].calls == rows["step/forward"].calls == 6
     assert rows["step"].seconds >= rows["step/forward"].seconds > 0
-    assert rows["step/forward"].not_finite == 1
     first, second = summary.faults
     assert first.message == "step/forward/output: 1 NaN of 4 values"
     assert second.message.startswith("step/loss: 1 NaN")
@@ -51,8 +48,8 @@ def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
 def test_an_exception_is_recorded_with_its_traceback_and_goes_on_its_way(own: Debugger) -> None:
     with pytest.raises(ZeroDivisionError), own.context("outer"), own.context("inner"):
         _ = 1 / 0
-    rows = {row.name: row.failures for row in own.summary().operations}
-    assert rows == {"outer": 1, "outer/inner": 1}
+    calls = {row.name: row.calls for row in own.summary().operations}
+    assert calls == {"outer": 1, "outer/inner": 1}
     first = own.summary().faults[0]
     assert first.message == "outer/inner: ZeroDivisionError: division by zero"
     assert "_ = 1 / 0" in first.traceback
@@ -102,7 +99,6 @@ def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugge
     with pytest.raises(NotFinite, match="broken/output"):
         broken(torch.ones(2))
     quiet()
-    assert own.summary().operations[0].name == "broken"  # the worst first
     assert [fault.kind for fault in own.summary().faults] == ["non_finite", "exception"]
     with pytest.raises(UsageError, match="check_finite must be"):
         own.operation("x", check_finite="rais")
@@ -121,10 +117,10 @@ def test_a_fault_that_repeats_is_counted_and_logged_once(
     assert len(caplog.records) == 1
 
 
-def test_threads_count_together_and_names_without_end_are_bounded(own: Debugger) -> None:
+def test_threads_count_together(own: Debugger) -> None:
     def work() -> None:
         for _ in range(100):
-            with own.context("outer", memory=False), own.context("inner", memory=False):
+            with own.context("outer"), own.context("inner"):
                 pass
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -134,49 +130,3 @@ def test_threads_count_together_and_names_without_end_are_bounded(own: Debugger)
         thread.join()
     calls = {row.name: row.calls for row in own.summary().operations}
     assert calls == {"outer": 600, "outer/inner": 600}
-    for i in range(MOST + 18):
-        with own.context(f"sample {i}", memory=False):
-            pass
-    rows = {row.name: row.calls for row in own.summary().operations}
-    assert len(rows) == MOST + 1
-    assert rows[OTHERS] == 20
-
-
-def test_the_export_is_json_and_a_bad_path_is_an_error(own: Debugger, tmp_path: Path) -> None:
-    with own.context("a"):
-        own.check(torch.tensor(float("nan")), "x")
-    rows = json.loads(own.export(tmp_path / "sub" / "debug.json").read_text())
-    assert rows["operations"][0]["name"] == "a"
-    assert rows["faults"][0]["kind"] == "non_finite"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
-        own.export(tmp_path / "file" / "debug.json")
-
-
-def test_faults_of_gradients_are_recorded_and_logged(
-    own: Debugger, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Linear(3, 1)
-    model(torch.randn(5, 3)).sum().backward()
-    own.check_gradients(model)
-    assert own.summary().faults == []
-    (model(torch.randn(5, 3)).sum() * float("nan")).backward()
-    with own.context("step"):
-        own.check_gradients(model)
-    (fault,) = own.summary().faults
-    assert (fault.kind, fault.message) == (
-        "non_finite",
-        "step/check_gradients: not finite: weight, bias",
-    )
-    assert fault.message in caplog.text
-    model.weight.grad, model.bias.grad = None, torch.ones(1)
-    own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))
-    kinds = [fault.kind for fault in own.summary().faults]
-    assert kinds == ["non_finite", "no_gradient", "not_optimized"]
-
-
-def test_memory_that_an_operation_leaves_behind_is_seen(own: Debugger) -> None:
-    kept = []
-    with own.context("hoards") as row:
-        kept.append(torch.ones(16 * 2**20))  # 64 MiB, written to
-    assert row.memory > 50 * 2**20

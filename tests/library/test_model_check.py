@@ -22,17 +22,12 @@ def test_a_sound_model_is_ok_and_the_report_says_what_was_looked_at(
     assert "probes: 64" in str(report)
 
 
-def test_what_fresh_models_have_is_a_note_unless_it_is_said_to_be_trained() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # deep copies of it
-    model.adapter = nn.Linear(8, 8, bias=False)
-    nn.init.zeros_(model.adapter.weight)
-    report = check_model(model, torch.randn(4, 5, 8))
-    assert report.ok and {r.code for r in report.reasons} == {"weights.duplicated", "weights.dead"}
+def test_a_zero_layer_is_a_note_unless_the_model_is_said_to_be_trained(net: nn.Module) -> None:
+    nn.init.zeros_(net[4].weight)
+    report = check_model(net)
+    assert report.ok and {r.code for r in report.reasons} == {"weights.dead"}
     assert "trained: not known; with trained=True" in str(report)
-    assert {r.severity.word for r in check_model(model, trained=True).reasons} == {"warning"}
-    model.adapter.weight.data[0, 0] = math.nan
-    assert not check_model(model).ok
+    assert {r.severity.word for r in check_model(net, trained=True).reasons} == {"warning"}
 
 
 def test_an_optimized_model_is_the_model_within(net: nn.Module) -> None:
@@ -40,28 +35,17 @@ def test_an_optimized_model_is_the_model_within(net: nn.Module) -> None:
         assert check_model(fast, torch.randn(8, 64)).ok
 
 
-def test_trusting_a_package_makes_the_others_strangers() -> None:
-    class Own(nn.Linear):
-        pass
-
-    model = nn.Sequential(Own(4, 3))
-    assert check_model(model).ok
-    assert not check_model(model, trusted=["my_package"]).ok
-    assert check_model(model, trusted=[__name__]).reasons == []
-
-
 def test_a_mistake_names_the_argument(net: nn.Module) -> None:
     for model, options, message in (
         (torch.relu, {}, "model must be a torch.nn.Module, got a builtin"),
         (net, {"probes": "text"}, "probes must be tensors .* got a str"),
         (net, {"outputs": "scores"}, "outputs must be one of logits, .* got scores"),
-        (net, {"trusted": "my_package"}, r"trusted must be a list.*\['my_package'\]"),
     ):
         with pytest.raises(UsageError, match=message):
             check_model(model, **options)  # type: ignore[arg-type]
 
 
-def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.Module) -> None:
+def test_a_report_prints_one_line_a_finding(net: nn.Module) -> None:
     net[1].weight.data[3, 5] = math.nan
     net.register_buffer("<script>\n|x", torch.tensor([math.inf]))
     report = check_model(net)
@@ -70,8 +54,6 @@ def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.
     assert lines[0] == "2 faults"
     assert sum("weights.not_finite" in line for line in lines) == 2
     assert any("1.weight: 1 NaN of 2,048 values, the first at [3, 5]" in line for line in lines)
-    text = report.markdown()
-    assert "<script>" not in text.replace("\\<script\\>", "")
-    assert all(line.startswith("| ") for line in text.splitlines() if "script" in line)
+    assert sum("<script>" in line for line in lines) == 1 and "<script>\\n|x" in str(report)
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["ok"] is False and plain["reasons"][0]["severity"] == "fault"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -157,28 +156,13 @@ def test_parameters_added_later_are_trained_too(net: Any, batches: Batches) -> N
     assert not torch.equal(before, body[0])
 
 
-def test_an_optimized_model_steps_under_its_techniques(net: nn.Module, batches: Batches) -> None:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    seen = []
-    net[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    fp16 = ["optimization.amp.dtype=fp16", "optimization.amp.enabled=true"]
-    with (
-        warnings.catch_warnings(),
-        optimize(net, "none", optimizer=optimizer, overrides=fp16) as fast,
-    ):
-        losses = [float(train_step(fast, optimizer, b, loss_of).loss) for b in batches]
-        scale = fast.lazy.run.update.scale
-    assert seen[-1] is torch.float16
-    assert scale is not None
-    assert losses[-1] < losses[0]
-
-
 def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
     net: nn.Module, batches: Batches
 ) -> None:
     before = copy.deepcopy(net.state_dict())
     (x, y), optimizer = batches[0], torch.optim.AdamW(net.parameters())
     wrong: Any = net
+    optimized: Any = optimize(net, "none")
     for call, message in (
         (lambda: train_step(net, optimizer, x, loss_of), "batch must be .* float32 of shape"),
         (lambda: train_step(net, optimizer, {"x": x}, loss_of), r"batch must be .* \{x: float32"),
@@ -190,6 +174,7 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
         ),
         (lambda: train_step(net, optimizer, (x, y), loss_of, clip_norm=0), "clip_norm must be"),
         (lambda: train_step(wrong.forward, optimizer, (x, y), loss_of), "model must be"),
+        (lambda: train_step(optimized, optimizer, (x, y), loss_of), "use optimize_training_loop"),
         (lambda: train_step(net, wrong, (x, y), loss_of), "optimizer must be"),
         (lambda: train_step(nn.Linear(2, 2), optimizer, (x, y), loss_of), "none of the optim"),
     ):

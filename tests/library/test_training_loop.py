@@ -38,7 +38,13 @@ ONE_GRAPH = ["optimization.whole_step.enabled=true", "optimization.whole_step.cp
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], pytest.param(ONE_GRAPH, marks=pytest.mark.skipif(not shutil.which("g++"), reason="g++"))],
+    [
+        [],
+        pytest.param(
+            ONE_GRAPH,
+            marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="g++")],
+        ),
+    ],
 )
 def test_the_curve_is_that_of_the_plain_loop_and_its_scheduler(
     net: nn.Module, twin: nn.Module, batches: Batches, overrides: list[str]
@@ -49,8 +55,8 @@ def test_the_curve_is_that_of_the_plain_loop_and_its_scheduler(
     with optimize_training_loop(
         net, optimizer, loss_of, level="basic", overrides=overrides
     ) as loop:
-        for step in loop.over(batches[:20]):
-            losses.append(float(step.loss))
+        for batch in batches[:20]:
+            losses.append(float(loop(batch).loss))
             scheduler.step()
         summary = loop.summary()
     assert losses == pytest.approx(plain(twin, batches, 3e-3, 20), rel=1e-4)
@@ -122,7 +128,7 @@ def test_a_loss_with_weights_and_a_model_that_takes_names(batches: Batches) -> N
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     weighted = nn.CrossEntropyLoss(weight=torch.ones(10))
     with optimize_training_loop(net, optimizer, weighted, level="basic") as loop:
-        steps = list(loop.over({"image": x, "labels": y} for x, y in batches))
+        steps = [loop({"image": x, "labels": y}) for x, y in batches]
     assert steps[-1].loss < steps[0].loss
 
 

@@ -1,8 +1,9 @@
-"""Every model: shapes, gradients, 16 bits, and that it is what it says."""
+"""Every model: shapes, gradients, 16 bits; of transformers causality, padding, positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.data.batch import call
+from runner.errors import DataError
 from runner.models.cnn import CNN
 from runner.models.mlp import MLP
+from runner.models.transformer import GPT, TextClassifier
 
 
 def mlp(**changes: Any) -> MLP:
@@ -26,7 +29,28 @@ def cnn(**changes: Any) -> CNN:
     return CNN(**{**sizes, "width": 8, "stages": 3, "blocks": 2, **changes})
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, ...]]] = {
+VOCAB, SEQUENCE = 50, 16
+
+
+def gpt(**changes: Any) -> GPT:
+    own = {"width": 32, "depth": 3, "heads": 4, "dropout": 0.0}
+    return GPT(**{"vocab": VOCAB, "sequence": SEQUENCE, **own, **changes})
+
+
+def classifier(**changes: Any) -> TextClassifier:
+    own = {"width": 32, "depth": 2, "heads": 4, "dropout": 0.0}
+    return TextClassifier(**{"vocab": VOCAB, "sequence": SEQUENCE, "classes": 6, **own, **changes})
+
+
+def ids(batch: int = 5, length: int = SEQUENCE) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, length))
+
+
+def mask(*lengths: int) -> Tensor:
+    return (torch.arange(SEQUENCE) < torch.tensor(lengths)[:, None]).long()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, ...]]] = {
     "mlp over images": (lambda: mlp(dropout=0.5), lambda: torch.randn(5, 1, 8, 8), (5, 10)),
     "mlp without hidden layers": (lambda: mlp(depth=0), lambda: torch.randn(5, 64), (5, 10)),
     "cnn 8": (cnn, lambda: torch.randn(5, 1, 8, 8), (5, 10)),
@@ -39,6 +63,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int,
         lambda: cnn(stages=5, width=4),
         lambda: torch.randn(5, 1, 8, 8),
         (5, 10),
+    ),
+    "gpt": (lambda: gpt(dropout=0.2), lambda: ids(), (5, SEQUENCE, VOCAB)),
+    "classifier": (lambda: classifier(dropout=0.1), lambda: ids(), (5, 6)),
+    "classifier with a mask": (
+        lambda: classifier(dropout=0.1),
+        lambda: (ids(), mask(16, 3, 1, 9, 12).bool()),
+        (5, 6),
     ),
 }
 
@@ -56,7 +87,8 @@ def test_a_gradient_reaches_every_parameter(case: str, precision: str) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         output = call(model, inputs())
     assert output.shape == shape and output.isfinite().all()
-    F.cross_entropy(output.float(), torch.arange(len(output))).backward()
+    logits = output.float().flatten(0, -2)
+    F.cross_entropy(logits, torch.arange(len(logits)) % shape[-1]).backward()
     assert list(model.parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -77,3 +109,56 @@ def test_a_fresh_mlp_keeps_the_scale_of_its_inputs_through_any_depth() -> None:
     model = mlp(in_features=256, width=256, depth=12, classes=256)
     hidden = model.layers[:-1](torch.randn(512, 256))
     assert 0.5 < float(hidden.detach().square().mean()) < 2.0
+
+
+def test_a_fresh_gpt_finds_every_token_about_equally_likely() -> None:
+    model = gpt(vocab=256, depth=6, width=64)
+    tokens = torch.randint(0, 256, (16, SEQUENCE + 1))
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert float(loss.detach()) == pytest.approx(log(256), abs=0.1)
+
+
+@pytest.mark.parametrize("length", [SEQUENCE, 7])
+def test_a_later_token_does_not_change_gpts_earlier_logits(length: int) -> None:
+    model, tokens = gpt().eval(), ids(2, length)
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :4], before[:, :4])
+    assert ((after - before)[:, 4:].abs().amax(-1) > 1e-6).all()
+
+
+def test_gpt_ties_its_output_to_its_embedding() -> None:
+    model = gpt()
+    assert [n for n, p in model.named_parameters() if p.shape[0] == VOCAB] == ["tokens.weight"]
+    storages = [t.untyped_storage().data_ptr() for t in model.state_dict().values()]
+    assert len(storages) == len(set(storages))
+    model(torch.zeros(1, 4, dtype=torch.long)).logsumexp(-1).sum().backward()
+    grad = model.tokens.weight.grad
+    assert grad is not None
+    assert (grad[1:].abs().sum(1) > 0).all()  # rows that were not looked up: from the output
+
+
+def test_padding_does_not_change_the_classifiers_output() -> None:
+    model, lengths = classifier().eval(), (16, 3, 1, 9)
+    tokens = ids(4)
+    padded = model(tokens, mask(*lengths))
+    other = torch.where(mask(*lengths).bool(), tokens, ids(4))
+    torch.testing.assert_close(model(other, mask(*lengths)), padded)
+    for row, length in enumerate(lengths):
+        alone = model(tokens[row : row + 1, :length])
+        torch.testing.assert_close(alone, padded[row : row + 1], atol=1e-5, rtol=1e-4)
+
+
+def test_an_empty_text_gives_a_finite_output_and_gradient() -> None:
+    model = classifier()
+    output = model(ids(2), mask(0, 4))
+    assert output.isfinite().all()
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [gpt, classifier])
+def test_more_tokens_than_positions_is_an_error_that_names_both(make: Any) -> None:
+    with pytest.raises(DataError, match=r"17 tokens.* 16.*data\.sequence=17"):
+        make()(ids(2, 17))

@@ -31,15 +31,8 @@ from runner.security.trust import Trust
 from runner.training.run import Run
 from runner.training.summary import Summary
 
-QUIET = [
-    "data=cancer",
-    "model.width=8",
-    "optimization=none",
-    "monitoring.progress=false",
-    "training.steps=6",
-    "schedule=constant",
-    "device.threads=1",
-]
+QUIET = """data=cancer model.width=8 optimization=none monitoring.progress=false training.steps=6
+ schedule=constant device.threads=1""".split()
 
 
 class Net(nn.Module):
@@ -263,13 +256,8 @@ def test_weights_alone_are_evaluated(first: Path) -> None:
 def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
     first: Path, my_package: None
 ) -> None:
-    ours = [
-        *QUIET,
-        "data._target_=my_package.Noisy",
-        "+data.poison=[50,90]",
-        "security.trusted=[my_package]",
-        "checks=off",
-    ]
+    noisy = ["data._target_=my_package.Noisy", "+data.poison=[50,90]"]
+    ours = [*QUIET, *noisy, "security.trusted=[my_package]", "checks=off"]
     with build(compose(ours)) as run:
         digest = saved(Path("w.pt"), run.model.state_dict())
     config = [*ours, "model.weights=w.pt", f"security.pinned=[{digest}]"]
@@ -307,6 +295,23 @@ def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
 
 
 # -- folders as Hugging Face keeps them ----------------------------------------------------------
+
+
+def test_a_snapshot_is_read_through_its_links_and_held_against_its_digests(tmp_path: Path) -> None:
+    """Its files are links to blobs, which are called by their digests."""
+    wanted, model = trained(Net()), Net()
+    digest = saved(tmp_path / "model.safetensors", wanted)
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    (tmp_path / "models--a--b/blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "models--a--b/blobs" / digest)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{digest}")
+    (snapshot / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
+    start_from(model, snapshot, [], pinned(digest))
+    assert equal(model.state_dict(), wanted)
+    (snapshot / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
+        start_from(Net(), snapshot, [], pinned(digest))
 
 
 def cached(folder: Path, files: dict[str, bytes]) -> Path:
@@ -347,10 +352,10 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
 
     def counted(shard: Shard, policy: FilePolicy) -> dict[str, Any]:
         nonlocal most
-        held = read(shard, policy)
-        alive.update(held.values())
+        part = read(shard, policy)
+        alive.update(part.values())
         most = max(most, len(alive))
-        return held
+        return part
 
     monkeypatch.setattr(Shard, "read", counted)
     model = Net()

@@ -18,6 +18,7 @@ from runner.objectives.config import ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
 from runner.objectives.regression import RegressionObjective
+from tests.objectives.sums import totals
 
 LABELS = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
 NUMBERS = Sizes("regression", 4, classes=1)
@@ -154,10 +155,7 @@ def test_a_whole_objective_of_the_users_own_is_taken_as_it_is() -> None:
 
 def test_a_custom_loss_is_a_metric_that_is_exact_over_uneven_batches() -> None:
     objective, x, y = foreign(power), torch.randn(37), torch.randn(37)
-    sums: dict[str, Tensor] = {}
-    for o, t in zip(x.split([16, 16, 5]), y.split([16, 16, 5]), strict=True):
-        batch = objective.tally(o, t)
-        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
+    sums = totals(objective, x, y, [16, 16, 5])
     assert objective.metrics(sums) == pytest.approx({"loss": float(power(x, y))}, rel=1e-6)
     with pytest.raises(DataError, match="no targets"):
         objective.metrics({})

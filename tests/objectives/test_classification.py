@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError
-from runner.objectives.base import Objective
 from runner.objectives.classification import Classification
-
-CUTS = ([16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples
+from tests.objectives.sums import CUTS, totals, weighted_loss
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +25,6 @@ def _seed() -> None:
 def samples(classes: int, count: int = 37) -> tuple[Tensor, Tensor]:
     target = torch.randint(0, classes, (count,))
     return torch.randn(count, classes) + 1.5 * F.one_hot(target, classes), target
-
-
-def totals(
-    objective: Objective, output: Tensor, target: Tensor, cuts: list[int]
-) -> dict[str, Tensor]:
-    sums: dict[str, Tensor] = {}
-    for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
-        batch = objective.tally(o, t)
-        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
-    return sums
 
 
 def reference(logits: np.ndarray, target: np.ndarray, k: int, smoothing: float) -> dict[str, Any]:
@@ -94,9 +82,7 @@ def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int]) -> None
     logits, target = samples(6)
     target[3:20:4] = -100
     objective = Classification(6, label_smoothing=0.1)
-    parts = list(zip(logits.split(cuts), target.split(cuts), strict=True))
-    summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
-    assert float(summed / objective.weight(target)) == pytest.approx(
+    assert weighted_loss(objective, logits, target, cuts) == pytest.approx(
         float(objective(logits, target))
     )
 
@@ -142,23 +128,13 @@ def test_a_row_of_logits_per_place_is_classified_place_by_place() -> None:
 Pair = namedtuple("Pair", ["states", "logits"])
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda x: x,
-        lambda x: {"logits": x, "hidden": None},
-        lambda x: SimpleNamespace(loss=None, logits=x),
-        lambda x: (x, "cache"),
-        lambda x: [x],
-        lambda x: Pair(None, x),
-    ],
-    ids=["tensor", "dict", "object", "tuple", "list", "named tuple"],
-)
-def test_logits_are_found_in_what_the_model_returns(wrap: Any) -> None:
-    logits, target = samples(6)
+def test_logits_are_found_in_what_the_model_returns() -> None:
+    x, target = samples(6)
     objective = Classification(6)
-    assert torch.equal(objective(wrap(logits), target), F.cross_entropy(logits, target))
-    assert int(objective.tally(wrap(logits), target)["count"]) == 37
+    named = [{"logits": x, "hidden": None}, SimpleNamespace(loss=None, logits=x), Pair(None, x)]
+    for output in (x, (x, "cache"), [x], *named):
+        assert torch.equal(objective(output, target), F.cross_entropy(x, target))
+        assert int(objective.tally(output, target)["count"]) == 37
 
 
 @pytest.mark.parametrize("output", [None, {"scores": torch.zeros(2, 6)}, (1, 2)])

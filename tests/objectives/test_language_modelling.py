@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from runner.errors import ConfigError
 from runner.objectives.language_modelling import LanguageModelling
+from tests.objectives.sums import totals, weighted_loss
 
 CUTS = ([4, 4, 1], [1, 6, 2])
 
@@ -34,14 +35,9 @@ def samples(vocab: int, masked: bool = False) -> tuple[Tensor, Tensor]:
 def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], masked: bool) -> None:
     logits, target = samples(30, masked)
     objective = LanguageModelling(30)
-    sums: dict[str, Tensor] = {}
-    for o, t in zip(logits.split(cuts), target.split(cuts), strict=True):
-        batch = objective.tally(o, t)
-        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
-    parts = list(zip(logits.split(cuts), target.split(cuts), strict=True))
-    summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
+    sums = totals(objective, logits, target, cuts)
     whole = float(objective(logits, target))
-    assert float(summed / objective.weight(target)) == pytest.approx(whole)
+    assert weighted_loss(objective, logits, target, cuts) == pytest.approx(whole)
     rows, labels = logits.numpy().reshape(-1, 30).astype(np.float64), target.numpy().reshape(-1)
     rows, labels = rows[labels != -100], labels[labels != -100]
     log_p = rows - np.log(np.exp(rows).sum(1, keepdims=True))

@@ -5,25 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from runner.errors import DataError, UsageError
 from runner.objectives.regression import RegressionObjective
-
-CUTS = ([16, 16, 5], [1, 30, 6])
+from tests.objectives.sums import CUTS, totals, weighted_loss
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def totals(output: Tensor, target: Tensor, cuts: list[int]) -> dict[str, Tensor]:
-    sums: dict[str, Tensor] = {}
-    for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
-        batch = RegressionObjective().tally(o, t)
-        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
-    return sums
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
@@ -45,7 +35,9 @@ def test_metrics_over_uneven_batches_are_those_of_numpy(
         "rmse": np.sqrt((error**2).mean()),
         "r2": (1 - (error**2).sum(0) / spread).mean(),
     }
-    assert RegressionObjective().metrics(totals(x, y, cuts)) == pytest.approx(expected, rel=1e-6)
+    assert RegressionObjective().metrics(
+        totals(RegressionObjective(), x, y, cuts)
+    ) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_mean_as_a_guess_explains_nothing() -> None:
@@ -57,16 +49,16 @@ def test_the_mean_as_a_guess_explains_nothing() -> None:
 @pytest.mark.parametrize("value", [0.0, 3.7, 1e6])
 def test_r2_of_a_target_that_does_not_vary_is_left_out(value: float) -> None:
     y = torch.full((50,), value)
-    assert "r2" not in RegressionObjective().metrics(totals(torch.randn(50), y, [20, 30]))
+    assert "r2" not in RegressionObjective().metrics(
+        totals(RegressionObjective(), torch.randn(50), y, [20, 30])
+    )
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int]) -> None:
     x, y = torch.randn(37, 3), torch.randn(37, 3)
     objective = RegressionObjective()
-    parts = list(zip(x.split(cuts), y.split(cuts), strict=True))
-    summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
-    assert float(summed) / 37 == pytest.approx(float(objective(x, y)))
+    assert weighted_loss(objective, x, y, cuts) == pytest.approx(float(objective(x, y)))
     assert objective.weight(y) == 37
 
 
@@ -86,12 +78,7 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
 
 @pytest.mark.parametrize(
     ("output", "target"),
-    [
-        ((8, 2), (8,)),
-        ((8,), (8, 2)),
-        ((8, 3, 2), (8, 2, 3)),
-        ((), (8,)),
-    ],
+    [((8, 2), (8,)), ((8,), (8, 2)), ((8, 3, 2), (8, 2, 3)), ((), (8,))],
 )
 def test_shapes_that_differ_are_an_error(output: tuple[int, ...], target: tuple[int, ...]) -> None:
     for measure in (RegressionObjective(), RegressionObjective().tally):

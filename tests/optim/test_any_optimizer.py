@@ -6,9 +6,8 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,30 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from runner import build, compose, train
+from runner import build, train
 from runner.config import RunConfig
 from runner.library.guarded_optimizer import train_step
 from runner.training.step import make_step
+from tests import runs
 
 from .my_training import Net
 from .steps import assert_same
 
-TORCHS = [
-    "AdamW",
-    "Adam",
-    "SGD",
-    "Adagrad",
-    "RMSprop",
-    "Rprop",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adadelta",
-    "ASGD",
-    "Adafactor",
-    "Muon",
-    "SparseAdam",
-]
+TORCHS = (
+    "AdamW Adam SGD Adagrad RMSprop Rprop NAdam RAdam Adamax Adadelta ASGD Adafactor Muon "
+    "SparseAdam"
+).split()
 OWN = ["SignedAdamW", "Renamed", "ShrunkSGD", "ShrunkAdam", "PlainInit", "FromScratch"]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in TORCHS},
@@ -62,24 +50,13 @@ LEVELS = {
     "compiled": ["optimization.whole_step.cpp_wrapper=false"],
 }
 COMPILED = ["AdamW", "SGD momentum", "Adagrad", "NAdam", "SignedAdamW", "ShrunkSGD"]
+SLOW = [pytest.mark.slow]
+COMPILING = [*SLOW, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 CASES = [
     *[("basic", name) for name in OPTIMIZERS],
-    *[
-        pytest.param(level, name, marks=pytest.mark.slow)
-        for level in ("advanced", "ultra")
-        for name in OPTIMIZERS
-    ],
-    *[
-        pytest.param(
-            "compiled",
-            name,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-            ],
-        )
-        for name in COMPILED
-    ],
+    *[pytest.param("advanced", name, marks=SLOW) for name in OPTIMIZERS],
+    *[pytest.param("ultra", name, marks=SLOW) for name in OPTIMIZERS],
+    *[pytest.param("compiled", name, marks=COMPILING) for name in COMPILED],
 ]
 
 
@@ -88,34 +65,17 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-@cache
-def composed(level: str, model: str) -> RunConfig:
-    group = "ultra" if level == "compiled" else level
-    return compose(
-        [
-            "device=cpu",
-            "device.threads=1",
-            "monitoring.progress=false",
-            f"optimization={group}",
-            "data._target_=my_training.Rows",
-            f"model._target_=my_training.{model}",
-            "security.trusted=[my_training,transformers]",
-            "checks.inputs.enabled=false",
-            "checks.model.enabled=false",
-            "optimizer.ema=0.9",
-            "schedule=cosine",
-            "training.batch_size=16",
-            "training.steps=20",
-            "training.validate_every=1000",
-            *LEVELS[level],
-        ]
-    )
-
-
 def config(name: str, level: str, lr: float = 0.02, **stability: Any) -> RunConfig:
     if name == "transformers":
         pytest.importorskip("transformers")
-    base = deepcopy(composed(level, "Bag" if name == "SparseAdam" else "Net"))
+    base = runs.config(
+        *["device.threads=1", f"optimization={'ultra' if level == 'compiled' else level}"],
+        *["data._target_=my_training.Rows", "security.trusted=[my_training,transformers]"],
+        f"model._target_=my_training.{'Bag' if name == 'SparseAdam' else 'Net'}",
+        *["checks.inputs.enabled=false", "checks.model.enabled=false", "optimizer.ema=0.9"],
+        *["schedule=cosine", "training.batch_size=16", "training.steps=20"],
+        *["training.validate_every=1000", *LEVELS[level]],
+    )
     optimizer = replace(base.optimizer, lr=lr, weight_decay=0.0, **OPTIMIZERS[name])
     return replace(base, optimizer=optimizer, stability=replace(base.stability, **stability))
 
@@ -123,8 +83,6 @@ def config(name: str, level: str, lr: float = 0.02, **stability: Any) -> RunConf
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(("level", "name"), [*[("none", name) for name in OPTIMIZERS], *CASES])
 def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(name: str, level: str) -> None:
-    if name == "transformers":
-        pytest.importorskip("transformers")
     results = []
     for bad_steps in ((), (0, 2)):
         with build(config(name, level)) as run:
@@ -195,15 +153,14 @@ def patched_instance(optimizer: Optimizer, scope: ExitStack) -> None:
 
 
 def patched_class(optimizer: Optimizer, scope: ExitStack) -> None:
-    cls = type(optimizer)
-    own = cls.step
+    own = type(optimizer).step
 
     @wraps(own)
     def step(self: Optimizer, closure: Any = None) -> None:
         own(self)
         shrink(self)
 
-    scope.enter_context(mock.patch.object(cls, "step", step))
+    scope.enter_context(mock.patch.object(type(optimizer), "step", step))
 
 
 def hook(optimizer: Optimizer, scope: ExitStack) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import build, compose
 from runner.optim.config import OptimizerConfig
 from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer
@@ -17,6 +16,7 @@ from runner.stability.config import StabilityConfig
 from runner.training.hook import Hook, Step
 from runner.training.loop import train
 from runner.training.run import Run
+from tests import runs
 
 KINDS: list[dict[str, Any]] = [
     {"clip_norm": 0.3},
@@ -174,7 +174,7 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
             self.largest.append(max(float(g.abs().max()) for g in gradients))
 
     overrides = [
-        *("device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"),
+        "optimization=none",
         *("data=synthetic", "data.form=tabular", "data.features=16", "data.samples=128"),
         *("training.batch_size=32", "training.steps=6", "model.width=16", "model.depth=1"),
         *("optimizer.name=SGD", "optimizer.lr=1.0", "optimizer.weight_decay=0"),
@@ -183,7 +183,7 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
     weights = []
     for micro_batch in (32, 8):
         looks = Looks()
-        with build(compose([*overrides, f"training.micro_batch={micro_batch}"])) as run:
+        with runs.opened(*overrides, f"training.micro_batch={micro_batch}") as run:
             run.hooks.append(looks)
             before = [p.detach().clone() for p in run.update.parameters]
             train(run)

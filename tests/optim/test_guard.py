@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner import build, compose, train
+from runner import build, train
 from runner.data.batch import Batch
 from runner.optim.config import OptimizerConfig
 from runner.optim.fused_kernel import RevertibleStep
@@ -23,6 +22,7 @@ from runner.stability.config import StabilityConfig
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.step import make_step
+from tests import runs
 
 from .steps import assert_same, batches, make, model, step
 
@@ -134,70 +134,14 @@ def test_so_it_is_with_sparse_gradients(
 
 
 CNN = [
-    "device.threads=2",
-    "monitoring.progress=false",
-    "optimization=none",
-    "data=digits",
-    "model=cnn",
-    "model.width=4",
-    "model.stages=1",
-    "model.blocks=1",
-    "training.batch_size=16",
+    *["optimization=none", "data=digits", "model=cnn", "model.width=4", "model.stages=1"],
+    *["model.blocks=1", "training.batch_size=16"],
 ]
-RUNS = [
-    ["optimizer.name=AdamW", "optimization.fused_optimizer.enabled=true"],
-    ["optimizer.name=RAdam", "optimization.fused_optimizer.enabled=true"],
-    pytest.param(
-        [
-            "optimizer.name=AdamW",
-            "optimization.fused_optimizer.enabled=true",
-            "optimization.whole_step.enabled=true",
-            "optimization.whole_step.cpp_wrapper=false",
-        ],
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++"),
-        ],
-    ),
-]
-
-
-@pytest.mark.parametrize("overrides", RUNS)
-def test_so_it_is_in_a_real_run(overrides: list[str]) -> None:
-    whole = "optimization.whole_step.enabled=true" in overrides
-    config = compose(
-        [
-            *CNN,
-            "device=cpu",
-            "optimizer.ema=0.9",
-            "schedule=cosine",
-            "training.steps=9",
-            f"training.micro_batch={16 if whole else 4}",
-            *overrides,
-        ]
-    )
-    results = []
-    for bad in (False, True):
-        with build(config) as run:
-            run.model.train()
-            run.update.set_limits(1000.0, 1000.0)
-            source = run.train.batches(0)
-            for i in range(4):
-                batch = next(source)
-                if bad and i in (0, 2):
-                    for factor in (math.nan, 1e20):  # the latter spoils nothing but buffers
-                        made, _ = make_step(run, (batch[0] * factor, batch[1]))
-                        assert made.skipped.item() == 1
-                        assert math.isfinite(float(made.loss)) == math.isfinite(factor)
-                made, _ = make_step(run, batch)
-                assert made.skipped.item() == 0
-            assert (run.whole.steps if run.whole else 0) == (0 if not whole else 8 if bad else 4)
-            results.append([run.model.state_dict(), run.update.state()])
-    assert_same(*results)
+FUSED_STEP = "optimization.fused_optimizer.enabled=true"
 
 
 def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_infinity() -> None:
-    config = compose([*CNN, "device=cpu", "training.steps=9", "stability.guard=false"])
+    config = runs.config(*CNN, "training.steps=9", "stability.guard=false")
     for guard in (False, True):
         with build(config) as run:
             run.update.guard = guard
@@ -252,9 +196,6 @@ def test_what_makes_the_host_wait_is_known() -> None:
     assert not RevertibleStep.fits(Own(net.parameters(), lr=0.1), net, False)
 
 
-# -- nobody waits ----------------------------------------------------------------------------------
-
-
 class Reads(TorchDispatchMode):
     """Counts what makes a host wait for an accelerator: numbers that leave a tensor."""
 
@@ -298,29 +239,25 @@ class Between(Hook):
 
 
 LOOP_OF = [
-    *CNN,
-    "monitoring.every=6",
-    "training.steps=24",
-    "training.validate_every=1000",
+    *[*CNN, "monitoring.every=6", "training.steps=24", "training.validate_every=1000"],
     "optimizer.ema=0.9",
     "checks.inputs.enabled=false",  # they read a batch where it lies, before it is moved
 ]
-QUICK = "optimization.fused_optimizer.enabled=true"
 
 
 @pytest.mark.parametrize(
     ("overrides", "undone"),
     [
-        ([QUICK, "schedule=cosine"], False),
-        ([QUICK, "stability.clip_value=0.1", "stability.clip_adaptive=0.1"], False),
-        ([QUICK, "training.micro_batch=4"], False),
+        ([FUSED_STEP, "schedule=cosine"], False),
+        ([FUSED_STEP, "stability.clip_value=0.1", "stability.clip_adaptive=0.1"], False),
+        ([FUSED_STEP, "training.micro_batch=4"], False),
         (["optimizer=sgd", "schedule=constant"], True),
     ],
 )
 def test_nothing_is_read_between_reports(
     overrides: list[str], undone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with build(compose(["device=cpu", *LOOP_OF, *overrides])) as run:
+    with runs.opened(*LOOP_OF, *overrides) as run:
         if undone:
             run.update.undo = RevertibleStep(run.update.optimizer)
         with counted(monkeypatch) as reads:
@@ -336,7 +273,7 @@ def test_nothing_is_read_between_reports(
 def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with build(compose(["device=cpu", *LOOP_OF, "optimizer=sgd", "schedule=constant"])) as run:
+    with runs.opened(*LOOP_OF, "optimizer=sgd", "schedule=constant") as run:
         assert not run.update.host_waits  # since it is free there
         with counted(monkeypatch) as reads:
             between = Between(reads)
@@ -353,9 +290,9 @@ def test_cuda_raises_nothing_between_reports(optimizer: str) -> None:
             free = step.number > 6 and step.number % run.report_every
             torch.cuda.set_sync_debug_mode("error" if free else "default")
 
-    overrides = ["device=cuda", QUICK, f"optimizer.name={optimizer}", "schedule=cosine"]
+    overrides = ["device=cuda", FUSED_STEP, f"optimizer.name={optimizer}", "schedule=cosine"]
     try:
-        with build(compose([*LOOP_OF, *overrides])) as run:
+        with runs.opened(*LOOP_OF, *overrides) as run:
             assert not run.update.host_waits
             run.hooks.append(Strict())
             summary = train(run)

@@ -92,80 +92,52 @@ class MeanOfMeans(Mutant):
         )
 
 
-@dataclass
-class NoDropout(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
+def changed_dropout(name: str, kind: type[nn.Module], attribute: str, value: float) -> type[Mutant]:
+    """A mutant whose modules of one class drop another share than was asked for."""
+
+    def apply(self: Mutant, draft: RunBuilder) -> None:
         for module in draft.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+            if isinstance(module, kind):
+                setattr(module, attribute, value)
+
+    return dataclass(type(name, (Mutant,), {"apply": apply, "__module__": __name__}))
 
 
-@dataclass
-class MoreDropout(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.8
+NoDropout = changed_dropout("NoDropout", nn.Dropout, "p", 0.0)
+MoreDropout = changed_dropout("MoreDropout", nn.Dropout, "p", 0.8)
+NoDropoutInLSTM = changed_dropout("NoDropoutInLSTM", nn.LSTM, "dropout", 0.0)
+NoDropoutInAttention = changed_dropout(
+    "NoDropoutInAttention", nn.MultiheadAttention, "dropout", 0.0
+)
 
 
-def changed_options(draft: RunBuilder, change: Callable[[dict[str, Any]], None]) -> None:
-    """The optimizer gets other options than were asked for, in each of its groups."""
-    original = draft.optimizer_class
+def changed_options(name: str, **options: Any) -> type[Mutant]:
+    """A mutant whose optimizer gets other options than were asked for, in each of its groups."""
 
-    class Changed(original):  # type: ignore[misc, valid-type]
-        def __init__(self, groups: Any, **options: Any) -> None:
-            super().__init__(groups, **options)
-            for group in self.param_groups:
-                change(group)
+    def apply(self: Mutant, draft: RunBuilder) -> None:
+        original = draft.optimizer_class
 
-    Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    draft.optimizer_class = Changed
+        class Changed(original):  # type: ignore[misc, valid-type]
+            def __init__(self, groups: Any, **asked: Any) -> None:
+                super().__init__(groups, **asked)
+                for group in self.param_groups:
+                    group.update(options)
 
+        Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        draft.optimizer_class = Changed
 
-@dataclass
-class NoDecay(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(weight_decay=0.0))
+    return dataclass(type(name, (Mutant,), {"apply": apply, "__module__": __name__}))
 
 
-@dataclass
-class DecayOnBiases(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(weight_decay=0.01))
-
-
-@dataclass
-class CoupledDecay(Mutant):
-    """Decay as a term of the gradient, which Adam then divides by its size."""
-
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(decoupled_weight_decay=False))
-
-
-@dataclass
-class ShortSecondMoment(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(betas=(0.9, 0.99)))
-
-
-@dataclass
-class ShortFirstMoment(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(betas=(0.89, 0.999)))
-
-
-@dataclass
-class LargeEps(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(eps=1e-3))
-
-
-@dataclass
-class Dampened(Mutant):
-    """SGD whose momentum takes in half of each gradient."""
-
-    def apply(self, draft: RunBuilder) -> None:
-        changed_options(draft, lambda group: group.update(dampening=0.5))
+NoDecay = changed_options("NoDecay", weight_decay=0.0)
+DecayOnBiases = changed_options("DecayOnBiases", weight_decay=0.01)
+# decay as a term of the gradient, which Adam then divides by its size
+CoupledDecay = changed_options("CoupledDecay", decoupled_weight_decay=False)
+ShortSecondMoment = changed_options("ShortSecondMoment", betas=(0.9, 0.99))
+ShortFirstMoment = changed_options("ShortFirstMoment", betas=(0.89, 0.999))
+LargeEps = changed_options("LargeEps", eps=1e-3)
+# SGD whose momentum takes in half of each gradient
+Dampened = changed_options("Dampened", dampening=0.5)
 
 
 def changed_steps(draft: RunBuilder, after: Callable[[Any, dict[Any, Tensor]], None]) -> None:
@@ -302,22 +274,6 @@ class BatchStatisticsInEvaluation(Mutant):
                     )
 
                 module.forward = forward  # type: ignore[method-assign]
-
-
-@dataclass
-class NoDropoutInLSTM(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
-            if isinstance(module, nn.LSTM):
-                module.dropout = 0.0
-
-
-@dataclass
-class NoDropoutInAttention(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                module.dropout = 0.0
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from runner import compose
 from runner.config import RunConfig
 from runner.parity import trajectory
 from runner.parity.candidates import without_techniques
 from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.reference import ParityReference, check_parity
+from tests import runs
 
-QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
+QUIET = ["optimization=none"]
 MODELS = {
     "mlp": ["model.width=32"],
     "cnn": ["model=cnn", "model.width=8", "model.stages=2", "model.blocks=1"],
@@ -36,10 +35,7 @@ FP16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
 PARTS = ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=6"]
 FUSED = ["optimization.fused_optimizer.enabled=true"]
 NHWC = ["optimization.channels_last.enabled=true"]
-COMPILED = ["optimization.compile.enabled=true"]
-ONE_GRAPH = ["optimization.whole_step.enabled=true", *FUSED]
 STEPS = 8  # enough for what is wrong at once; tests/parity/test_mutants.py makes all 40
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++ here")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +46,7 @@ def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
 def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
     extra = [f"optimization.extra=[parity_mutants.{mutant}]", "security.trusted=[parity_mutants]"]
     overrides = [*QUIET, *model, *technique, *(extra if mutant else [])]
-    return check_parity(compose(overrides), compose([*QUIET, *model]), STEPS, attribute=True)
+    return check_parity(runs.config(*overrides), runs.config(*QUIET, *model), STEPS, attribute=True)
 
 
 # -- what is right passes --------------------------------------------------------------------------
@@ -58,9 +54,9 @@ def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
-    reference = ParityReference(compose([*QUIET, *MODELS[model]]), STEPS)
-    for technique in ([*BF16, "optimization.amp.pure=true"], [*FUSED, *NHWC], PARTS):
-        found = reference.judge(compose([*QUIET, *MODELS[model], *technique]))
+    reference = ParityReference(runs.config(*QUIET, *MODELS[model]), STEPS)
+    for technique in (BF16, [*FUSED, *NHWC], PARTS):
+        found = reference.judge(runs.config(*QUIET, *MODELS[model], *technique))
         assert found.verdict is not Agreement.fail, (technique, found.first)
         assert found.techniques
         assert found.reference == "fp64"
@@ -87,8 +83,8 @@ def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
         return replace(found, verdict=Agreement.fail, first=off)
 
     monkeypatch.setattr(ParityReference, "judge_once", judged_once)
-    reference = ParityReference(compose([*QUIET, *MODELS["mlp"]]), STEPS)
-    found = reference.judge(compose([*QUIET, *MODELS["mlp"], *FUSED]))
+    reference = ParityReference(runs.config(*QUIET, *MODELS["mlp"]), STEPS)
+    found = reference.judge(runs.config(*QUIET, *MODELS["mlp"], *FUSED))
     assert found.verdict is Agreement[verdict]
     assert len(reference._others) == (1 if verdict == "explained" else 2)
     note = "seed=0 was off in layers.0.bias, which did not repeat with seed=1"
@@ -154,7 +150,7 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
 def test_a_large_model_makes_fewer_steps_and_says_why(
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any, reason: str
 ) -> None:
-    small = compose([*QUIET, *MODELS["mlp"], *FUSED])
+    small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
     monkeypatch.setattr(trajectory, name, value)
     found = check_parity(small, without_techniques(small))
     assert found.verdict is Agreement.explained
@@ -164,7 +160,7 @@ def test_a_large_model_makes_fewer_steps_and_says_why(
 
 
 def test_without_a_number_asked_for_it_makes_40_steps() -> None:
-    small = compose([*QUIET, *MODELS["mlp"], *FUSED])
+    small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
     assert check_parity(small, without_techniques(small)).steps == 40
 
 

@@ -4,38 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from runner.record.hparams import column_values, common_columns, swept_columns
+from runner.record.hparams import SHOWN_FIRST, hparam_columns
 from runner.record.hydra_files import overrides_by_key, read_flat_config, recorded_overrides
 
 
-def test_usual_columns_leave_out_what_has_no_value() -> None:
+def test_usual_keys_and_typed_ones_are_columns_where_they_have_a_value() -> None:
     settings = {"seed": 0, "optimizer.ema": None, "data.path": "/x", "optimizer.lr": float("inf")}
-    assert common_columns(settings) == {"seed": 0}
-
-
-def test_a_swept_setting_has_its_value_and_all_that_it_can_have() -> None:
-    found = swept_columns({"optimizer.lr": 0.01}, {}, {"optimizer.lr": [0.1, "1e-2", 0.001]})
-    assert found == ({"optimizer.lr": 0.01}, {"optimizer.lr": [0.001, 0.01, 0.1]})
-
-
-def test_a_value_that_the_domain_lacks_is_in_it_all_the_same() -> None:
-    """Rows with a value outside the domain would be hidden."""
-    _, domains = swept_columns({"seed": 3}, {}, {"seed": [1, 2]})
-    assert domains == {"seed": [1, 2, 3]}
-
-
-def test_none_is_a_choice_like_others_and_a_column_of_two_kinds_is_text() -> None:
-    values, domains = swept_columns({"optimizer.ema": None}, {}, {"optimizer.ema": [None, 0.99]})
-    assert values == {"optimizer.ema": "null"}
-    assert domains == {"optimizer.ema": ["null", "0.99"]}
-    values, domains = swept_columns({"model.widths": [8, 8]}, {}, {"model.widths": [[8, 8], [4]]})
-    assert domains == {"model.widths": ["[8, 8]", "[4]"]}
-
-
-def test_values_of_one_kind_stay_as_they_are() -> None:
-    assert column_values([1, "2.5"]) == [1, 2.5]
-    assert column_values([True, "false"]) == [True, False]
-    assert column_values(["true", 2.0, "x", None]) == ["true", "2", "x", "null"]
+    assert hparam_columns(settings, {}) == ({"seed": 0}, list(SHOWN_FIRST))
+    typed = {"data.path": "/x", "debug": "full", "optimizer.ema": "null", "monitoring.every": "1"}
+    expected = {"seed": 0, "data.path": "/x", "debug": "full"}
+    assert hparam_columns(settings, typed) == (expected, ["data.path", "debug"])
 
 
 def test_what_hydra_noted_is_read(tmp_path: Path) -> None:
@@ -50,17 +28,24 @@ def test_what_hydra_noted_is_read(tmp_path: Path) -> None:
 BOMB = b"a0: &a0 [x, x]\n" + b"".join(
     b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10)) for i in range(1, 12)
 )
-DEEP = b"[" * 100_000
+DAMAGE = {
+    "empty": b"",
+    "no text": b"\xff\xfe\x00",
+    "half": b"a: [1",
+    "a call": b"!!python/name:os.system\n",
+    "aliases": BOMB,
+    "an alias": b"- *x",
+    "deep": b"[" * 100_000,
+    "long": b"- seed=1\n" * 100_000,
+    "no bool": b"- !!bool maybe",
+    "no int": b"- !!int ''",
+    "no float": b"- !!float ''",
+    "a time out of bounds": b"- !!timestamp 2001-01-01t00:00:00+99999999",
+    "no time": b"- !!timestamp x",
+}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b"", b"\xff\xfe\x00", b"a: [1", b"!!python/name:os.system\n", BOMB, b"- *x", DEEP,
-     b"- seed=1\n" * 100_000, b"- !!bool maybe", b"- !!int ''", b"- !!float ''",
-     b"- !!timestamp 2001-01-01t00:00:00+99999999", b"- !!timestamp x"],
-    ids=["empty", "no text", "half", "a call", "aliases", "an alias", "deep", "long", "no bool",
-         "no int", "no float", "a time out of bounds", "no time"],
-)  # fmt: skip
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_notes_say_nothing(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / ".hydra").mkdir()
     for name in ("overrides.yaml", "config.yaml"):

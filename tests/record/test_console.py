@@ -31,18 +31,10 @@ def lines(folder: Path) -> list[str]:
     return (folder / "run.log").read_text().splitlines()
 
 
-@pytest.mark.parametrize(
-    "evil",
-    [
-        "a\n2026-01-01 ERROR forged",
-        "a\r\nb",
-        "a\x1b[2Kb",
-        "a\u2028b",
-        "a\x85b",
-        "a\u202eb",
-        "a\udcffb",
-    ],
-)
+EVIL = ("a\n2026-01-01 ERROR forged", "a\r\nb", "a\x1b[2Kb", "a\u2028b", "a\x85b", "a\u202eb")
+
+
+@pytest.mark.parametrize("evil", [*EVIL, "a\udcffb"])
 def test_no_message_can_pass_for_two_lines_or_move_the_cursor(
     evil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,11 +46,12 @@ def test_no_message_can_pass_for_two_lines_or_move_the_cursor(
     assert shown.strip().isprintable()
 
 
+LEVEL = {"level": "CRITICAL"}
 SILENCED = {
     "a level and a filter": {
-        "runner": {"level": "CRITICAL", "propagate": False, "filters": ["other"]},
-        "runner.device.device": {"level": "CRITICAL", "propagate": False},
-        "py.warnings": {"level": "CRITICAL", "propagate": False},
+        "runner": {**LEVEL, "propagate": False, "filters": ["other"]},
+        "runner.device.device": {**LEVEL, "propagate": False},
+        "py.warnings": {**LEVEL, "propagate": False},
     },
     "all that there are": {},  # `disable_existing_loggers` does it
 }
@@ -85,6 +78,8 @@ def test_no_other_set_up_of_logs_keeps_ours_quiet(
             root.addHandler(handler)
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+        for name in root.manager.loggerDict:  # torch's, too
+            logging.getLogger(name).disabled = False
     said = capsys.readouterr().err
     for text in (said, (tmp_path / "run.log").read_text()):
         assert all(f"from {name}" in text for name in names) and "at work" in text

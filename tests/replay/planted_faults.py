@@ -14,6 +14,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 INF = float("inf")
+HUGE = torch.tensor(INF)  # a constant that is no buffer
+Change = Callable[[Tensor], Tensor]
+
+
+class Value(nn.Module):
+    """Any function as a layer."""
+
+    def __init__(self, of: Change) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(x)
 
 
 def numpy_inf(tensor: Tensor) -> Tensor:
@@ -23,9 +36,9 @@ def numpy_inf(tensor: Tensor) -> Tensor:
     return changed
 
 
-def write_item(gradient: Tensor) -> Tensor:
-    changed = gradient.clone()
-    changed[0] = INF
+def write_item(tensor: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed[0, 0] = INF
     return changed
 
 
@@ -37,7 +50,11 @@ def scale_in_graph(gradient: Tensor) -> Tensor:
     return found
 
 
-BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
+def refuse(gradient: Tensor) -> Tensor:
+    raise ValueError("no gradient")
+
+
+BACKWARDS: dict[str, Change] = {
     "full_like": lambda g: torch.full_like(g, INF),
     "factor": lambda g: g * INF,
     "fill": lambda g: g.clone().fill_(INF),
@@ -49,176 +66,81 @@ BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def refuse(gradient: Tensor) -> Tensor:
-    raise ValueError("no gradient")
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """What an autograd function of these two applies."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Planted", (torch.autograd.Function,), parts).apply  # type: ignore[attr-defined]
 
 
-class Planted(torch.autograd.Function):
+def planted(how: str) -> Change:
     """x as it is, and a gradient made by one of `BACKWARDS`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
-        ctx.how = how
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return {**BACKWARDS, "raises": refuse}[ctx.how](gradient), None
+    change = {**BACKWARDS, "raises": refuse}[how]
+    apply: Change = function(lambda ctx, x: x.clone(), lambda ctx, g: change(g))
+    return apply
 
 
-class NoOperation(torch.autograd.Function):
-    """The forward has no operation of torch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.full_like(gradient, INF)
+def save(ctx: Any, x: Tensor) -> Tensor:
+    """The forward saves Inf."""
+    ctx.save_for_backward(torch.full_like(x, INF))
+    return x.clone()
 
 
-class Saved(torch.autograd.Function):
-    """Inf saved by the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.full_like(x, INF))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.abs() * ctx.saved_tensors[0]
+def keep(ctx: Any, x: Tensor) -> Tensor:
+    """The forward keeps Inf in an attribute."""
+    ctx.huge = HUGE
+    return x.clone()
 
 
-class Weighted(torch.autograd.Function):
-    """A bad gradient for the weight alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.full_like(ctx.saved_tensors[0], INF)
+def weigh(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    ctx.save_for_backward(weight)
+    return x * weight
 
 
-class Custom(nn.Module):
-    """A layer around `Planted`."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = Planted.apply(x, self.how)  # type: ignore[no-untyped-call]
-        return found
-
-
-class Applies(nn.Module):
-    """A layer around any other function of autograd."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.function.apply(x)  # type: ignore[no-untyped-call]
-        return found
+no_operation = function(lambda ctx, x: x, lambda ctx, g: torch.full_like(g, INF))
+saved = function(save, lambda ctx, g: g.abs() * ctx.saved_tensors[0])
+attribute = function(keep, lambda ctx, g: g.abs() * ctx.huge)
+weighted = function(weigh, lambda ctx, g: (g, torch.full_like(ctx.saved_tensors[0], INF)))
+plus = function(lambda ctx, x: x + numpy_inf(x), lambda ctx, g: g)
 
 
 class Scaled(nn.Module):
-    """A parameter of its own; `weighted` gives it a bad gradient, a hook may do so too."""
+    """A parameter of its own, to which a function or a hook gives a bad gradient."""
 
-    def __init__(self, weighted: bool = False, hook: Any = None) -> None:
+    def __init__(self, of: Any = torch.mul, hook: Any = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-        self.weighted = weighted
+        self.weight, self.of = nn.Parameter(torch.ones(8)), of
         if hook is not None:
             self.weight.register_hook(hook)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weighted:
-            found: Tensor = Weighted.apply(x, self.weight)  # type: ignore[no-untyped-call]
-            return found
-        return x * self.weight
+        found: Tensor = self.of(x, self.weight)
+        return found
 
 
-class Constant(nn.Module):
-    """A constant that is no buffer; in the backward alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.huge = torch.tensor(INF)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # the value of x, the slope of x * Inf
-        huge = self.huge
-        return _Attribute.apply(x, huge)  # type: ignore[no-untyped-call, no-any-return]
+def hooked(x: Tensor, hook: Change) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(hook)
+    return x
 
 
-class _Attribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, huge: Tensor) -> Tensor:
-        ctx.huge = huge
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.abs() * ctx.huge, None
-
-
-class HooksInput(nn.Module):
-    """A hook on what it is given."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(self.hook)
-        return x * 1
-
-
-class HooksOutput(HooksInput):
-    """A hook on what it returns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1
-        if y.requires_grad:
-            y.register_hook(self.hook)
-        return y
-
-
-class HooksModule(nn.Module):
+def hooks_module(before: bool) -> nn.Module:
     """A hook of torch's on the module."""
-
-    def __init__(self, before: bool) -> None:
-        super().__init__()
-        if before:
-            self.register_full_backward_pre_hook(
-                lambda module, grads: tuple(torch.full_like(g, INF) for g in grads)
-            )
-        else:
-            self.register_full_backward_hook(
-                lambda module, inputs, outputs: tuple(g * INF for g in inputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1
+    module = Value(lambda x: x * 1)
+    if before:
+        module.register_full_backward_pre_hook(
+            lambda module, grads: tuple(torch.full_like(g, INF) for g in grads)
+        )
+    else:
+        module.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(g * INF for g in inputs)
+        )
+    return module
 
 
-class Slope(nn.Module):
-    """A finite value whose derivative is not."""
-
-    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.of(x)
+def penalty(x: Tensor) -> Tensor:
+    """A gradient of a gradient: the norm of a gradient that is 0 has no slope."""
+    (slope,) = torch.autograd.grad((x * 0).square().sum(), x, create_graph=True)
+    return x + slope.square().sum().sqrt()
 
 
 class Twice(nn.Module):
@@ -244,61 +166,24 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.inner = nn.Linear(8, 8), Custom("numpy")
+        self.linear, self.inner = nn.Linear(8, 8), Value(planted("numpy"))
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.linear(x) + self.inner(x) + x
         return found
 
 
-class Penalty(nn.Module):
-    """A gradient of a gradient: the norm of a gradient that is 0 has no slope."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        (slope,) = torch.autograd.grad((x * 0).square().sum(), x, create_graph=True)
-        return x + slope.square().sum().sqrt()
-
-
-class Selects(nn.Module):
-    """NaN in the backward, by the quotient that the selection leaves out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        positive = torch.zeros_like(x) > 0
-        return torch.where(positive, 1 / (x * 0), x)
-
-
-class Value(nn.Module):
-    """A value that is not finite."""
-
-    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of(x)
-
-
-class Plus(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x + numpy_inf(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 class Attention(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        scores = (x.transpose(1, 2) @ x + mask).softmax(-1)
-        return x @ scores
+    """With a softmax of torch's, or by hand in the memory of the scores."""
 
-
-class InPlace(Attention):
-    """A softmax by hand, in the memory of the scores."""
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         scores = x.transpose(1, 2) @ x + mask
+        if not self.by_hand:
+            return x @ scores.softmax(-1)
         scores.sub_(scores.amax(-1, keepdim=True).detach()).exp_()
         return x @ (scores / scores.sum(-1, keepdim=True))
 
@@ -306,9 +191,9 @@ class InPlace(Attention):
 class MasksAll(nn.Module):
     """Hands attention a mask that leaves nothing."""
 
-    def __init__(self, attention: type[Attention] = Attention) -> None:
+    def __init__(self, by_hand: bool) -> None:
         super().__init__()
-        self.inner = attention()
+        self.inner = Attention(by_hand)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((8, 8), -INF)
@@ -316,60 +201,60 @@ class MasksAll(nn.Module):
         return found
 
 
-class Writes(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.clone()
-        y[0, 0] = INF
-        return y
+def slope(of: Change) -> Callable[[], nn.Module]:
+    """Factory of a finite value whose derivative is not."""
+    return lambda: Value(lambda x: x + of(x))
+
+
+def value(of: Change) -> Callable[[], nn.Module]:
+    return lambda: Value(of)
 
 
 BACKWARD: dict[str, Callable[[], nn.Module]] = {
-    **{how: (lambda how=how: Custom(how)) for how in BACKWARDS},
-    "no operation": lambda: Applies(NoOperation),
-    "saved": lambda: Applies(Saved),
-    "attribute": Constant,
-    "weight alone": lambda: Scaled(weighted=True),
+    **{how: value(planted(how)) for how in BACKWARDS},
+    "no operation": value(no_operation),
+    "saved": value(saved),
+    "attribute": value(attribute),
+    "weight alone": lambda: Scaled(weighted),
     "parameter hook": lambda: Scaled(hook=lambda g: g * INF),
-    "input hook": lambda: HooksInput(lambda g: g * INF),
-    "output hook": lambda: HooksOutput(lambda g: torch.full_like(g, INF)),
-    "numpy hook": lambda: HooksInput(numpy_inf),
-    "module hook": lambda: HooksModule(before=False),
-    "module pre-hook": lambda: HooksModule(before=True),
-    "sqrt": lambda: Slope(lambda x: (x * 0).sqrt()),
-    "power": lambda: Slope(lambda x: (x * 0) ** 0.3),
-    "norm": lambda: Slope(lambda x: (x * 0).square().sum(1, keepdim=True).sqrt()),
-    "acos": lambda: Slope(lambda x: (x * 0 + 1).acos()),
-    "selects": Selects,
-    "where log": lambda: Slope(lambda x: torch.where(x * 0 > 0, (x * 0).log(), 0.0)),
-    "where exp": lambda: Slope(lambda x: torch.where(x * 0 > 0, (x * 0 + 1e3).exp(), 0.0)),
-    "penalty": Penalty,
+    "input hook": value(lambda x: hooked(x, lambda g: g * INF) * 1),
+    "output hook": value(lambda x: hooked(x * 1, lambda g: torch.full_like(g, INF))),
+    "numpy hook": value(lambda x: hooked(x, numpy_inf) * 1),
+    "module hook": lambda: hooks_module(before=False),
+    "module pre-hook": lambda: hooks_module(before=True),
+    "sqrt": slope(lambda x: (x * 0).sqrt()),
+    "power": slope(lambda x: (x * 0) ** 0.3),
+    "norm": slope(lambda x: (x * 0).square().sum(1, keepdim=True).sqrt()),
+    "acos": slope(lambda x: (x * 0 + 1).acos()),
+    "selects": value(lambda x: torch.where(torch.zeros_like(x) > 0, 1 / (x * 0), x)),
+    "where log": slope(lambda x: torch.where(x * 0 > 0, (x * 0).log(), 0.0)),
+    "where exp": slope(lambda x: torch.where(x * 0 > 0, (x * 0 + 1e3).exp(), 0.0)),
+    "penalty": value(penalty),
 }
 """Factories of a layer from 8 to 8 features whose value is finite."""
 OF_FORWARD = ("selects", "where exp")
 """Those whose forward makes an Inf that it leaves out, and that its backward uses."""
 
 FORWARD: dict[str, Callable[[], nn.Module]] = {
-    "log": lambda: Value(lambda x: x + (x * 0).log()),
-    "exp": lambda: Value(lambda x: (x * 0 + 1e3).exp()),
-    "factor": lambda: Value(lambda x: x * INF),
-    "full_like": lambda: Value(lambda x: x + torch.full_like(x, INF)),
-    "masked_fill": lambda: Value(lambda x: x.masked_fill(x == x, -INF)),
-    "numpy": lambda: Value(lambda x: x + numpy_inf(x)),
-    "function": lambda: Applies(Plus),
-    "overflow": lambda: Value(lambda x: (x + 1e30) * 1e30),
-    "item": Writes,
-    "masked attention": MasksAll,
-    "masked in place": lambda: MasksAll(InPlace),
+    "log": value(lambda x: x + (x * 0).log()),
+    "exp": value(lambda x: (x * 0 + 1e3).exp()),
+    "factor": value(lambda x: x * INF),
+    "full_like": value(lambda x: x + torch.full_like(x, INF)),
+    "masked_fill": value(lambda x: x.masked_fill(x == x, -INF)),
+    "numpy": value(lambda x: x + numpy_inf(x)),
+    "function": value(plus),
+    "overflow": value(lambda x: (x + 1e30) * 1e30),
+    "item": value(write_item),
+    "masked attention": lambda: MasksAll(by_hand=False),
+    "masked in place": lambda: MasksAll(by_hand=True),
 }
 """Factories of a layer from 8 to 8 features whose value is not finite."""
 
-
 CHECKPOINTED = ("full_like", "numpy", "selects", "where log", "sqrt")
-MODES = ("plain", "non-reentrant", "reentrant")
 NESTED: dict[str, Callable[[], nn.Module]] = {
     f"{how}, {mode}": (lambda how=how, mode=mode: Twice(BACKWARD[how](), mode))
     for how in CHECKPOINTED
-    for mode in MODES
+    for mode in ("plain", "non-reentrant", "reentrant")
 } | {"one of two ways": Residual}
 """The same with the fault in `inner`, most of them checkpointed."""
 
@@ -388,12 +273,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(self.first(x))
         if self.functional:
-            x = Planted.apply(x, "full_like")  # type: ignore[no-untyped-call]
+            x = planted("full_like")(x)
         found: Tensor = self.last(x)
         return found
 
 
 def planted_loss(output: Tensor, target: Tensor) -> Tensor:
     """Finite, with a gradient that is not."""
-    output = Planted.apply(output, "numpy")  # type: ignore[no-untyped-call]
-    return nn.functional.cross_entropy(output, target)
+    return nn.functional.cross_entropy(planted("numpy")(output), target)

@@ -1,4 +1,4 @@
-"""More that goes wrong in a real run, one thing each, beside `faulty_models`."""
+"""More that goes wrong in a real run, beside `faulty_models`; these need the runner."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from runner import Hook
-
-
-class Huge(nn.Module):
-    """Finite, and so large that its square is not."""
-
-    def forward(self, x: Tensor, off: Tensor) -> Tensor:
-        return x * (1 + 1e20 * off)
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 
 class Normalised(nn.Module):
@@ -22,13 +17,11 @@ class Normalised(nn.Module):
 
     def __init__(self, in_features: int, classes: int) -> None:
         super().__init__()
-        self.huge = Huge()
         self.norm = nn.BatchNorm1d(in_features)
         self.last = nn.Linear(in_features, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        off = x[:, -1:]
-        self.norm(self.huge(x, off).detach())
+        self.norm((x * (1 + 1e20 * x[:, -1:])).detach())  # finite, and its square is not
         return self.last(x)
 
 
@@ -44,3 +37,14 @@ class Ruin(Hook):
             self.done = True
             with torch.no_grad():
                 run.model.first.weight[0, 0] = torch.nan
+
+
+class LastLayer(Technique):
+    """A technique that decides which weights are trained: the last linear layer's."""
+
+    def apply(self, draft: RunBuilder) -> None:
+        draft.model.requires_grad_(False)
+        [m for m in draft.model.modules() if isinstance(m, nn.Linear)][-1].requires_grad_(True)
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(True, "")

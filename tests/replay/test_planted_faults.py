@@ -6,44 +6,37 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from runner import build, compose
-from runner.jobs.replay import main
 from runner.objectives.custom import Custom as CustomLoss
 from runner.replay import page
-from runner.replay.compiled import trace_compiled
 from runner.replay.findings import StepPhase
 from runner.replay.trace import trace_step
 from runner.training.run import Run
-from tests.replay.planted_faults import BACKWARD, FORWARD, NESTED, OF_FORWARD, Custom, planted_loss
+from tests import runs
+from tests.replay.planted_faults import (
+    BACKWARD,
+    FORWARD,
+    NESTED,
+    OF_FORWARD,
+    Value,
+    planted,
+    planted_loss,
+)
+from tests.replay.replays import HERE, OVERRIDES, Captured, replay
 
-TRUSTED = "security.trusted=[faulty_models,planted_faults]"
 NET = "model._target_=planted_faults.Net"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def made() -> Iterator[Run]:
     """A run whose model has a place for a fault, `block.2`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        config = compose(
-            [
-                TRUSTED,
-                NET,
-                "data._target_=faulty_models.Poisoned",
-                "data.workers=0",
-                "optimization=none",
-                "device.threads=1",
-                "training.batch_size=8",
-                "monitoring.progress=false",
-            ]
-        )
-        with build(config, tmp_path_factory.mktemp("run")) as run:
+        patch.syspath_prepend(str(HERE))
+        with runs.opened(*OVERRIDES, NET) as run:
             yield run
 
 
@@ -53,12 +46,13 @@ def plant(run: Run, fault: Callable[[], nn.Module]) -> None:
     block[2] = fault()
 
 
-@pytest.mark.parametrize("fault", BACKWARD)
-def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
-    plant(made, BACKWARD[fault])
+@pytest.mark.parametrize("fault", BACKWARD | NESTED)
+def test_a_fault_of_the_backward_is_named_by_its_innermost_module(fault: str, made: Run) -> None:
+    plant(made, (BACKWARD | NESTED)[fault])
     found = trace_step(made, made.train.at(0))
-    phase = StepPhase.forward if fault in OF_FORWARD else StepPhase.backward
-    assert (found.phase, found.module) == (phase, "block.2"), found
+    phase = StepPhase.forward if fault.startswith(OF_FORWARD) else StepPhase.backward
+    module = "block.2.inner" if fault in NESTED else "block.2"
+    assert (found.phase, found.module) == (phase, module), found
 
 
 @pytest.mark.parametrize("fault", FORWARD)
@@ -70,29 +64,10 @@ def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) ->
 
 
 def test_what_a_backward_raises_is_named_by_its_module(made: Run) -> None:
-    plant(made, lambda: Custom("raises"))
+    plant(made, lambda: Value(planted("raises")))
     found = trace_step(made, made.train.at(0))
     assert (found.phase, found.module) == (StepPhase.exception, "block.2"), found
-    assert found.cause == "block.2 (Custom) raised ValueError: no gradient in the backward"
-
-
-@pytest.mark.parametrize("fault", NESTED)
-def test_a_fault_that_is_computed_again_is_named_by_the_innermost_module(
-    fault: str, made: Run
-) -> None:
-    plant(made, NESTED[fault])
-    found = trace_step(made, made.train.at(0))
-    phase = StepPhase.forward if fault.startswith(OF_FORWARD) else StepPhase.backward
-    assert (found.phase, found.module) == (phase, "block.2.inner"), found
-
-
-@pytest.mark.parametrize("fault", ["full_like", "where log", "saved"])
-def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
-    fault: str, made: Run
-) -> None:
-    plant(made, BACKWARD[fault])
-    found = trace_compiled(made, made.train.at(0))
-    assert (found.phase, found.module) == (StepPhase.backward, "block.2"), found
+    assert found.cause == "block.2 (Value) raised ValueError: no gradient in the backward"
 
 
 def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
@@ -108,19 +83,17 @@ def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
     assert found.cause.startswith("the gradient through the objective becomes Inf"), found
 
 
+@pytest.mark.usefixtures("here")
 def test_the_page_and_the_script_name_the_module_of_a_bad_backward(
-    captured: Any, tmp_path: Path
+    captured: Captured, tmp_path: Path
 ) -> None:
-    path = captured(TRUSTED, NET, "+model.fault='full_like'")
-    folder = tmp_path / "replay"
-    folder.mkdir()
-    asked = ["job=replay", f"replay.path={path}", TRUSTED, "replay.attribute=false"]
-    replay = main(compose(asked), folder)
-    assert replay.reproduced
-    assert (replay.found.phase, replay.found.module) == (StepPhase.backward, "block.2")
-    headline = dict(page.facts(replay))["where"]
-    assert headline.startswith(f"the gradient through block.2 ({replay.found.kind}) becomes ")
-    script = [sys.executable, str(folder / "reproduce.py")]
+    path = captured(NET, "+model.fault='full_like'")
+    result = replay(path, tmp_path, "replay.attribute=false")
+    assert result.reproduced
+    assert (result.found.phase, result.found.module) == (StepPhase.backward, "block.2")
+    headline = dict(page.facts(result))["where"]
+    assert headline.startswith(f"the gradient through block.2 ({result.found.kind}) becomes ")
+    script = [sys.executable, str(tmp_path / "reproduce.py")]
     done = subprocess.run(script, capture_output=True, text=True, check=False)  # noqa: S603
     assert (done.returncode, done.stdout.splitlines()[-1]) == (3, f"bad: {headline}"), done.stderr
 

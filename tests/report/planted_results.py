@@ -85,7 +85,7 @@ def result(*arms: ArmResult, **more: Any) -> BenchmarkResult:
         "seconds": 31.2,
         "stopped": "every ratio is known to within 2 %",
         "machine": {"cpu": "a processor", "cores": 4},
-        "load": Load(others=0.07, mhz=2700.0, mhz_spread=0.04),
+        "load": Load(others=0.07),
         "command": "python -m runner job=benchmark",
         "versions": {"torch": "2.13.0"},
         "git": {"commit": "0123456789abcdef", "dirty": False},

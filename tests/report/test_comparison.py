@@ -26,9 +26,6 @@ CONTRACT = "overrides status reason summary speedup speedup_interval parity comm
 HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
 
 
-# --- names
-
-
 def test_rows_are_named_by_what_differs_between_them() -> None:
     two = [["optimization=none", "seed=1", "+a.b=x"], ["optimization=ultra", "seed=2", "+a.b=x"]]
     assert names(two, ["0", "1"]) == ["optimization=none seed=1", "optimization=ultra seed=2"]
@@ -43,9 +40,6 @@ def test_rows_are_named_by_what_differs_between_them() -> None:
     assert len(set(names([["a=1"]] * 3, ["", "", ""]))) == 3
 
 
-# --- what is said
-
-
 def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
     first = texts(of_benchmark(levels(), None))[0]
     assert first == (
@@ -55,37 +49,31 @@ def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> No
 
 
 def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
-    narrow = arm("narrow", 5.5)
-    narrow.other_work = ["model"]
+    narrow = arm("narrow", 5.5, other_work=["model"])
     found = of_benchmark(result(reference(), arm("basic", 1.2), narrow), None)
     first, second = texts(found)
     assert first.startswith("basic is 1.20× as fast as none")
     assert second.startswith("narrow trains something else than none (another model): it is 5.50×")
     assert second.endswith("its numbers are those of its own plain run to the bit.")
-    row = found.rows[2]
-    numbers = next(column for column in COLUMNS if column.key == "parity").text(row)
-    assert (verdict(row, found), numbers) == ("faster, other work", "exact, other model")
+    numbers = next(column for column in COLUMNS if column.key == "parity").text(found.rows[2])
+    assert (verdict(found.rows[2], found), numbers) == ("faster, other work", "exact, other model")
     alone = of_benchmark(result(reference(), narrow), None)
     assert not any("same numbers" in text for text in texts(alone))
 
 
-def test_a_headline_from_an_unsteady_machine_says_so() -> None:
+def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine() -> None:
     caveat = ", on an unsteady machine (other processes took 76 % of the CPUs, noise floor ± 16 %)"
-    arms = reference(), arm("ultra", 2.2)
     more: Any = {"load": Load(others=0.76), "noise_floor": 0.16}
-    (first, *_) = texts(of_benchmark(result(*arms, **more), None))
-    assert first.endswith(f"to the bit{caveat}.")
-    (first, *_) = texts(of_benchmark(result(reference(), arm("slow", 0.5, "slower"), **more), None))
-    assert first == f"No arm is measurably faster than none{caveat}."
-    assert "unsteady" not in texts(of_benchmark(result(*arms), None))[0]
-
-
-def test_nothing_is_claimed_that_the_engine_did_not_claim() -> None:
-    found = of_benchmark(result(reference(), arm("a", 1.3, ""), arm("b", 1.01, "same")), None)
-    said = texts(found)
-    assert said[0] == "No arm is measurably faster than none."
-    assert "b makes no difference." in said
-    assert any("a is faster or slower is not known" in text for text in said)
+    for arms, expected in (
+        ([arm("ultra", 2.2)], f"to the bit{caveat}."),
+        ([arm("slow", 0.5, "slower")], f"No arm is measurably faster than none{caveat}."),
+    ):
+        assert texts(of_benchmark(result(reference(), *arms, **more), None))[0].endswith(expected)
+    arms = [arm("a", 1.3, ""), arm("b", 1.01, "same")]
+    first, *others = texts(of_benchmark(result(reference(), *arms), None))
+    assert first == "No arm is measurably faster than none."
+    assert "b makes no difference." in others
+    assert any("a is faster or slower is not known" in text for text in others)
 
 
 def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
@@ -99,11 +87,8 @@ def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
     assert "idle does not train: no parameter changed" in shouted
 
 
-# --- files
-
-
 def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
-    bad = arm("ultra", 1.5, metrics={"mine": math.nan}, seconds_to_target=math.inf)
+    bad = arm("ultra", 1.5, metrics={"mine": math.nan}, step_ms_p95=math.inf)
     found = of_benchmark(result(reference(), bad, failed("x", "oom", HOSTILE)), tmp_path)
     report.write(found, tmp_path)
 
@@ -130,6 +115,10 @@ def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     outside = re.sub(r"^````.*?^````", "", text, flags=re.M | re.S)
     assert "\\*bold\\*" in outside and "*bold*" not in outside.replace("\\*", "")
     assert "What each technique" in text and "What failed" in text
+    for _ in range(2):  # TensorBoard has the same text, however often it is written
+        report.write(of_benchmark(told, tmp_path), tmp_path)
+    (events,) = (tmp_path / "comparison").iterdir()
+    assert b"What each technique" in events.read_bytes()
 
 
 def test_a_disk_that_takes_nothing_is_a_warning(
@@ -150,9 +139,6 @@ def test_files_written_elsewhere_still_lead_to_the_runs(tmp_path: Path) -> None:
     tree = json.loads((tmp_path / "x" / "y" / "comparison.json").read_text())
     for row in tree["rows"]:
         assert (tmp_path / "x" / "y" / row["folder"] / "summary.json").is_file()
-
-
-# --- the command
 
 
 def command(
@@ -195,9 +181,6 @@ def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path
     for module, said in (("runner.report", "no such folder"), ("runner", "gives no value")):
         done = command("nowhere", cwd=tmp_path, module=module, path=f"{ROOT}:")
         assert done.returncode == 2 and said in done.stderr
-
-
-# --- curves
 
 
 def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.lock import lock
-from runner.errors import UsageError
+from runner.errors import StorageError, UsageError
 from runner.report import comparison as report
 from runner.report.discover import of_folders
 from tests.report.planted_results import arm, reference, result
@@ -139,65 +139,34 @@ def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None
     (first / "0" / "checkpoints" / "step_00000001").mkdir(parents=True)
     found = of_folders([outputs])
     assert found.kind == "runs"
-    named = sorted(row.name for row in found.rows)
-    assert named == [
-        "digits-mlp 2026-11-21 10:02 basic",
-        "digits-mlp 2026-11-21 10:02 none",
-        "none",
-        "ultra",
-    ]
-    basic = next(row for row in found.rows if "basic" in row.name)
-    assert basic.speedup == 1.5 and basic.speedup_interval is not None
-    assert (outputs / basic.folder / "summary.json").is_file()
-
-
-def noted(folder: Path, config: dict[str, Any]) -> None:
-    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
+    assert sorted(row.name for row in found.rows) == ["none", "ultra"]
+    assert f"{bench.name} is a benchmark, which is compared by itself: left out" in found.notes
+    assert (outputs / found.rows[0].folder / "summary.json").is_file()
+    alone = of_folders([bench])
+    assert (alone.kind, [row.name for row in alone.rows]) == ("benchmark", ["none", "basic"])
+    (bench / "benchmark.json").write_text('{"schema": 1')
+    with pytest.raises(StorageError, match="is damaged"):
+        of_folders([bench])
 
 
 def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", [job(i, str(i)) for i in range(7)])
-    config = {"data": {"kind": "digits", "workers": 0}, "model": {"kind": "mlp", "width": 8}}
-    others = [
-        config,
-        {**config, "data": {"kind": "digits", "workers": 2}},  # reads the same samples
-        {**config, "data": {"kind": "stdlib_text"}},
-        {**config, "model": {"kind": "mlp", "width": 9}},
+    data, model = {"kind": "digits", "workers": 0}, {"kind": "mlp", "width": 8}
+    configs: list[dict[str, Any]] = [
+        {"data": data, "model": model},
+        {"data": data | {"workers": 2}, "model": model},  # reads the same samples
+        {"data": {"kind": "stdlib_text"}, "model": model},
+        {"data": data, "model": model | {"width": 9}},
     ]
-    for number, other in enumerate(others):
-        run(folder / str(number), [], 1000.0 * (number + 1))
-        noted(folder / str(number), other)
-    run(folder / "4", [], 9e4, device={"kind": "cuda", "name": "x"})
-    noted(folder / "4", config)
-    run(folder / "5", [], 9e4, "stopped", steps=2)
-    noted(folder / "5", config)
+    for number, config in enumerate([*configs, configs[0], configs[0]]):
+        more: dict[str, Any] = {"device": {"kind": "cuda", "name": "x"}} if number == 4 else {}
+        more |= {"steps": 2} if number == 5 else {}
+        place = run(folder / str(number), [], 1000.0 * (number + 1), **more)
+        (place / ".hydra" / "config.yaml").write_text(json.dumps(config))
     run(folder / "6", ["data=digits"], 9e4)  # its config is gone
     found = of_folders([folder])
     assert [row.speedup for row in found.rows] == [1.0, 2.0, None, None, None, None, None]
     assert any("fewer than 10 steps" in note for note in found.notes)
-
-
-def test_a_damaged_benchmark_leaves_the_runs_of_its_arms(tmp_path: Path) -> None:
-    run(tmp_path / "b" / "none", ["optimization=none"])
-    (tmp_path / "b" / "benchmark.json").write_text('{"schema": 1')
-    run(tmp_path / "b" / "ultra", ["optimization=ultra"])
-    found = of_folders([tmp_path / "b"])
-    assert [row.name for row in found.rows] == ["none", "ultra"]
-    assert "benchmark.json" in found.notes[0] and str(tmp_path) not in found.notes[0]
-    assert report.write(found, tmp_path / "b")
-
-
-def test_where_runs_train_something_else_the_metric_comes_before_the_speed(tmp_path: Path) -> None:
-    for number, best in enumerate((0.5, 0.9)):
-        run(
-            tmp_path / str(number),
-            [f"optimizer.lr={10**-number}"],
-            1000.0 * (1 + number),
-            best=best,
-        )
-    first, second = texts(of_folders([tmp_path]))
-    assert first == "Best val/accuracy: from 0.5000 (lr=1) to 0.9000 (lr=0.1)."
-    assert "as fast as" in second
 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "empty"])
@@ -212,34 +181,42 @@ def test_nothing_to_compare_is_one_line(tmp_path: Path, what: str) -> None:
     assert "there: n" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_runs_on_different_data_have_no_headline_in_common(tmp_path: Path) -> None:
-    run(tmp_path / "a", ["data=digits", "seed=1"], best=0.5)
-    run(tmp_path / "b", ["data=digits", "seed=2"], best=0.6)
-    run(tmp_path / "c", ["data=digits", "data._target_=mine.Waves"], best=0.9)
-    said = texts(of_folders([tmp_path]))
-    assert said[0].startswith("Judged on different data (digits and mine.Waves), so the runs'")
-    assert not any("0.9000" in text for text in said)
+LR = ["optimizer.lr=1"], ["optimizer.lr=0.1"]
+DIGITS, OWN = ["data=digits"], ["data=digits", "objective._target_=mine.focal"]
+NOT = "so the runs' metrics are not compared."
+HEADLINES = {
+    "what they learn": (
+        (*LR, {}, {}),
+        "Best val/accuracy: from 0.5000 (lr=1) to 0.6000 (lr=0.1).",
+    ),
+    "data": (
+        (["data=digits"], ["data=digits", "data._target_=mine.Waves"], {}, {}),
+        f"Judged on different data (digits and mine.Waves), {NOT}",
+    ),
+    "metrics": (
+        (DIGITS, OWN, {"monitor": "val/accuracy"}, {"monitor": "val/mae"}),
+        f"Judged by different metrics (val/accuracy and val/mae), {NOT}",
+    ),
+    "losses": (
+        (DIGITS, OWN, {"monitor": "val/loss"}, {"monitor": "val/loss"}),
+        f"Judged on different data (digits and digits with mine.focal), {NOT}",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("monitors", "ways"),
-    [
-        (("val/accuracy", "val/mae"), "by different metrics (val/accuracy and val/mae)"),
-        (("val/loss", "val/loss"), "on different data (digits and digits with mine.focal)"),
-    ],
-)
-def test_runs_that_are_judged_otherwise_have_none_either(
-    tmp_path: Path, monitors: tuple[str, str], ways: str
-) -> None:
-    run(tmp_path / "a", ["data=digits"], monitor=monitors[0], best=0.5)
-    own = ["data=digits", "objective._target_=mine.focal"]
-    run(tmp_path / "b", own, monitor=monitors[1], best=0.6)
-    first = texts(of_folders([tmp_path]))[0]
-    assert first == f"Judged {ways}, so the runs' metrics are not compared."
+@pytest.mark.parametrize("name", HEADLINES)
+def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path: Path, name: str) -> None:
+    (one, other, first, second), expected = HEADLINES[name]
+    run(tmp_path / "a", one, best=0.5, **first)
+    run(tmp_path / "b", other, 2000.0, best=0.6, **second)
+    sentences = texts(of_folders([tmp_path]))
+    assert sentences[0] == expected
+    if name == "what they learn":
+        assert "as fast as" in sentences[1]
 
 
 def test_rows_are_named_by_what_was_typed(tmp_path: Path) -> None:
-    own = "model._target_=mine.Net"
+    own = "model._target_=my.Net"
     run(tmp_path / "a", [own, "+model.arguments.width=64", "seed=1"])
     run(tmp_path / "b", [own, "+model.arguments.width=32", "seed=2"])
     names = [row.name for row in of_folders([tmp_path]).rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from runner.errors import StorageError
 from runner.record.console import print_stdout
+from runner.report import run as report
 from runner.report import table
 from runner.report.__main__ import main
 from runner.report.discover import of_folders
@@ -30,6 +31,13 @@ HOSTILE = (
 )
 CODES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e]")
 STYLED = re.compile(r"\x1b\[[\d;]*m")  # colours of ours
+
+
+def check_output(capsys: pytest.CaptureFixture[str]) -> str:
+    shown = capsys.readouterr()
+    check_text(shown.out)
+    check_text(shown.err)
+    return shown.out
 
 
 def check_text(shown: str) -> None:
@@ -83,70 +91,42 @@ def forgeries(tree: Tree) -> Iterator[Tree]:
             yield forged
 
 
-def two_runs(folder: Path) -> Path:
-    more = {"git": {"commit": "abc", "branch": "main", "dirty": False}, "faults": {"spike": 1},
-            "device": {"name": "a CPU"}, "versions": {"torch": "2"}, "reason": "why",
-            "techniques": [technique("amp", "engaged", "why", kernel="flash")]}  # fmt: skip
-    sweep(folder, [job(0, "none"), job(1, "basic"), job(2, "ultra", "failed", "no memory")])
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    entry = technique("amp", "engaged", "why", kernel="flash")
+    more: dict[str, Any] = {"git": {"commit": "abc", "branch": "main"}, "techniques": [entry]}
+    more |= {"faults": {"spike": 1}, "device": {"name": "a CPU"}, "versions": {"torch": "2"}}
+    jobs = [job(0, "none"), job(1, "basic"), job(2, "ultra", "failed", "no memory")]
+    folder = sweep(tmp_path / "runs", jobs)
     run(folder / "0", ["optimization=none"])
     run(folder / "1", ["optimization=basic"], 1500.0)
-    return run(folder / "2", ["optimization=ultra"], 1.0, "failed", **more)
+    run(folder / "2", ["optimization=ultra"], 1.0, "failed", reason="why", **more)
+    return folder
 
 
-RECORDS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "the summary of a run": (two_runs, "2/summary.json"),
-    "the list of a sweep's jobs": (two_runs, "sweep.json"),
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("record", ["2/summary.json", "sweep.json"])
 def test_a_forged_record_is_shown_as_text(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make, record = RECORDS[name]
-    folder = tmp_path / "runs"
-    make(folder)
-    tree = json.loads((folder / record).read_text())
-    count = sum("evil" in show(folder, record, forged, capsys) for forged in forgeries(tree))
+    tree, count = json.loads((runs / record).read_text()), 0
+    for forged in forgeries(tree):
+        (runs / record).write_text(json.dumps(forged))
+        print_stdout(table.terminal(of_folders([runs])), crop=False)
+        with suppress(StorageError, TypeError, ValueError, AttributeError):  # it does not fit
+            summary = Summary.read(runs / "2")
+            print_stdout(report.terminal(summary, runs / "2"), crop=False)
+        count += "evil" in check_output(capsys)
     assert count > 3  # or nothing of it was shown at all
 
 
-def show(folder: Path, record: str, forged: Tree, capsys: pytest.CaptureFixture[str]) -> str:
-    (folder / record).write_text(json.dumps(forged))
-    print_stdout(table.terminal(of_folders([folder])), crop=False)
-    if record.endswith("summary.json"):
-        from runner.report import run as report
-
-        with suppress(StorageError, TypeError, ValueError, AttributeError):  # it does not fit
-            summary = Summary.read((folder / record).parent)
-            print_stdout(report.terminal(summary, folder), crop=False)
-    shown = capsys.readouterr()
-    check_text(shown.out)
-    check_text(shown.err)
-    return shown.out
-
-
-def test_the_heading_of_a_metric_is_shown_as_text(
+def test_headings_and_names_of_folders_are_shown_as_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"val/{HOSTILE}"
-    for number in range(2):
-        run(tmp_path / str(number), [f"seed={number}"], metrics={name: 0.9}, monitor=name)
-    assert main([str(tmp_path)]) == 0
-    shown = capsys.readouterr()
-    check_text(shown.out)
-    check_text(shown.err)
-    assert "best val/evil\\x1b[2J" in STYLED.sub("", shown.out)
-
-
-def test_names_of_folders_are_shown_as_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     outer = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
     for number in range(2):
-        run(outer / f"{number}\x1b[31m", [f"seed={number}"])
+        place = outer / f"{number}\x1b[31m"
+        run(place, [f"seed={number}"], metrics={name: 0.9}, monitor=name)
     assert main([str(outer)]) == 0
-    shown = capsys.readouterr()
-    check_text(shown.out)
-    check_text(shown.err)
-    assert "evil" in shown.out
+    shown = STYLED.sub("", check_output(capsys))
+    assert "best val/evil\\x1b[2J" in shown and "comparison evil\\x1b[2J" in shown

@@ -19,8 +19,7 @@ def handed(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("link", ["comparison", "comparison/events.out.tfevents.1.added",
-                                  "0/events.out.tfevents.1.added"])  # fmt: skip
+@pytest.mark.parametrize("link", ["comparison", "comparison/events.out.tfevents.1.added"])
 def test_a_link_that_leads_out_is_refused_and_nothing_is_written(
     handed: Path, link: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,8 +34,7 @@ def test_a_link_that_leads_out_is_refused_and_nothing_is_written(
     (said,) = capsys.readouterr().err.splitlines()
     assert f"{link}: refused: it is a link that leads out of" in said
     assert sorted(handed.rglob("*")) == before
-    (only,) = victim.iterdir()
-    assert only.read_text() == "precious"
+    assert [path.read_text() for path in victim.iterdir()] == ["precious"]
 
 
 def test_what_lies_under_the_name_of_a_temporary_file_is_not_written_to(handed: Path) -> None:

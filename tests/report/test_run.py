@@ -43,7 +43,7 @@ SUMMARY = Summary(
     name="digits_mlp",
     wall_seconds=75.0,
     choices=[Choice("data.workers", 0, "the data is in memory; workers would only copy it")],
-    git={"commit": "f00", "branch": "main", "dirty": True},
+    git={"commit": "f00", "branch": "main"},
     monitor="val/accuracy",
     best=0.975,
     best_step=900,
@@ -60,9 +60,9 @@ def shown(summary: Summary, folder: Path | None, width: int = 80) -> str:
 MUST = [
     "digits_mlp", "done", "val/accuracy", "0.9722", "best 0.9750 at step 900", "1,200 steps",
     "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median", "1.21 ms at 95 %",
-    "612 MiB", "3.00 GiB", "backward", "40.0%", "fused_optimizer", "engaged",
+    "612 MiB", "3.00 GiB", "40% backward", "fused_optimizer", "engaged",
     "skipped: no C++ compiler", "data.workers", "skipped steps", "7 of 1,200", "non_finite",
-    "checkpoints/step_00000900", "tensorboard --logdir outputs",
+    "step_00000900 (best)", "tensorboard --logdir outputs",
 ]  # fmt: skip
 
 
@@ -112,28 +112,23 @@ def test_a_run_that_never_stepped_has_a_report_too() -> None:
 
 def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
     failed = replace(SUMMARY, status="failed")
-    text = shown(failed, tmp_path)
-    for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged", "the data is in"):
-        assert figure not in text
-        assert figure in report.markdown(failed, tmp_path)
-    for useful in ("digits_mlp", "failed", "non_finite", "checkpoints/step_00000900"):
+    text, document = shown(failed, tmp_path), report.markdown(failed, tmp_path)
+    for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged"):
+        assert figure not in text and figure in document
+    for useful in ("digits_mlp", "failed", "non_finite", "step_00000900 (best)"):
         assert useful in text
 
 
-def test_the_terminal_sums_up_the_classes_and_the_document_lists_them() -> None:
+def test_the_document_has_the_classes_the_reasons_and_the_origin(tmp_path: Path) -> None:
     classes = {"val/accuracy/cat": 0.25, "val/accuracy/dog": 0.5, "val/accuracy/a/b": 0.75}
     summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)
-    text = shown(summary, None)
-    assert "0.2500 (cat) to 0.7500 (a/b)" in text
-    assert "dog" not in text
-    assert "val/accuracy/dog" in report.markdown(summary)
-
-
-def test_the_document_says_the_same_and_where_it_came_from(tmp_path: Path) -> None:
-    report.write(SUMMARY, tmp_path)
+    assert "0.2500 (cat) to 0.7500 (a/b)" in shown(summary, None)
+    assert "dog" not in shown(summary, None)
+    report.write(summary, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    for word in ("0.9722", "best 0.9750", "skipped", "with changes not committed", "2.13.0"):
+    for word in ("0.9722", "best 0.9750", "skipped", "f00 on main", "2.13.0", "val/accuracy/dog"):
         assert word in text
+    assert "workers would only copy it" in text
     assert "```sh\npython -m runner data=digits\n```" in text
 
 

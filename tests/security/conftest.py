@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner import masking
-from runner.security import hidden, secrets
+from runner.security import secrets
 
 
 @pytest.fixture
@@ -13,5 +13,5 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """No value that was read before is hidden now, nor one of now afterwards."""
     monkeypatch.setattr(masking, "_spellings", {})
     monkeypatch.setattr(masking, "_pattern", None)
-    monkeypatch.setattr(hidden, "_shown", {})
-    secrets.origin.clear()
+    for name in ("_shown", "_values"):
+        monkeypatch.setattr(secrets, name, {})

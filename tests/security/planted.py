@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from runner.checkpoint.manifest import Manifest
+from runner.record.storage import FileDigest
 from runner.security.files.file_bytes import hash_file
 from runner.security.sealed import sealed
 from runner.security.trust import Assessment, FileFacts
@@ -35,24 +37,10 @@ def checkpoint(folder: Path, step: int = 7) -> Path:
 
 def seal(folder: Path, step: int = 7) -> None:
     """Write the manifest that fits what is there; anybody can."""
-    files = {}
-    for name in ("model.safetensors", "state.pt"):
-        data = (folder / name).read_bytes()
-        files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    body = {
-        "step": step,
-        "best": False,
-        "files": files,
-        "config_hash": "c0ffee" * 8,
-        "created_by": "0.1",
-        "torch": "2.13.0",
-        "threads": 1,
-        "cpu": "AVX2",
-        "tied": {},
-        "choices": {},
-        "format": 1,
-    }
-    (folder / "manifest.json").write_bytes(sealed(body))
+    paths = (folder / name for name in ("model.safetensors", "state.pt"))
+    files = {path.name: FileDigest(path.stat().st_size, hash_file(path)[0]) for path in paths}
+    body = Manifest(step, False, files, "c0ffee" * 8, "0.1", "2.13.0", 1, "AVX2")
+    (folder / "manifest.json").write_bytes(sealed(asdict(body)))
 
 
 def facts_of(folder: Path) -> Assessment:

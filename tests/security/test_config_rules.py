@@ -20,9 +20,8 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.composing import compose_raw
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.security import config_files
 from runner.security.config import SecurityConfig
-from runner.security.config_rules import CONFIG_RULES, FILE_RULES, ConfigRule, check_level
+from runner.security.config_files import check_level
 from runner.sweep.job import register_plugins_for_children
 
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
@@ -31,10 +30,6 @@ EXPERIMENT = "# @package _global_\n"
 CHOSEN = ["--config-dir=theirs", "experiment=own"]
 TRUSTED = "security.trusted=[my_package]"
 HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_configs.yaml").read_text())
-CALLED = """
-os.system torch.hub.load torch.os.mkdir evil_pkg.Payload runner.cli.launch.os.mkdir pickle.loads
-torch.nn.functional.torch.load hydra.utils.instantiate
-""".split()  # test_registry.py has more
 GROWING = "".join(
     f"    a{i}: '" + f"${{optimizer.options.a{i - 1}}}" * 12 + "'\n" for i in range(1, 9)
 )
@@ -62,14 +57,13 @@ ORDINARY: dict[str, list[str]] = {
     "a function of torch": ["objective._target_=torch.nn.functional.mse_loss"],
     "classes within classes": ["model._target_=my_package.Net", TRUSTED,
                                "+model.head={_target_:torch.nn.ReLU}"],
-    "a callback of Hydra's": ["+hydra.callbacks.log._target_="
-                              "hydra.experimental.callbacks.LogJobReturnCallback"],
     "to be shown": ["--cfg", "hydra"],
     "no gate": ["security=off", "model._target_=my_package.Net"],
 }  # fmt: skip
 ORDINARY_FILES: dict[str, tuple[str, list[str]]] = {
     "an experiment": ("defaults: [{override /data: cancer}]\ntraining: {steps: 20}\nname: own", []),
-    "anchors": ("optimizer: {options: {a: &a {x: 1}, b: *a, c: {<<: *a, y: 2}}}", []),
+    "a level and limits": ("security: {level: strict, limits: {hours: 1}}", []),
+    "an option of Hydra's": ("defaults: [{override /hydra/job_logging: none}]", []),
     "references": ("training: {steps: 20}\nname: 'run-${training.steps}'", []),
     "Hydra's values": ("defaults: [{override /data: tabular}]\ndata: {target: y, "
                        "path: '${hydra:runtime.cwd}/${hydra:job.num}.csv'}", ["-m", "seed=0,1"]),
@@ -141,16 +135,6 @@ def test_a_hostile_config_is_refused_and_nothing_is_imported_for_it(
     assert not left
 
 
-@pytest.mark.parametrize("target", CALLED)
-def test_a_name_that_is_not_in_the_registry_is_refused_before_an_import(target: str) -> None:
-    before = set(sys.modules)
-    with pytest.raises(SecurityError, match="model._target_"):
-        ask([f"model._target_={target}"])
-    assert {
-        name for name in set(sys.modules) - before if name.partition(".")[0] == "torch"
-    } == set()
-
-
 @pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
 def test_a_config_that_grows_is_refused(body: str) -> None:
     with pytest.raises(SecurityError):
@@ -173,26 +157,6 @@ def test_groups_search_paths_and_whole_configs_of_one_s_own_pass() -> None:
         {"mine/experiment/own.yaml": EXPERIMENT + "seed: 5\n"})  # fmt: skip
     ask(["--config-path=mine"], {"mine/config.yaml": "defaults: [/schema@_here_: run, "
         "{/schema/data@data: digits}, {/schema/model@model: mlp}, _self_]\nseed: 9\n"})  # fmt: skip
-
-
-RULES = [(table, rule) for table in (FILE_RULES, CONFIG_RULES) for rule in table]
-
-
-@pytest.mark.parametrize(("table", "rule"), RULES, ids=lambda one: getattr(one, "check", one))
-def test_each_rule_passes_its_good_sample_and_it_alone_refuses_its_bad_one(
-    table: list[ConfigRule], rule: ConfigRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask_file(rule.good, *rule.typed)
-    with pytest.raises(SecurityError):
-        ask_file(rule.bad, *rule.typed)
-    name = "FILE_RULES" if table is FILE_RULES else "CONFIG_RULES"
-    monkeypatch.setattr(config_files, name, [one for one in table if one is not rule])
-    try:
-        ask_file(rule.bad, *rule.typed)
-    except SecurityError as error:
-        pytest.fail(f"{rule.check.__name__} is not needed for its bad sample: {error}")
-    except RunnerError:
-        pass
 
 
 def test_values_of_hydra_are_there_where_a_config_is_checked_and_composed() -> None:
@@ -219,18 +183,13 @@ def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(text: str, says: str) 
         ask(CHOSEN, {"theirs/experiment/own.yaml": text})
 
 
-def test_hydras_own_reader_of_files_is_restored() -> None:
-    (source,) = [s for s in Plugins.instance().discover(ConfigSource) if s.scheme() == "file"]
-    before = source.load_config
-    ask(["seed=1"])
-    assert source.load_config is before
-
-
 def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
     """A job that a glob names, an arm, what Hydra's own help needs."""
     text = "hydra: {hydra_logging: {handlers: {x: {'()': os.mkdir, path: ran}}}}\n"
     files = ask([], {"theirs/experiment/own.yaml": EXPERIMENT + text}).files
     theirs = [folder / "theirs"]
+    (source,) = [s for s in Plugins.instance().discover(ConfigSource) if s.scheme() == "file"]
+    read = source.load_config
     with files.at_work():
         compose_raw(["seed=3"], folders=theirs)
         with pytest.raises(SecurityError, match="is refused in a config file"):
@@ -239,9 +198,7 @@ def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
             compose_raw(["security.trusted=[mine]"])
         with pytest.raises(SecurityError, match=r"security\.level: off is refused"):
             compose_raw(["security=off"])
-        before = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
-    after: Any = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
-    assert before == after
+    assert source.load_config is read
 
 
 @pytest.mark.parametrize(
@@ -256,7 +213,7 @@ def test_a_job_whose_security_is_not_what_was_typed_is_refused(group: dict[str, 
 def test_with_security_off_any_name_passes_and_places_and_sizes_are_checked() -> None:
     off = "security=off"
     assert ask_file("hydra: {callbacks: {x: {_target_: evil_pkg.Payload}}}", off).typed.off
-    for body in ("hydra: {run: {dir: ../ran}}", "optimizer: {options: &x {a: *x}}"):
+    for body in ("hydra: {run: {dir: ../ran}}", "optimizer: {options: {a: &x {}, b: *x}}"):
         with pytest.raises(SecurityError):
             ask_file(body, off)
 

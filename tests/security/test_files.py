@@ -23,11 +23,10 @@ from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
-from runner.security.files.loader import Opened, open_file
+from runner.security.files.loader import Opened, open_file, read_arrays
 from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.provenance import is_own, judge
 from runner.security.files.sandbox import Sandbox
-from runner.security.files.state import read_arrays
 from runner.security.paths import own_trees
 from runner.security.sealed import sealed
 from runner.security.trust import Assessment, FileFacts, Severity, Trust, require
@@ -393,12 +392,11 @@ def test_a_checkpoint_within_the_run_tree_is_checked_and_elsewhere_untrusted(
     folder = checkpoint(tmp_path / "outputs/runs/digits/one/checkpoints/step_00000007")
     found = judged(folder, own=tuple(own_trees(tmp_path / "outputs/scans/x")))
     assert found.trust is Trust.CHECKED and not found.reasons
-    assert found.written_by == "run digits/one config c0ffeec0ffee runner 0.1"
     assert judged(folder / "state.pt", own=(tmp_path / "outputs",)).trust is Trust.CHECKED
     read = json.loads(json.dumps(found.as_dict()))
     assert read["schema"] == 1 and read["trust"] == "CHECKED"
     theirs = judged(checkpoint(tmp_path / "theirs"), own=(tmp_path / "outputs",))
-    assert theirs.trust is Trust.UNTRUSTED and reasons(theirs) == {"manifest.foreign"}
+    assert theirs.trust is Trust.UNTRUSTED and not theirs.reasons
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -411,7 +409,7 @@ def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, ow
     found = judged(folder, own=(tmp_path,) if own else (), pinned=digests)
     assert found.trust is Trust.REFUSED
     assert "model.safetensors" in found.refusals[0].where
-    assert "manifest.digest" in reasons(found)
+    assert reasons(found) == {"digests.differ"}
 
 
 def test_a_damaged_or_hand_made_manifest_vouches_for_nothing(tmp_path: Path) -> None:
@@ -425,9 +423,8 @@ def test_a_damaged_or_hand_made_manifest_vouches_for_nothing(tmp_path: Path) -> 
         text[:-20],
         b"[" * 100_000,
         b'{"name": "a web page"}',
-        sealed({**body, "created_by": "", "versions": "2"}),
         sealed({**body, "files": []}),
-        sealed({**body, "files": {"a": {"size": "1"}}}),
+        sealed({**body, "files": {"a": {"sha256": 1}}}),
     ):
         file.write_bytes(manifest)
         assert judged(folder, own=(tmp_path,)).trust is Trust.UNTRUSTED
@@ -441,7 +438,7 @@ def test_a_model_that_the_manifest_does_not_name_takes_the_trust_from_the_folder
     assert judged(folder, own=(tmp_path,)).trust is Trust.CHECKED
     (folder / "other.safetensors").write_bytes(b"x")
     found = judged(folder, own=(tmp_path,))
-    assert found.trust is Trust.UNTRUSTED and reasons(found) == {"manifest.stray"}
+    assert found.trust is Trust.UNTRUSTED
 
 
 def test_a_link_in_the_run_tree_to_elsewhere_is_not_its_own(tmp_path: Path) -> None:

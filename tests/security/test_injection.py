@@ -20,6 +20,7 @@ import markdown as python_markdown
 import pytest
 from rich.console import Console, RenderableType
 
+from runner.jobs import scan
 from runner.overrides.groups import CONF
 from runner.record import markdown as md
 from runner.record.console import close_logging, set_up_logging
@@ -37,7 +38,7 @@ from runner.replay.findings import (
     TensorStats,
 )
 from runner.report import comparison as comparing
-from runner.report import page, scan, table
+from runner.report import page, table
 from runner.report import run as run_report
 from runner.security.config import SecurityLevel
 from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
@@ -102,11 +103,10 @@ def replay() -> Replay:
     stats = [TensorStats("a", [2], "float32", 1)]
     found = Cause(
         StepPhase.forward, "cause", "layer.1", "Linear", "mul", Line("a.py", 3, "x = y"), stats,
-        stats, stats, ["weight"], "grown", [1], [Ratio("a", 2.0, 1.0)], [Ratio("a", 2.0)],
-        [Ratio("1", 2.0)], ["note"],
+        stats, ["weight"], "grown", [1], [Ratio("a", 2.0)], [Ratio("1", 2.0)], ["note"],
     )  # fmt: skip
-    attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"a": "b"}, {"c": "d"}, 0.1, "failed")
-    blame = Blame("amp", ["amp"], ["amp"], [ReplayTrial(["amp"], {"a": "b"}, attempt)], ["tf32"])
+    attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"c": "d"}, "failed")
+    blame = Blame("amp", ["amp"], ["amp"], [ReplayTrial(["amp"], attempt)])
     return poisoned(
         Replay("captures/x", "run", 3, "non_finite", "message", 1.0, None, attempt, True, True,
                found, "seen", blame, "reproduce.py", [1], ["do this"])

@@ -55,7 +55,7 @@ class Greedy(Hook):
 def test_memory_beyond_the_limit_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "LOOK_S", 0.0)
+    monkeypatch.setattr(hook, "CHECK_S", 0.0)
     limit = memory.process_bytes() / 1e6 + 150
     with build(compose([*LONG, f"security.limits.memory_mb={limit:.0f}"]), tmp_path) as run:
         run.hooks.append(Greedy())
@@ -78,7 +78,7 @@ def test_memory_that_is_held_before_the_first_step_is_a_mistake_in_the_limit(
 def test_the_run_s_folder_never_outgrows_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "LOOK_S", 1e6)  # so that only a checkpoint is a reason to look
+    monkeypatch.setattr(hook, "CHECK_S", 1e6)  # so that only a checkpoint is a reason to look
     monkeypatch.setattr(hook, "SCAN_S", 1e6)
     more = ["checkpoint.every=5", "checkpoint.keep=1000", "monitoring.tensorboard=false"]
     limit = 6.0
@@ -90,7 +90,7 @@ def test_the_run_s_folder_never_outgrows_its_limit(
 def test_a_folder_that_is_resumed_counts_from_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "LOOK_S", 0.0)
+    monkeypatch.setattr(hook, "CHECK_S", 0.0)
     monkeypatch.setattr(hook, "SCAN_S", 0.0)
     (tmp_path / "earlier.bin").write_bytes(bytes(5_000_000))
     short = [*QUICK, "training.steps=20", "security.limits.disk_mb=5"]

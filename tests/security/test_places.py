@@ -13,6 +13,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from runner import build, compose, train
+from runner.checkpoint.manifest import read_manifest
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
@@ -20,6 +21,7 @@ from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.console import close_logging, set_up_logging
 from runner.security.config import SecurityLevel
 from runner.security.paths import keep_private, own_files
+from runner.security.sealed import read_sealed, sealed
 
 QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
 
@@ -96,24 +98,6 @@ def test_a_run_s_name_is_a_name_and_no_path(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "key", ["hydra.run.dir=../escape", "hydra.run.dir=outputs/../../escape",
-            "hydra.output_subdir=../../../../../escape"],
-)  # fmt: skip
-def test_a_config_file_leads_no_run_out_of_the_output_root(key: str, tmp_path: Path) -> None:
-    name, _, value = key.partition("=")
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    group, leaf = name.removeprefix("hydra.").partition(".")[::2]
-    inner = f"{group}: {{{leaf}: '{value}'}}" if leaf else f"{group}: '{value}'"
-    text = f"# @package _global_\ntraining: {{steps: 1}}\nhydra: {{{inner}}}\n"
-    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(text)
-    before = sorted(tmp_path.parent.iterdir())
-    with pytest.raises(RunnerError):
-        launch(check(read_arguments(["data=cancer", "--config-dir=conf", "experiment=own"])))
-    assert sorted(tmp_path.parent.iterdir()) == before
-    assert not (tmp_path / "escape").exists()
-
-
 def theirs(text: str) -> list[str]:
     Path("conf/experiment").mkdir(parents=True)
     Path("conf/experiment/own.yaml").write_text(f"# @package _global_\n{text}")
@@ -127,7 +111,7 @@ def test_a_job_in_this_process_is_held_to_the_folder_that_it_really_gets(tmp_pat
     Path("outputs/s").mkdir(parents=True)
     Path("outputs/s/1").symlink_to(outside)
     typed = theirs("hydra: {sweep: {dir: outputs/s}}\n")
-    with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: .*/1, which is .*outside is"):
+    with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: 1 is refused"):
         launch(check(read_arguments([*QUICK, *typed, "-m", "seed=0,1", "hydra/launcher=basic"])))
     assert Path("outputs/s/0/summary.json").exists() and not list(outside.iterdir())
 
@@ -180,22 +164,13 @@ def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
 
 def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:
     """Written by hand with a digest that fits."""
-    from runner.checkpoint.manifest import read_manifest
-    from runner.security.sealed import read_sealed, sealed
-
     with build(compose(QUICK), tmp_path / "run") as run:
         train(run)
     place = next((tmp_path / "run" / "checkpoints").glob("step_*")) / "manifest.json"
-    body = read_sealed(place, read_sealed_format(place))
+    body = read_sealed(place, 1)
     entry = next(iter(body["files"].values()))
     for name in ("../../../secret.txt", "/etc/hostname", "state.pt\0x"):
         body["files"] = {"model.safetensors": entry, name: entry}
         place.write_bytes(sealed(body))
         with pytest.raises((RunnerError, ConfigError), match="lists"):
             read_manifest(place.parent)
-
-
-def read_sealed_format(place: Path) -> int:
-    import json
-
-    return int(json.loads(place.read_text())["format"])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,9 +83,11 @@ def test_a_file_that_takes_too_long_or_kills_it_is_refused_and_so_many_times_at_
         _, reasons = examine(sandbox, slow, FileLimits(cpu_s=0.01))
         assert reasons[0].code == "sandbox.timeout" and not psutil.pid_exists(before)
         assert examine(sandbox, good(tmp_path)) == ("torch_zip", [])  # by a new one
+        started = time.monotonic()
         os.kill(pid_of(sandbox), signal.SIGSTOP)  # one that stands still is not waited for
         _, reasons = examine(sandbox, good(tmp_path), FileLimits(cpu_s=0.05))
         assert reasons[0].code == "sandbox.timeout" and "0.5 s" in reasons[0].evidence
+        assert time.monotonic() - started < 50
         _, reasons = examine(sandbox, good(tmp_path))
         assert reasons[0].code == "sandbox.given_up" and sandbox.process is None
 

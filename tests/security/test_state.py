@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from runner.errors import CheckpointError, SecurityError
 from runner.security.files import loader
 from runner.security.files.encode import encode
-from runner.security.files.state import read_state, read_tensors
+from runner.security.files.loader import read_state, read_tensors
+from tests.security.files.benign import same
 
 
 class Color(enum.Enum):
@@ -45,48 +46,36 @@ def round_trip(value, folder):
     return read_state(folder / "state.pt", digest(folder / "state.pt"))
 
 
-@pytest.mark.parametrize(
-    ("value", "kept"),
-    [
-        (None, None),
-        (True, True),
-        (2**200, 2**200),
-        (1 + 2j, 1 + 2j),
-        (b"\x00\xff", b"\x00\xff"),
-        (bytearray(b"ab"), b"ab"),
-        (np.float64(0.1), 0.1),
-        (np.int64(7), 7),
-        (np.bool_(True), True),
-        (Path("a/b"), str(Path("a/b"))),
-        (Color.RED, "red"),
-        (Level.HIGH, 3),
-        (deque([1, (2, [3])], maxlen=5), [1, (2, [3])]),
-        (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
-        (MappingProxyType({"a": 1}), {"a": 1}),
-        (OmegaConf.create({"a": {"b": 1}}), {"a": {"b": 1}}),
-        ({1, "a"}, {1, "a"}),
-        (frozenset([1]), {1}),
-        (Point(1, 2), (1, 2)),
-        (Progress(3, np.float64(0.5)), {"step": 3, "best": 0.5}),
-        (
-            {Level.HIGH: 1, Path("p"): 2, np.int64(5): 3, (1, Color.RED): 4},
-            {3: 1, "p": 2, 5: 3, (1, "red"): 4},
-        ),
-        (torch.device("cpu"), torch.device("cpu")),
-        (torch.Size([1, 2]), (1, 2)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+KEPT = {
+    "plain": ([None, True, 2**200, 1 + 2j, b"\x00\xff"], [None, True, 2**200, 1 + 2j, b"\x00\xff"]),
+    "numpy": ([np.float64(0.1), np.int64(7), np.bool_(True)], [0.1, 7, True]),
+    "subclasses": (
+        [bytearray(b"ab"), Path("a/b"), Color.RED, Level.HIGH],
+        [b"ab", "a/b", "red", 3],
+    ),
+    "lists": (deque([1, (2, [3])], maxlen=5), [1, (2, [3])]),
+    "mappings": (OrderedDict(b=1, a=MappingProxyType({"a": 1})), {"b": 1, "a": {"a": 1}}),
+    "omegaconf": (OmegaConf.create({"a": {"b": 1}}), {"a": {"b": 1}}),
+    "sets": ([{1, "a"}, frozenset([1])], [{1, "a"}, {1}]),
+    "records": ([Point(1, 2), Progress(3, np.float64(0.5))], [(1, 2), {"step": 3, "best": 0.5}]),
+    "keys": (
+        {Level.HIGH: 1, Path("p"): 2, np.int64(5): 3, (1, Color.RED): 4},
+        {3: 1, "p": 2, 5: 3, (1, "red"): 4},
+    ),
+    "of torch": ([torch.device("cpu"), torch.Size([1, 2])], [torch.device("cpu"), (1, 2)]),
+}
+
+
+@pytest.mark.parametrize(("value", "kept"), KEPT.values(), ids=KEPT)
 def test_encode_keeps_the_value_in_plain_types_that_load(value, kept, tmp_path):
     encoded = encode(value)
-    assert encoded == kept and type(encoded) is type(kept)
+    assert encoded == kept and same(kept, encoded)  # the types too
     loaded = round_trip(value, tmp_path)
-    assert loaded == kept and type(loaded) is type(kept)
+    assert loaded == kept and same(kept, loaded)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
+def test_arrays_become_tensors_that_share_nothing_with_them(tmp_path):
+    arrays = [
         np.arange(6, dtype=np.float32).reshape(2, 3).T,
         np.arange(3, dtype=">i4"),
         np.array(2.5),
@@ -94,44 +83,38 @@ def test_encode_keeps_the_value_in_plain_types_that_load(value, kept, tmp_path):
         np.arange(5, dtype=np.uint32)[::-1],
         np.array([True, False]),
         np.array([1 + 2j]),
-    ],
-    ids=lambda array: f"{array.dtype}{array.shape}",
-)
-def test_arrays_become_tensors_that_share_nothing_with_them(array, tmp_path):
-    before = array.copy()
-    encoded = encode(array)
-    loaded = round_trip(array, tmp_path)
-    assert loaded.dtype == encoded.dtype and np.array_equal(loaded.numpy(), before)
-    array[...] = 0
-    assert np.array_equal(encoded.numpy(), before)
+    ]
+    encoded, loaded = encode(arrays), round_trip(arrays, tmp_path)
+    for array, tensor, read in zip(arrays, encoded, loaded, strict=True):
+        before = array.copy()
+        assert read.dtype == tensor.dtype and np.array_equal(read.numpy(), before)
+        array[...] = 0
+        assert np.array_equal(tensor.numpy(), before)
 
 
 def test_random_states_come_back_and_draw_the_same(tmp_path):
-    generators = {
-        "numpy": np.random.default_rng(1),
-        "legacy": np.random.RandomState(2),
-        "twister": np.random.Generator(np.random.MT19937(3)),
-        "python": random.Random(4),
-        "torch": torch.Generator().manual_seed(5),
-    }
-    generators["legacy"].standard_normal()  # leaves a second one in its cache
-    state = round_trip(generators, tmp_path)
+    def generators(seed):
+        return {
+            "numpy": np.random.default_rng(seed),
+            "legacy": np.random.RandomState(seed),
+            "twister": np.random.Generator(np.random.MT19937(seed)),
+            "python": random.Random(seed),
+            "torch": torch.Generator().manual_seed(seed),
+        }
 
-    numpy = np.random.default_rng()
-    numpy.bit_generator.state = state["numpy"]
-    assert numpy.random() == generators["numpy"].random()
-    legacy = np.random.RandomState()
-    legacy.set_state(state["legacy"])
-    assert legacy.standard_normal(3).tolist() == generators["legacy"].standard_normal(3).tolist()
-    twister = np.random.Generator(np.random.MT19937())
-    twister.bit_generator.state = state["twister"]
-    assert twister.random() == generators["twister"].random()
-    python = random.Random()
-    python.setstate(state["python"])
-    assert python.random() == generators["python"].random()
-    draw = torch.Generator()
-    draw.set_state(state["torch"])
-    assert torch.equal(torch.rand(3, generator=draw), torch.rand(3, generator=generators["torch"]))
+    first, second = generators(1), generators(2)
+    first["legacy"].standard_normal()  # leaves a second one in its cache
+    state = round_trip(first, tmp_path)
+    second["numpy"].bit_generator.state = state["numpy"]
+    second["legacy"].set_state(state["legacy"])
+    second["twister"].bit_generator.state = state["twister"]
+    second["python"].setstate(state["python"])
+    second["torch"].set_state(state["torch"])
+    for name in ("numpy", "twister", "python"):
+        assert first[name].random() == second[name].random()
+    normals = [one["legacy"].standard_normal(3).tolist() for one in (first, second)]
+    assert normals[0] == normals[1]
+    assert torch.equal(*(torch.rand(3, generator=one["torch"]) for one in (first, second)))
 
 
 class Holder:

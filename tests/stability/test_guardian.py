@@ -44,13 +44,13 @@ class Past(Hook):
 
 
 class Back(Hook):
-    """Asks for a roll-back after some steps."""
+    """Asks for a roll-back after some steps; without any, after each."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        return Verdict.ROLLBACK if step.number in self.steps else None
+        return None if self.steps and step.number not in self.steps else Verdict.ROLLBACK
 
 
 def times(factor: float):  # type: ignore[no-untyped-def]
@@ -64,13 +64,8 @@ def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
         assert all(torch.isfinite(p).all() for p in run.model.parameters())
     assert (summary.status, summary.skipped_steps) == ("done", 4)
     assert summary.faults == {"non_finite": 2, "spike": 2}
-    assert [(f["kind"], f["steps"], f["message"].split(",")[0]) for f in faults(tmp_path)] == [
-        ("non_finite", [11], "the loss was nan"),
-        ("non_finite", [22], "the loss was inf"),
-        ("spike", [45], faults(tmp_path)[2]["message"].split(",")[0]),
-        ("spike", [53], faults(tmp_path)[3]["message"].split(",")[0]),
-    ]
-    third, fourth = (fault["message"] for fault in faults(tmp_path)[2:])
+    first, second, third, fourth = (fault["message"] for fault in faults(tmp_path))
+    assert (first, second) == ("the loss was nan", "the loss was inf")
     assert third.startswith("the gradient norm was")
     assert fourth.startswith("the loss was 1")
     assert "times what is usual" in fourth
@@ -164,7 +159,7 @@ def test_a_checkpoint_of_nan_is_passed_over(
         summary = train(run)
     assert summary.status == "done"
     assert summary.faults["rollback"] == 1
-    assert "step 13 is of no use" in caplog.text
+    assert "step 13 is not usable" in caplog.text
     assert "rolled back to step 10" in caplog.text
 
 
@@ -231,14 +226,14 @@ def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: P
         )
 
 
+FP16 = [
+    *("optimization=amp", "optimization.amp.dtype=fp16"),
+    *("optimization.amp.initial_scale=1e8", "training.steps=30"),
+]
+
+
 def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
-    fp16 = [
-        "optimization=amp",
-        "optimization.amp.dtype=fp16",
-        "training.steps=30",
-        "optimization.amp.initial_scale=1e8",
-    ]
-    with faulty([*NOISY, *fp16], tmp_path, {25: times(math.nan)}) as run:
+    with faulty([*NOISY, *FP16], tmp_path, {25: times(math.nan)}) as run:
         summary = train(run)
         scale = float(run.update.scale.value)  # type: ignore[union-attr]
     assert set(summary.faults) == {"overflow", "non_finite"}
@@ -249,15 +244,8 @@ def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_pat
 
 
 def test_the_scale_is_lowered_where_the_table_says_so() -> None:
-    fp16 = [
-        "optimization=amp",
-        "optimization.amp.dtype=fp16",
-        "training.steps=30",
-        "optimization.amp.initial_scale=1e8",
-        "monitoring.every=1",
-        "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]",
-    ]
-    with faulty([*NOISY, *fp16]) as run:
+    table = "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]"
+    with faulty([*NOISY, *FP16, "monitoring.every=1", table]) as run:
         summary = train(run)
         scale = float(run.update.scale.value)  # type: ignore[union-attr]
     assert scale == 1e8 / 16**summary.skipped_steps
@@ -346,10 +334,6 @@ def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
 
 
 def test_a_hook_that_asks_too_often_is_refused() -> None:
-    class Back(Hook):
-        def on_step(self, run: Run, step: Step) -> Verdict:
-            return Verdict.ROLLBACK
-
     with faulty(WARM) as run:
         run.hooks.append(Back())
         with pytest.raises(GaveUp, match="a hook asked for a roll-back.*rolled back 2 times"):
@@ -403,36 +387,26 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
         return summary, repr(run.guardian.state()), run.model.state_dict()  # NaN is itself
 
 
-CUTS = [(37, False), (62, False), (77, False), (43, True), (66, True)]
-
-
-@pytest.mark.parametrize(("cut", "late"), CUTS)
+@pytest.mark.parametrize(("late", "cuts"), [(False, (37, 62, 77)), (True, (43, 66))])
 def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
-    cut: int, late: bool, tmp_path: Path
+    late: bool, cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    summary, state, weights = rough(whole, late)  # type: ignore[misc]
+    summary, state, weights = rough(tmp_path / "whole", late)  # type: ignore[misc]
     assert summary.faults["rollback"] == 1
     assert summary.faults["spike"] > 2
-    rough(resumed, late, cut)
-    _, after, again = rough(resumed, late, None, "checkpoint.resume=auto")  # type: ignore[misc]
-    assert after == state
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-    assert rows(whole) == rows(resumed)
+    for cut in cuts:
+        resumed = tmp_path / str(cut)
+        rough(resumed, late, cut)
+        _, after, again = rough(resumed, late, None, "checkpoint.resume=auto")  # type: ignore[misc]
+        assert after == state
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert rows(tmp_path / "whole") == rows(resumed)
 
 
 def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None:
     poison = f"+data.poison={list(range(120))}".replace(" ", "")
-    command = [
-        sys.executable,
-        "-m",
-        "runner",
-        f"hydra.run.dir={tmp_path / 'run'}",
-        *NOISY,
-        poison,
-        "training.steps=200",
-        "stability.max_consecutive_skips=4",
-    ]
+    command = [sys.executable, "-m", "runner", f"hydra.run.dir={tmp_path / 'run'}", *NOISY]
+    command += [poison, "training.steps=200", "stability.max_consecutive_skips=4"]
     here = Path(__file__).parents[1]
     path = os.pathsep.join([str(here), str(here.parent)])
     done = subprocess.run(

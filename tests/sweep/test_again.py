@@ -16,19 +16,28 @@ from runner.sweep.plan import JobSpec, find_sweep, load_previous_jobs, plan_jobs
 from runner.sweep.state import Job
 from runner.training.summary import Summary
 
-from .conftest import SHORT, only, sweep, told
+from .conftest import NET, SHORT, only, own_folder, sweep, told
 
-TYPED = ["seed=0,1", "security.trusted=[own]", "hydra.launcher.jobs=2"]
-AGAIN = ["hydra.launcher.jobs=1", *TYPED[1::-1]]  # how it is run is not what is run
+SECRETLY = ["security.environment=[HIDDEN]", "+model.how=${oc.env:HIDDEN}"]
+NESTED = "hydra.sweep.subdir='g/${hydra.job.num}'"
+TYPED = ["seed=0,1", *NET, *SECRETLY, NESTED, "hydra.launcher.jobs=2"]
+AGAIN = ["hydra.launcher.jobs=1", *TYPED[-2::-1]]  # how it is run is not what is run
+SECRET = "hunter-2"  # noqa: S105
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "own.py").write_text("WIDTH = 1\n")
-    done = sweep(folder, *TYPED)
+    folder = own_folder(tmp_path_factory.mktemp("finished"))
+    done = sweep(folder, *TYPED, HIDDEN=SECRET)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(finished: Path) -> None:
+    files = [path for path in only(finished).rglob("*") if path.is_file()]
+    assert len(list(only(finished).glob("g/*/summary.json"))) == 2
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert "oc.env" in told(only(finished))["jobs"][0]["command"]
 
 
 @pytest.fixture
@@ -45,12 +54,12 @@ def test_a_finished_sweep_runs_nothing_shows_the_table_and_says_how_to_begin_ane
     folder: Path,
 ) -> None:
     before = ended(folder)
-    done = sweep(folder, *AGAIN, PYTHONPROFILEIMPORTTIME="1")
+    done = sweep(folder, *AGAIN, HIDDEN=SECRET, PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0 and ended(folder) == before
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "hydra" in imported and "torch" not in imported  # jobs need it, not the sweep
     assert "2 of 2 done before; 0 to run" in done.stderr and "sweep.resume=none" in done.stderr
-    assert "sweep cancer-mlp" in done.stdout
+    assert "sweep cancer-Net" in done.stdout
 
 
 def test_one_changed_value_begins_that_job_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -78,7 +87,7 @@ def test_a_damaged_record_is_another_sweep_unless_it_is_named(folder: Path) -> N
 
 def test_two_processes_do_not_write_into_one_sweep(folder: Path) -> None:
     with lock(only(folder)):
-        done = sweep(folder, *AGAIN)
+        done = sweep(folder, *AGAIN, HIDDEN=SECRET)
     assert done.returncode == 2
     assert f"in use by process {os.getpid()} on" in done.stderr
 
@@ -86,11 +95,11 @@ def test_two_processes_do_not_write_into_one_sweep(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("sweep.resume=nowhere", "sweep.resume: there is no folder nowhere"),
+        ("sweep.resume=nowhere", "sweep.resume: nowhere is no sweep's folder"),
         ("sweep.resume=outputs", "outputs is no sweep's folder"),
         ("hydra.launcher.jobs=0", "hydra.launcher.jobs: must be ≥ 1, got 0"),
         ("hydra.launcher.job=2", "did you mean hydra.launcher.jobs"),
-        ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: 'soon' is not a number"),
+        ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: Value 'soon' of type"),
     ],
 )
 def test_a_mistake_about_the_sweep_is_one_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import subprocess
 import sys
@@ -13,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.sweep import schedule
-from runner.sweep.child import LOG, Child
+from runner.sweep.child import Child
 from runner.sweep.plan import wait_for_running_jobs
-from runner.sweep.schedule import Display, write_failed_summary
+from runner.sweep.schedule import write_failed_summary
 from runner.sweep.state import Job
 from runner.training.summary import Summary
 
@@ -84,16 +82,22 @@ def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> No
     assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))
 
 
-def test_a_job_that_does_not_listen_is_ended_once_patience_is_over(tmp_path: Path) -> None:
+def child_of(folder: Path, code: str, **settings: bool) -> Child:
+    return Child.start([sys.executable, "-c", code], environment(), folder, None, **settings)
+
+
+def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first_reason(
+    tmp_path: Path,
+) -> None:
     deaf = "import signal, threading; signal.signal(15, signal.SIG_IGN); print('ready', flush=True)"
-    child = Child.start(
-        [sys.executable, "-c", f"{deaf}; threading.Event().wait()"], environment(), tmp_path, None
-    )
+    child = child_of(tmp_path, f"{deaf}; threading.Event().wait()")
     try:
         deadline = time.monotonic() + 30
         while child.last_line() != "ready":
             assert time.monotonic() < deadline
+        assert not child.is_due(60) and child.is_due(0)  # for a line about it
         child.ask(signal.SIGTERM, "timeout", "too long", grace_s=0.2)
+        child.ask(signal.SIGTERM, "interrupted", "Ctrl-C")
         while not child.has_ended():
             assert time.monotonic() < deadline
         assert child.ending() == ("timeout", "too long")
@@ -101,22 +105,10 @@ def test_a_job_that_does_not_listen_is_ended_once_patience_is_over(tmp_path: Pat
         child.close()
 
 
-def test_the_shortest_patience_holds_and_the_first_reason_is_told(tmp_path: Path) -> None:
-    child = Child.start([sys.executable, "-c", "input()"], environment(), tmp_path, None)
-    child.ask(signal.SIGCONT, "timeout", "too long", grace_s=0.0)
-    child.ask(signal.SIGCONT, "interrupted", "Ctrl-C")
-    while not child.has_ended():
-        pass
-    assert child.ending() == ("timeout", "too long")
-    child.close()
-
-
 def test_only_a_record_of_this_try_counts(tmp_path: Path) -> None:
     Summary("failed", "of before").write(tmp_path)
     for code, says in (("raise SystemExit('of now')", "of now"), ("", "left no record")):
-        child = Child.start(
-            [sys.executable, "-c", code], environment(), tmp_path, None, records=True
-        )
+        child = child_of(tmp_path, code, records=True)
         child.process.wait(30)
         assert child.ending()[0] == "failed" and says in child.ending()[1]
         write_failed_summary(tmp_path, *child.ending(), command="")
@@ -171,31 +163,11 @@ def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
 def test_an_ending_without_a_summary_is_told_by_the_exit_code_and_the_last_words(
     tmp_path: Path, code: str, status: str, reason: str
 ) -> None:
-    child = Child.start([sys.executable, "-c", code], environment(), tmp_path, None)
+    child = child_of(tmp_path, code)
     child.process.wait(30)
     found = child.ending()
     child.close()
     assert found[0] == status and reason in found[1]
-
-
-def test_without_a_terminal_a_job_has_a_line_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / LOG).write_text("12:00:00 of an earlier try\n")
-    child = Child.start([sys.executable, "-c", ""], {}, tmp_path, None)
-    child.close()
-    job = Job(3, ["seed=3"], "3")
-    caplog.set_level(logging.INFO, "runner")
-    with Display([job]) as display:
-        display.began(job, False)
-        display.refresh([(job, child)])
-        assert caplog.messages == ["#3 seed=3: begun"]
-        monkeypatch.setattr(schedule, "LINE_S", 0.0)
-        display.refresh([(job, child)])
-        with (tmp_path / LOG).open("a") as log:
-            log.write("12:00:00 step 30/30 (100%)\n")
-        display.refresh([(job, child)])
-    assert caplog.messages[1:] == ["#3 seed=3: starting", "#3 seed=3: step 30/30 (100%)"]
 
 
 def started(folder: Path, *typed: str) -> subprocess.Popen[str]:

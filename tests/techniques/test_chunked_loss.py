@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from runner import build, compose, evaluate, train
+from runner import evaluate, train
 from runner.errors import DataError
 from runner.objectives.deferred_logits import DeferredLogits, defer
 from runner.objectives.language_modelling import LanguageModelling
-from runner.techniques.base import TechniqueStatus
-from runner.techniques.memory_prediction import Live
+from runner.techniques.probe import OperatorObserver
 from runner.training.step import forward_backward
+from tests import runs
 
 TOKENS, WIDTH, VOCAB = 50, 16, 301
-QUICK = ["training.steps=3", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 CHUNKED = [
     "optimization.chunked_loss.enabled=true",
     "optimization.chunked_loss.min_mb=0",
@@ -39,17 +39,12 @@ def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
 Sample = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
-def sample(dtype: torch.dtype = torch.float32, bias: bool = True) -> Sample:
+def sample(bias: bool = True) -> Sample:
     target = torch.randint(0, VOCAB, (TOKENS,))
     target[[3, 4, 20]] = -100
-    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
-    weight = torch.randn(VOCAB, WIDTH, dtype=dtype).mul(0.3).requires_grad_()
-    return (
-        hidden,
-        weight,
-        torch.randn(VOCAB, dtype=dtype, requires_grad=True) if bias else None,
-        target,
-    )
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH).mul(0.3).requires_grad_()
+    return hidden, weight, torch.randn(VOCAB, requires_grad=True) if bias else None, target
 
 
 def whole(case: Sample, upstream: float = 1.0) -> list[Tensor]:
@@ -68,9 +63,6 @@ def gradients(loss: Tensor, case: Sample, upstream: float) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss * upstream, leaves)]
 
 
-# -- the numbers -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("chunk", "bias"), [(1, True), (16, False), (16, True), (64, True)])
 def test_loss_and_gradients_are_those_of_the_whole_logits(chunk: int, bias: bool) -> None:
     case = sample(bias=bias)
@@ -82,131 +74,6 @@ def test_a_target_outside_the_vocabulary_is_an_error_that_names_it() -> None:
     target[7] = VOCAB
     with pytest.raises(DataError, match=f"target {VOCAB} is out of range"):
         LanguageModelling(VOCAB)(DeferredLogits(hidden, weight, bias, 16), target)
-
-
-@needs_compiler
-# the tracer makes an instance of torch.autograd.Function and warns of it (torch 2.13)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_it_compiles_into_one_graph_with_its_gradients() -> None:
-    model = Gate()
-    defer(model.head, 16)
-    ids, target = torch.randint(0, VOCAB, (2, 25)), torch.randint(0, VOCAB, (2, 25))
-    objective, parameters = LanguageModelling(VOCAB), list(model.parameters())
-
-    def step(ids: Tensor, target: Tensor) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = objective(model(ids), target)
-        return [loss.detach(), *torch.autograd.grad(loss * 8.0, parameters)]
-
-    expected = step(ids, target)
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True)
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        torch.testing.assert_close(compiled(ids, target), expected, rtol=0.02, atol=1e-3)
-
-
-# -- the memory --------------------------------------------------------------------------------
-
-
-def test_it_holds_a_fraction_of_what_the_whole_logits_take() -> None:
-    hidden = torch.randn(512, 16, requires_grad=True)
-    weight, target = torch.randn(2000, 16, requires_grad=True), torch.randint(0, 2000, (512,))
-    with Live() as live:
-        chunked((hidden, weight, None, target), 32)
-    with Live() as plain:
-        whole((hidden, weight, None, target))
-    logits = 512 * 2000 * 4
-    assert plain.peak > 1.9 * logits
-    assert live.peak < 0.4 * logits
-
-
-# -- runs --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> list[str]:
-    """A run over token ids below 300."""
-    ids = np.random.default_rng(0).integers(0, 300, 4000).astype(np.uint16)
-    ids.tofile(tmp_path / "train.bin")
-    ids[:600].tofile(tmp_path / "val.bin")
-    return [
-        *QUICK,
-        "data=tokens",
-        f"data.path={tmp_path}",
-        "data.vocab=300",
-        "data.sequence=16",
-        "training.batch_size=12",
-        "security.trusted=[techniques]",
-    ]
-
-
-OURS = ["model=gpt", "model.width=16", "model.heads=2", "model.depth=1"]
-
-
-def engagement(*overrides: str) -> TechniqueStatus:
-    with build(compose(overrides)) as run:
-        return next(row for row in train(run).techniques if row.name == "chunked_loss")
-
-
-def step_of(*overrides: str) -> list[Tensor]:
-    with build(compose(overrides)) as run:
-        step = forward_backward(run, next(run.train.batches(0)))
-        return [step.loss, *(p.grad for p in run.model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.parametrize("micro_batch", [12, 5])
-def test_a_step_of_gpt_is_the_same_also_in_micro_batches(
-    tokens: list[str], micro_batch: int
-) -> None:
-    run = [*tokens, *OURS, f"training.micro_batch={micro_batch}"]
-    torch.testing.assert_close(step_of(*run, *CHUNKED), step_of(*run))
-
-
-def test_the_evidence_is_the_largest_slice_that_was_made(tokens: list[str]) -> None:
-    row = engagement(*tokens, *OURS, *CHUNKED)
-    assert row.engaged, row.reason
-    assert {k: row.evidence[k] for k in ("tokens", "vocab", "chunks")} == {
-        "tokens": 192,
-        "vocab": 300,
-        "chunks": 4,
-    }
-    assert row.evidence["largest_mb"] == pytest.approx(48 * 300 * 4 / 2**20, abs=0.05)
-    assert row.evidence["whole_mb"] == pytest.approx(192 * 300 * 4 / 2**20, abs=0.05)
-
-
-def test_evaluation_keys_and_a_closed_run_know_nothing_of_it(tokens: list[str]) -> None:
-    with build(compose([*tokens, *OURS])) as run:
-        keys, expected = list(run.model.state_dict()), evaluate(run).metrics
-    with build(compose([*tokens, *OURS, *CHUNKED])) as run:
-        assert list(run.model.state_dict()) == keys
-        assert evaluate(run).metrics == pytest.approx(expected)
-        ids = torch.zeros(1, 4, dtype=torch.long)
-        assert isinstance(run.model.eval()(ids), Tensor)
-        assert isinstance(run.model.train()(ids), DeferredLogits)
-    assert isinstance(run.model(ids), Tensor)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ([*OURS, "optimization.chunked_loss.min_mb=64"], r"take 0\.2 MB \(min_mb=64\)"),
-        ([*OURS, "optimization.chunked_loss.chunk=192"], "192 tokens are one chunk"),
-        (["model._target_=techniques.test_chunked_loss.Capped"], "as they are out of a linear"),
-        (["model._target_=techniques.test_chunked_loss.Warmed"], "does more .* TypeError"),
-    ],
-    ids=["small", "one chunk", "capped", "warmed"],
-)
-def test_where_nothing_is_to_be_had_the_reason_is_given_and_the_run_goes_on(
-    tokens: list[str], overrides: list[str], says: str
-) -> None:
-    with build(compose([*tokens, *CHUNKED, *overrides])) as run:
-        row = next(row for row in run.engagements if row.name == "chunked_loss")
-        assert train(run).status == "done"
-    assert not row.engaged
-    assert re.search(says, row.reason), row.reason
-
-
-# -- models of others --------------------------------------------------------------------------
 
 
 class Gate(nn.Module):
@@ -232,6 +99,116 @@ class Warmed(Gate):
     def forward(self, input_ids: Tensor) -> Tensor:
         logits = super().forward(input_ids)
         return logits / 2 if self.head.training else logits
+
+
+@needs_compiler
+# the tracer makes an instance of torch.autograd.Function and warns of it (torch 2.13)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_it_compiles_into_one_graph_with_its_gradients() -> None:
+    model = Gate()
+    defer(model.head, 16)
+    ids, target = torch.randint(0, VOCAB, (2, 25)), torch.randint(0, VOCAB, (2, 25))
+    objective, parameters = LanguageModelling(VOCAB), list(model.parameters())
+
+    def step(ids: Tensor, target: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = objective(model(ids), target)
+        return [loss.detach(), *torch.autograd.grad(loss * 8.0, parameters)]
+
+    expected = step(ids, target)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch.testing.assert_close(compiled(ids, target), expected, rtol=0.02, atol=1e-3)
+
+
+def test_no_tensor_is_a_tenth_of_what_the_whole_logits_take() -> None:
+    case = (
+        torch.randn(512, 16, requires_grad=True),
+        torch.randn(2000, 16, requires_grad=True),
+        None,
+        torch.randint(0, 2000, (512,)),
+    )
+    largest = {"chunked": 0, "whole": 0}
+
+    def note(name: str, output: object) -> None:
+        made = [leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        largest[name] = max([largest[name], *made])
+
+    with OperatorObserver(lambda _, output: note("chunked", output)):
+        chunked(case, 32)
+    with OperatorObserver(lambda _, output: note("whole", output)):
+        whole(case)
+    assert largest["whole"] == 512 * 2000 * 4
+    assert largest["chunked"] < 0.1 * largest["whole"]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> list[str]:
+    """A run over token ids below 300."""
+    ids = np.random.default_rng(0).integers(0, 300, 4000).astype(np.uint16)
+    ids.tofile(tmp_path / "train.bin")
+    ids[:600].tofile(tmp_path / "val.bin")
+    return [
+        *["training.steps=3", "data=tokens", f"data.path={tmp_path}", "data.vocab=300"],
+        *["data.sequence=16", "training.batch_size=12", "security.trusted=[techniques]"],
+    ]
+
+
+OURS = ["model=gpt", "model.width=16", "model.heads=2", "model.depth=1"]
+
+
+def step_of(*overrides: str) -> list[Tensor]:
+    with runs.opened(*overrides) as run:
+        step = forward_backward(run, next(run.train.batches(0)))
+        return [step.loss, *(p.grad for p in run.model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_a_step_of_gpt_is_the_same_also_in_micro_batches(
+    tokens: list[str], micro_batch: int
+) -> None:
+    run = [*tokens, *OURS, f"training.micro_batch={micro_batch}"]
+    torch.testing.assert_close(step_of(*run, *CHUNKED), step_of(*run))
+
+
+def test_the_evidence_is_the_largest_slice_and_evaluation_and_a_closed_run_know_nothing_of_it(
+    tokens: list[str],
+) -> None:
+    with runs.opened(*tokens, *OURS) as run:
+        keys, expected = list(run.model.state_dict()), evaluate(run).metrics
+    with runs.opened(*tokens, *OURS, *CHUNKED) as run:
+        assert list(run.model.state_dict()) == keys
+        assert evaluate(run).metrics == pytest.approx(expected)
+        row = runs.status(train(run), "chunked_loss")
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        assert isinstance(run.model.eval()(ids), Tensor)
+        assert isinstance(run.model.train()(ids), DeferredLogits)
+    assert isinstance(run.model(ids), Tensor)
+    assert row.engaged, row.reason
+    facts = row.evidence
+    assert (facts["tokens"], facts["vocab"], facts["chunks"]) == (192, 300, 4)
+    assert facts["largest_mb"] == pytest.approx(48 * 300 * 4 / 2**20, abs=0.05)
+    assert facts["whole_mb"] == pytest.approx(192 * 300 * 4 / 2**20, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([*OURS, "optimization.chunked_loss.min_mb=64"], r"take 0\.2 MB \(min_mb=64\)"),
+        ([*OURS, "optimization.chunked_loss.chunk=192"], "192 tokens are one chunk"),
+        (["model._target_=techniques.test_chunked_loss.Capped"], "as they are out of a linear"),
+        (["model._target_=techniques.test_chunked_loss.Warmed"], "does more .* TypeError"),
+    ],
+    ids=["small", "one chunk", "capped", "warmed"],
+)
+def test_where_nothing_is_to_be_had_the_reason_is_given_and_the_run_goes_on(
+    tokens: list[str], overrides: list[str], says: str
+) -> None:
+    summary = runs.trained(*tokens, *CHUNKED, *overrides)
+    row = runs.status(summary, "chunked_loss")
+    assert summary.status == "done" and not row.engaged
+    assert re.search(says, row.reason), row.reason
 
 
 def test_an_upstream_gradient_multiplies_in_fp16_too() -> None:

@@ -1,10 +1,10 @@
-"""Each technique's evidence says no where it was asked for, and did not take hold."""
+"""Each technique shows that it took hold; its evidence says no where it did not."""
 
 from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,24 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from runner import build, compose, train
+from runner import build, train
 from runner.build import Components
 from runner.errors import ConfigError
+from runner.report.format import technique_status
 from runner.techniques.base import Evidence, RunBuilder, Technique, TechniqueStatus
-from runner.techniques.config import CudaGraphs, Pipeline, Tf32
+from runner.techniques.config import CudaGraphs, Optimization, Tf32
 from runner.training.evidence import collect_evidence, technique_statuses
-from runner.training.hook import Hook, Step
 from runner.training.run import Run
+from tests import runs
 
 QUICK = [
-    "training.steps=4",
-    "monitoring.progress=false",
-    "checkpoint=off",
-    "device=cpu",
-    "device.threads=1",
-    "optimization=none",
-    "data.validation_samples=8",
-    "checks=off",
+    *["training.steps=4", "checkpoint=off", "device.threads=1", "optimization=none"],
+    *["data.validation_samples=8", "checks=off"],
 ]
 TABLE = ["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=400"]
 IMAGES = ["data=synthetic", "data.form=images", "data.samples=200", "data.channels=3"]
@@ -39,16 +34,15 @@ COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling nee
 
 
 def on(name: str, *knobs: str) -> list[str]:
-    switches = ["enabled=true", *knobs]
-    return [f"optimization.{name}.{switch}" for switch in switches]
+    return [f"optimization.{name}.{switch}" for switch in ("enabled=true", *knobs)]
 
 
 def row(run: Run, name: str) -> TechniqueStatus:
     return next(row for row in technique_statuses(run) if row.name == name)
 
 
-def trained(name: str, overrides: list[str], **given: Any) -> TechniqueStatus:
-    with build(compose([*QUICK, *overrides]), given=Components(**given)) as run:
+def trained(name: str, *overrides: str, model: nn.Module | None = None) -> TechniqueStatus:
+    with runs.opened(*QUICK, *overrides, given=Components(model=model)) as run:
         train(run)
         return row(run, name)
 
@@ -67,12 +61,6 @@ class Layer(nn.Module):
             return F.linear(x.float() if exact else x, self.weight).relu()
 
 
-def layers(count: int, exact: int, only_training: bool = False) -> nn.Module:
-    return nn.Sequential(
-        *(Layer(i < exact, only_training) for i in range(count - 1)), nn.Linear(16, 10)
-    )
-
-
 @pytest.mark.parametrize(
     ("exact", "only_training", "engaged"),
     [(0, False, True), (1, False, True), (9, True, False)],
@@ -80,12 +68,18 @@ def layers(count: int, exact: int, only_training: bool = False) -> nn.Module:
 def test_mixed_precision_is_engaged_by_the_share_of_layers_in_16_bits(
     exact: int, only_training: bool, engaged: bool
 ) -> None:
-    amp = trained("amp", [*TABLE, *on("amp", "dtype=bf16")], model=layers(18, exact, only_training))
+    layers = [Layer(i < exact, only_training) for i in range(17)]
+    model = nn.Sequential(*layers, nn.Linear(16, 10))
+    amp = trained("amp", *TABLE, *on("amp", "dtype=bf16"), model=model)
     assert amp.evidence["layers"] == f"{18 - exact} of 18"
     assert amp.engaged is engaged
-    assert amp.reason == (
-        "" if not exact else f"{18 - exact} of 18 layers with all products in 16 bits"
-    )
+    share = f"{18 - exact} of 18 layers with all products in 16 bits"
+    assert amp.reason == (share if exact else "")
+
+
+def test_fp16_runs_with_a_loss_scale() -> None:
+    amp = trained("amp", *on("amp", "dtype=fp16"))
+    assert amp.engaged and amp.evidence["loss_scale"] > 1
 
 
 class Convolutions(nn.Module):
@@ -108,8 +102,8 @@ class Convolutions(nn.Module):
 def test_channels_last_is_engaged_by_the_share_of_convolutions_that_copy_nothing(
     sorted_back: int, engaged: bool
 ) -> None:
-    given = {"model": Convolutions(sorted_back)}
-    layout = trained("channels_last", [*IMAGES, *on("channels_last")], **given)
+    model = Convolutions(sorted_back)
+    layout = trained("channels_last", *IMAGES, *on("channels_last"), model=model)
     assert layout.evidence["convolutions"] == f"{8 - sorted_back} of 8"
     assert layout.engaged is engaged
     assert bool(layout.reason) is (sorted_back > 0)
@@ -124,56 +118,43 @@ class Block(nn.Module):
         return x + self.layer(x).relu()
 
 
-class Blocks(nn.Module):
-    """Calls the first `past` of its blocks by their class, past what is put in the instances."""
-
-    def __init__(self, past: int = 0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head, self.past = nn.Linear(16, 10), past
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            x = Block.forward(block, x) if i < self.past else block(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("past", [0, 1, 2])
-def test_recompute_is_engaged_by_the_share_of_blocks_that_ran_again(past: int) -> None:
-    again = trained("recompute", [*TABLE, *on("recompute", "what=full")], model=Blocks(past))
-    assert again.evidence["recomputed_blocks"] == 3 - past
-    assert again.engaged is (past < 2)
-    assert again.reason == ("" if not past else f"{3 - past} of 3 blocks ran again in the backward")
-
-
 class Uncompiled(Block):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
-class Chain(nn.Module):
-    """Three blocks, of which the compiler is kept out of the first so many."""
+class Blocks(nn.Module):
+    """Calls the first `past` of its blocks by their class, past what is put in the instances."""
 
-    def __init__(self, left_out: int) -> None:
+    def __init__(self, past: int = 0, block: type[Block] = Block) -> None:
         super().__init__()
-        self.a, self.b, self.c = ((Uncompiled if i < left_out else Block)() for i in range(3))
-        self.head = nn.Linear(16, 10)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head, self.past = nn.Linear(16, 10), past
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        x = self.b(x)
-        return self.head(self.c(x))
+        first, second, third = self.blocks  # no loop: a graph break in one leaves all of it eager
+        x = Block.forward(first, x) if self.past > 0 else first(x)
+        x = Block.forward(second, x) if self.past > 1 else second(x)
+        return self.head(third(x))
+
+
+@pytest.mark.parametrize("past", [0, 1, 2])
+def test_recompute_is_engaged_by_the_share_of_blocks_that_ran_again(past: int) -> None:
+    again = trained("recompute", *TABLE, *on("recompute"), model=Blocks(past))
+    assert again.evidence["recomputed_blocks"] == 3 - past
+    assert again.engaged is (past < 2)
+    assert again.reason == (f"{3 - past} of 3 blocks ran again in the backward" if past else "")
 
 
 @COMPILES
 def test_compile_is_engaged_by_the_share_of_layers_in_compiled_graphs() -> None:
-    left_out = 3
-    compiled = trained("compile", [*TABLE, *on("compile")], model=Chain(left_out))
+    model = Blocks(block=Uncompiled)  # of which the compiler is kept out
+    compiled = trained("compile", *TABLE, *on("compile"), model=model)
     assert compiled.evidence["graphs"] >= 1
-    assert compiled.evidence["layers"] == f"{4 - left_out} of 4"
+    assert compiled.evidence["layers"] == "1 of 4"
     assert not compiled.engaged
-    assert compiled.reason == f"{4 - left_out} of 4 layers in compiled graphs"
+    assert compiled.reason == "1 of 4 layers in compiled graphs"
 
 
 @COMPILES
@@ -183,7 +164,7 @@ def test_the_whole_step_is_engaged_by_the_share_of_steps_in_one_graph(
     samples: int, made: int
 ) -> None:
     data = [*TABLE[:3], f"data.samples={samples}", "data.validation=0.1", "training.batch_size=24"]
-    whole = trained("whole_step", [*data, *on("whole_step")], model=nn.Linear(16, 10))
+    whole = trained("whole_step", *data, *on("whole_step"), model=nn.Linear(16, 10))
     assert whole.evidence["steps"] == f"{made} of 4"
     assert whole.engaged is (made == 3)
 
@@ -211,80 +192,38 @@ class Attending(nn.Module):
 @pytest.mark.parametrize("written_out", [0, 1, 2])
 def test_attention_is_engaged_by_the_share_of_calls_that_reach_the_kernel(written_out: int) -> None:
     asked = [*QUICK, *TABLE, *on("attention", "kernel=flash")]
-    with build(compose(asked), given=Components(model=Attending())) as run:
+    with runs.opened(*asked, given=Components(model=Attending())) as run:
         run.model.written_out = written_out  # decided by the user's code later on
         train(run)
         kernel = row(run, "attention")
     assert kernel.engaged is (written_out < 2)
-    if written_out < 4:
-        assert kernel.evidence["calls"] == f"{4 - written_out} of 4"
+    assert kernel.evidence["calls"] == f"{4 - written_out} of 4"
     assert bool(kernel.reason) is (written_out > 0)
 
 
-class Patient(Hook):
-    """Goes on once every worker has the batch that it owes."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        pipes = run.train.pool.pipes  # type: ignore[attr-defined]
-        assert all(pipe.poll(30) for pipe in pipes)
-
-
-@pytest.mark.usefixtures("my_package")
-def test_the_pipeline_states_how_many_batches_were_ready() -> None:
-    data = [
-        "data._target_=my_package.Noisy",
-        "+data.seconds=0.0",
-        "data.validation=0.1",
-        "security.trusted=[my_package]",
-        "model=mlp",
-        "model.width=8",
-        "training.batch_size=16",
-        "training.steps=12",
-    ]
-    asked = [*QUICK, *data, *on("pipeline", "budget_s=0.0001")]
-    with build(compose(asked)) as run:
-        if run.train.pool is None:  # type: ignore[attr-defined]
-            pytest.skip("no worker was worth it here")
-        run.hooks.append(Patient())
-        train(run)
-        pipeline = row(run, "pipeline")
-    ready, asked_for = map(int, pipeline.evidence["batches"].split(" of "))
-    assert asked_for == 12
-    assert pipeline.engaged and ready >= 11
+@pytest.mark.parametrize(
+    ("optimizer", "ran", "guard"),
+    [
+        ("AdamW", "fused", "in the kernel"),
+        ("SGD", "fused", "in the kernel"),
+        ("RAdam", "foreach", "host reads a flag"),
+    ],
+)
+def test_the_fused_optimizer_says_what_ran(optimizer: str, ran: str, guard: str) -> None:
+    fused = trained("fused_optimizer", *on("fused_optimizer"), f"optimizer.name={optimizer}")
+    assert fused.evidence["implementation"] == ran
+    assert fused.evidence["guard"] == guard
+    assert fused.evidence["weights"] == ("6 of 6" if ran == "fused" else "0 of 6")
+    assert fused.engaged is (ran == "fused")
+    assert ran == "fused" or "no fused kernel" in fused.reason
 
 
-@pytest.mark.usefixtures("my_package")
-def test_a_pipeline_whose_loop_waits_as_long_as_without_workers_is_not_engaged() -> None:
-    data = [
-        "data._target_=my_package.Noisy",
-        "+data.seconds=0.002",
-        "data.workers=1",
-        "security.trusted=[my_package]",
-        "model=mlp",
-    ]
-    with build(compose([*QUICK, *data, *on("pipeline")])) as run:
-        train(run)
-        waited = Pipeline(True).engaged(run).facts["wait_share"]
-        run.train.pool.ready = 0  # type: ignore[attr-defined]
-        run.remarks["pipeline"] = {"wait_share_without_workers": waited}
-        found = Pipeline(True).engaged(run)
-    assert not found.engaged
-    assert found.reason == "0 of 4 batches ready when they were asked for"
-
-
-def test_a_pipeline_without_workers_is_not_engaged() -> None:
-    with build(compose([*QUICK, *TABLE, "model=mlp"])) as run:
-        train(run)
-        found = Pipeline(True).engaged(run)
-    assert not found.engaged
-    assert found.reason == "no worker fetches ahead: they would not pay for themselves"
-
-
-def test_accumulation_says_no_once_a_batch_fits_into_one_part() -> None:
+def test_accumulation_counts_its_backward_passes() -> None:
     asked = [*TABLE, "model=mlp", "training.batch_size=32", *on("accumulation", "micro_batch=8")]
-    with build(compose([*QUICK, *asked])) as run:
+    with runs.opened(*QUICK, *asked) as run:
         collect_evidence(run)
-        assert row(run, "accumulation").evidence["backward_per_update"] == 4
+        cut = row(run, "accumulation")
+        assert cut.engaged and cut.evidence == {"micro_batch": 8, "backward_per_update": 4}
         run.micro_batch = 64
         collect_evidence(run)
         assert not row(run, "accumulation").engaged
@@ -293,8 +232,7 @@ def test_accumulation_says_no_once_a_batch_fits_into_one_part() -> None:
 def test_a_chunked_loss_says_no_once_the_layer_makes_whole_logits() -> None:
     text = ["data=stdlib_text", "data.sequence=32", "training.batch_size=4"]
     model = ["model=gpt", "model.width=32", "model.depth=1"]
-    asked = [*text, *model, *on("chunked_loss", "chunk=16", "min_mb=0")]
-    with build(compose([*QUICK, *asked])) as run:
+    with runs.opened(*QUICK, *text, *model, *on("chunked_loss", "chunk=16", "min_mb=0")) as run:
         collect_evidence(run)
         assert row(run, "chunked_loss").engaged
         for module in run.model.modules():
@@ -303,27 +241,55 @@ def test_a_chunked_loss_says_no_once_the_layer_makes_whole_logits() -> None:
         assert not row(run, "chunked_loss").engaged
 
 
-def test_system_settings_that_the_users_code_takes_back_are_named() -> None:
-    quick = [word for word in QUICK if not word.startswith("device.threads")]
-    threads = torch.get_num_threads()
-    with build(compose([*quick, *TABLE, *on("system", "neighbours=false"), "model=mlp"])) as run:
-        chosen = next(c.value for c in run.choices if c.key == "device.threads")
-        collect_evidence(run)
-        assert row(run, "system").engaged
-        torch.set_num_threads(chosen + 1)
-        collect_evidence(run)
-        assert not row(run, "system").engaged
-        # what a thread that has started since then does with denormals may be told after it
-        reason = row(run, "system").reason
-        assert reason.partition("; ")[0] == f"{chosen + 1} threads, not the {chosen} chosen"
-    torch.set_num_threads(threads)
-
-
 def test_what_needs_a_gpu_says_no_where_its_switch_changes_nothing() -> None:
-    with build(compose([*QUICK, *TABLE, "model=mlp"])) as run:
+    with runs.opened(*QUICK, *TABLE, "model=mlp") as run:
         rounded, graphs = Tf32(True).engaged(run), CudaGraphs(True).engaged(run)
     assert not rounded.engaged and rounded.reason == "fp32 products keep their whole mantissa"
     assert not graphs.engaged and "needs a compiled model" in graphs.reason
+
+
+def test_tf32_is_refused_on_a_cpu_with_the_reason_and_is_an_error_under_strict() -> None:
+    refused = trained("tf32", *on("tf32"))
+    assert refused.requested and not refused.engaged and "no TF32" in refused.reason
+    with pytest.raises(ConfigError, match=r"optimization\.tf32.*cannot take hold"):
+        build(runs.config(*QUICK, *on("tf32"), "optimization.strict=true"))
+
+
+def test_a_closed_run_leaves_no_global_switch_behind() -> None:
+    def switches() -> list[object]:
+        return [
+            torch.is_anomaly_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
+            torch.is_autocast_enabled("cpu"),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.is_grad_enabled(),
+        ]
+
+    before = switches()
+    runs.trained(*QUICK, "debug=anomaly", "optimization=amp", "device.deterministic=true")
+    assert switches() == before
+
+
+def test_what_a_failed_run_never_looked_at_is_not_called_a_fall_back() -> None:
+    with runs.opened(*QUICK, "optimization=basic") as run:
+        first = next(row for row in technique_statuses(run) if row.requested)
+        assert not first.known
+        assert technique_status(asdict(first)) == "unknown"
+        assert all(row.known for row in train(run).techniques)
+
+
+@pytest.mark.parametrize("name", ["whole_step", "compile"])
+def test_anomaly_mode_at_every_step_is_said_to_keep_it_from_being_compiled(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = runs.trained(*QUICK, *on("compile"), *on(name), "debug=anomaly")
+    reason = "debug=anomaly looks at every step"
+    assert f"optimization.{name}: {reason}" in caplog.text
+    assert "debug.anomaly.every=50" in caplog.text
+    for technique in {name, "compile"}:
+        status = runs.status(summary, technique)
+        assert not status.engaged and reason in status.reason
 
 
 # -- techniques of the user's own -------------------------------------------------------------
@@ -390,42 +356,39 @@ class Unfused(Claimed):
         draft.optimizer_options["foreach"] = False
 
 
-def own(technique: Technique, *overrides: str, model: nn.Module | None = None) -> TechniqueStatus:
-    config = compose([*QUICK, *TABLE, *overrides])
+def own(technique: Technique, *overrides: str) -> TechniqueStatus:
+    config = runs.config(*QUICK, *TABLE, *overrides)
     config.optimization.extra = ["mine.Own"]
-    model = model or Blocks()
-    given = Components(model=model, techniques={"mine.Own": technique})
+    given = Components(model=Blocks(), techniques={"mine.Own": technique})
     with build(config, given=given) as run:
         train(run)
         return row(run, "Own")
 
 
 @pytest.mark.parametrize("technique", [Claimed, Attribute, Context, Wrapper])
-def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
-    technique: type[Claimed],
-) -> None:
-    found = own(technique(True))
-    assert not found.engaged
-    assert found.reason == "claims to be engaged; nothing measurable changed"
-    assert found.evidence["measured"] == "nothing"
+def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(technique: type[Claimed]) -> None:
+    status = own(technique(True))
+    assert not status.engaged
+    assert status.reason == "claims to be engaged; nothing measurable changed"
+    assert status.evidence["measured"] == "nothing"
 
 
 @pytest.mark.parametrize(
     ("technique", "measured"),
     [
-        (Autocast, "operators of a step"),
+        (Autocast, "numbers"),
         (Remember, "memory for the backward"),
-        (Doubled, "numbers of a step"),
+        (Doubled, "numbers"),
         (Unfused, "optimizer_options"),
     ],
 )
 def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
     technique: type[Claimed], measured: str
 ) -> None:
-    found = own(technique(True))
-    assert found.engaged
-    assert measured in found.evidence["measured"]
-    assert found.reason == "claimed by the technique itself; twice as fast"
+    status = own(technique(True))
+    assert status.engaged
+    assert measured in status.evidence["measured"]
+    assert status.reason == "claimed by the technique itself; twice as fast"
 
 
 def test_changes_that_were_undone_later_are_not_engaged() -> None:
@@ -437,3 +400,35 @@ def test_changes_that_were_undone_later_are_not_engaged() -> None:
 def test_under_strict_an_unmeasurable_claim_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="nothing measurable changed"):
         own(Claimed(True), "optimization.strict=true", "training.steps=20")
+
+
+@dataclass
+class HalfBatch(Technique):
+    """A technique as somebody would add it to the runner."""
+
+    share: float = 0.5
+
+    def apply(self, draft: RunBuilder) -> None:
+        """Cut the batch."""
+        draft.micro_batch = int(draft.batch_size * self.share)
+
+    def engaged(self, run: Run) -> Evidence:
+        """The size that the loop uses."""
+        return Evidence(True, "", {"micro_batch": run.micro_batch})
+
+
+@dataclass
+class WithOneMore(Optimization):
+    """The group with one line more."""
+
+    half_batch: HalfBatch = field(default_factory=HalfBatch)
+
+
+def test_a_field_of_the_group_is_all_that_registers_a_technique() -> None:
+    config: Any = runs.config(*QUICK, "training.batch_size=32")
+    config.optimization = WithOneMore(half_batch=HalfBatch(enabled=True))
+    with build(config) as run:
+        summary = train(run)
+    assert summary.techniques[-1].name == "half_batch"
+    status = runs.status(summary, "half_batch")
+    assert status.engaged and status.evidence == {"micro_batch": 16}

@@ -23,11 +23,11 @@ def test_a_whole_mantissa_is_told_from_a_short_one() -> None:
 
 
 @pytest.mark.gpu
-def test_products_are_rounded_while_the_run_lasts_and_kernels_say_so() -> None:
+def test_products_are_rounded_while_the_run_lasts() -> None:
     before = torch.get_float32_matmul_precision()
     rounded = row("tf32", "model.width=256")
     assert rounded.engaged
-    assert rounded.evidence["products_are_rounded"] and rounded.evidence["kernels"]
+    assert rounded.evidence["products_are_rounded"]
     assert torch.get_float32_matmul_precision() == before
 
 

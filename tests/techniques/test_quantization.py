@@ -6,37 +6,31 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import build, compose, train
-from runner.techniques.base import TechniqueStatus
+from runner import train
 from runner.techniques.config import Quantization
-from runner.techniques.int8 import Int8Linear, candidates, model_bytes, replace_layers
+from runner.techniques.quantization import (
+    Int8Linear,
+    candidates,
+    model_bytes,
+    replace_layers,
+)
 from runner.training.evaluation import evaluate, standalone
 from runner.training.run import Run
-from runner.training.summary import Summary
+from tests import runs
 
-ON = "optimization.quantization.enabled=true"
-QUICK = [
-    "training.steps=40",
-    "monitoring.progress=false",
-    "device=cpu",
-    "device.threads=2",
-    "optimization=none",
-    ON,
-]
+QUICK = ["training.steps=40", "optimization=none", "optimization.quantization.enabled=true"]
 
 
-def built(*overrides: str) -> Run:
-    return build(compose([*QUICK, *overrides]))
-
-
-def row(summary: Summary) -> TechniqueStatus:
-    return next(row for row in summary.techniques if row.name == "quantization")
+def built(*overrides: str) -> AbstractContextManager[Run]:
+    return runs.opened(*QUICK, *overrides)
 
 
 def off(ours: Tensor, exact: Tensor) -> float:
@@ -66,7 +60,7 @@ def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
 def test_int8_products_are_exact_on_a_cpu_without_vnni() -> None:
     code = """
 import torch
-from runner.techniques.int8 import Int8Linear, product_levels
+from runner.techniques.quantization import Int8Linear, product_levels
 levels = product_levels("cpu")
 layer = Int8Linear(torch.ones(8, 64), None, dynamic=True)
 y = layer(torch.ones(4, 64))
@@ -125,20 +119,25 @@ def test_what_shares_its_weights_or_does_more_than_a_product_stays_float() -> No
 
 @pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
 def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(mode: str) -> None:
-    with built(f"optimization.quantization.mode={mode}") as run:
+    with built("optimizer.ema=0.99", f"optimization.quantization.mode={mode}") as run:
         summary = train(run)
         state = run.model.state_dict()
         assert run.quantized is not None
         metrics = evaluate(run, run.quantized.model).metrics
         assert evaluate(run).metrics == summary.metrics
-    found = row(summary)
-    assert found.engaged
-    assert sum(found.evidence["layers"].values()) == 2
-    assert found.evidence["left_float"] == 1  # ten classes are few outputs
-    assert found.evidence["int8_bytes"] < 0.3 * found.evidence["float_bytes"]
-    assert found.evidence["float"] == summary.metrics["val/accuracy"]
-    assert found.evidence["int8"] == metrics["val/accuracy"]
-    assert found.evidence["latency_ratio"] > 0
+        layer = run.quantized.model.get_submodule("layers.2")
+        live = run.model.get_submodule("layers.2").weight
+        with run.update.averaged():  # the averaged weights are those that are quantised
+            average = live.detach().clone()
+        assert isinstance(layer, Int8Linear)
+        assert off(layer.weight, average) < 0.02 < off(layer.weight, live.detach())  # or 64 levels
+    row = runs.status(summary, "quantization")
+    facts: dict[str, Any] = row.evidence
+    assert row.engaged
+    assert (facts["layers"], facts["left_float"]) == ({"Int8Linear": 2}, 1)  # ten are few outputs
+    assert facts["int8_bytes"] < 0.3 * facts["float_bytes"] and facts["latency_ratio"] > 0
+    assert facts["float"] == summary.metrics["val/accuracy"]
+    assert facts["int8"] == metrics["val/accuracy"]
     assert metrics["val/loss"] != summary.metrics["val/loss"]
     assert metrics["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=0.02)
     assert all(tensor.dtype is torch.float32 for tensor in state.values())
@@ -149,30 +148,15 @@ def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(
 def test_a_model_that_loses_more_than_max_drop_is_not_worth_it() -> None:
     with built() as run:
         train(run)
-        with (
-            torch.no_grad()
-        ):  # a corner that is white in every image, so the float model is as it was
+        with torch.no_grad():  # of a corner that is white in every image: float is as it was
             run.model.get_submodule("layers.0").weight[:, 0] = 1e6
         run.quantized = None
-        technique = Quantization(enabled=True, max_drop=0.2)
-        found = technique.engaged(run)
-        assert not found.engaged
-        assert "max_drop=0.2" in found.reason
-        assert found.facts["relative_drop"] > 0.2
+        evidence = Quantization(enabled=True, max_drop=0.2).engaged(run)
+        assert not evidence.engaged
+        assert "max_drop=0.2" in evidence.reason
+        assert evidence.facts["relative_drop"] > 0.2
         assert run.quantized is None
         assert Quantization(enabled=True, max_drop=1.0).engaged(run).engaged
-
-
-def test_the_averaged_weights_are_those_that_are_quantised() -> None:
-    with built("optimizer.ema=0.99", "optimization.quantization.mode=weight_only") as run:
-        train(run)
-        assert run.quantized is not None
-        layer = run.quantized.model.get_submodule("layers.2")
-        live = run.model.get_submodule("layers.2").weight
-        with run.update.averaged():
-            average = live.detach().clone()
-        assert isinstance(layer, Int8Linear)
-        assert off(layer.weight, average) < 0.01 < off(layer.weight, live.detach())
 
 
 def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
@@ -198,24 +182,18 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
 
 
 def test_a_model_without_a_large_linear_layer_says_so() -> None:
-    with built("model=cnn", "model.width=8") as run:
-        found = next(e for e in run.engagements if e.name == "quantization")
-    assert "no linear layer with 64" in found.reason
-    with built("model=cnn", "model.width=8", "optimization.quantization.min_features=10") as run:
+    small = ["model=cnn", "model.width=8"]
+    with built(*small) as run:
+        row = next(row for row in run.engagements if row.name == "quantization")
+    assert "no linear layer with 64" in row.reason
+    with built(*small, "optimization.quantization.min_features=10") as run:
         assert [name for name, _ in run.techniques] == ["quantization"]
 
 
 def test_gpt2_of_transformers_is_quantised_though_its_layers_are_no_linear_ones() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1,
-        n_embd=64,
-        n_head=4,
-        vocab_size=64,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 64, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.arange(16)[None]
     quantised = replace_layers(copy := deepcopy(model), candidates(copy, 64), True)

@@ -18,22 +18,19 @@ from runner import build, compose, train
 from runner.device import denormals, process
 from runner.techniques.base import Evidence
 from runner.techniques.system import WAITING
+from runner.training.evidence import collect_evidence
 from runner.training.run import Run
 from runner.training.summary import Summary
+from tests import runs
 
-QUICK = [
-    "training.steps=2",
-    "monitoring.progress=false",
-    "device=cpu",
-    "optimization=custom",
-    "optimization.system.enabled=true",
-]
+ON = "optimization.system.enabled=true"
+QUICK = ["training.steps=2", "monitoring.progress=false", "optimization=custom", ON]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own count is Linux's")
 
 
 @contextmanager
 def prepared(*overrides: str) -> Iterator[Run]:
-    with build(compose([*QUICK, *overrides])) as run:
+    with build(compose([*QUICK, "device=cpu", *overrides])) as run:
         yield run
 
 
@@ -43,20 +40,8 @@ def evidence(*overrides: str) -> Evidence:
         return run.evidence["system"]
 
 
-def chosen(run: Run) -> dict[str, Any]:
+def choices(run: Run) -> dict[str, Any]:
     return {choice.key: (choice.value, choice.reason) for choice in run.choices}
-
-
-@contextmanager
-def neighbour(core: int) -> Iterator[None]:
-    """A process that computes without pause on that core."""
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        os.sched_setaffinity(busy.pid, [core])
-        yield
-    finally:
-        busy.kill()
-        busy.wait()
 
 
 def test_a_model_too_small_to_share_out_gets_one_thread_and_keeps_it_only_while_it_runs() -> None:
@@ -68,36 +53,50 @@ def test_a_model_too_small_to_share_out_gets_one_thread_and_keeps_it_only_while_
 def test_a_model_large_enough_keeps_torchs_threads_and_deterministic_ones_ask_nobody() -> None:
     before = torch.get_num_threads()
     with prepared("optimization.system.small_mflop=0", "device.deterministic=true") as run:
-        value, reason = chosen(run)["device.threads"]
+        value, reason = choices(run)["device.threads"]
     assert value == before
     assert "device.deterministic: other processes are not considered" in reason
 
 
-def test_threads_that_are_named_stay() -> None:
+@linux
+def test_threads_that_are_named_stay_and_denormals_are_zero_while_a_run_lasts() -> None:
     with prepared("device.threads=2", "model.width=8") as run:
         assert torch.get_num_threads() == 2
-        assert "device.threads" not in chosen(run)
+        assert "device.threads" not in choices(run)
+        train(run)
+        shown = run.evidence["system"]
+    assert shown.engaged and shown.facts["denormals_are_zero"] is True
+    assert not denormals.flushed()
+
+
+def test_settings_that_the_users_code_takes_back_are_named() -> None:
+    threads = torch.get_num_threads()
+    with prepared("model.width=8") as run:
+        collect_evidence(run)
+        assert run.evidence["system"].engaged
+        torch.set_num_threads(2)
+        collect_evidence(run)
+        assert not run.evidence["system"].engaged
+        # what a thread that has started since then does with denormals may be told after it
+        reason = run.evidence["system"].reason.partition("; ")[0]
+        assert reason == "2 threads, not the 1 chosen"
+    torch.set_num_threads(threads)
 
 
 @linux
 def test_a_core_that_a_neighbour_keeps_busy_is_left_to_him() -> None:
-    with neighbour(min(os.sched_getaffinity(0))):
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(busy.pid, [min(os.sched_getaffinity(0))])
         assert process.busy_cores(0.5) > 0.4
+    finally:
+        busy.kill()
+        busy.wait()
     cores = len(os.sched_getaffinity(0))
     assert process.free_threads(cores, 1.0) == max((cores + 1) // 2, cores - 1)
     assert process.free_threads(cores, 0.3) == cores
     assert process.free_threads(8, 50.0) == 4  # neighbours come and go
     assert process.free_threads(1, 50.0) == 1
-
-
-@linux
-def test_denormals_are_zero_while_a_run_lasts() -> None:
-    seen = evidence("device.threads=2")
-    assert seen.engaged
-    assert seen.facts["denormals_are_zero"] is True
-    assert not denormals.flushed()
-    off = evidence("device.threads=2", "optimization.system.flush_denormals=false")
-    assert "denormals_are_zero" not in off.facts
 
 
 @pytest.mark.slow
@@ -115,19 +114,14 @@ def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() 
         "    print(faults() - before)\n"
     )
     cnn = [
-        "model=cnn",
-        "data=synthetic",
-        "data.samples=256",
-        "training.batch_size=64",
-        "model.width=16",
-        "device.threads=1",
-        "training.validate_every=100",
+        *["model=cnn", "data=synthetic", "data.samples=256", "training.batch_size=64"],
+        *["model.width=16", "device.threads=1", "training.validate_every=100"],
     ]
     seen = {}
-    for keep in ("false", "true"):
-        command = [sys.executable, "-c", code, *cnn, f"optimization.system.keep_memory={keep}"]
+    for enabled in ("false", "true"):
+        command = [sys.executable, "-c", code, *cnn, f"optimization.system.enabled={enabled}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seen[keep] = int(done.stdout.split()[-1])
+        seen[enabled] = int(done.stdout.split()[-1])
     if seen["false"] < 2000:
         pytest.skip("here glibc keeps the memory by itself")
     assert seen["true"] < seen["false"] / 4
@@ -135,26 +129,23 @@ def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() 
 
 @pytest.mark.gpu
 def test_on_a_gpu_segments_grow_and_cudnn_tries_its_kernels_unless_deterministic() -> None:
-    cnn = ["model=cnn", "device=cuda", "training.batch_size=64"]
-    with build(compose([*QUICK, *cnn])) as run:
-        train(run)
-        facts = run.evidence["system"].facts
-    assert facts["cudnn_benchmark"] is True
-    assert facts["expandable_segments"] > 0 or "expandable_segments_left_alone" in facts
-    with build(compose([*QUICK, *cnn, "device.deterministic=true"])) as run:
-        train(run)
-        facts = run.evidence["system"].facts
-    assert facts["cudnn_benchmark"] is False
-    assert "deterministic" in facts["cudnn_benchmark_left_alone"]
+    cnn = [*QUICK, "model=cnn", "device=cuda", "training.batch_size=64"]
+    for more, tries in (([], True), (["device.deterministic=true"], False)):
+        with build(compose([*cnn, *more])) as run:
+            train(run)
+            facts = run.evidence["system"].facts
+        assert facts["cudnn_benchmark"] is tries
+        assert ("cudnn_benchmark_left_alone" in facts) is not tries
+        assert facts["expandable_segments"] > 0 or "expandable_segments_left_alone" in facts
 
 
 @pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}])
 def test_the_command_line_has_threads_sleep_soon_unless_told_otherwise(
-    own: dict[str, str], tmp_path: Path
+    own: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = {key: value for key, value in os.environ.items() if key not in WAITING}
-    command = [sys.executable, "-m", "runner", *QUICK, f"hydra.run.dir={tmp_path}/outputs/run"]
-    subprocess.run(command, env=clean | own, capture_output=True, check=True)
-    summary = Summary.read(tmp_path / "outputs" / "run")
-    found = next(row for row in summary.techniques if row.name == "system")
-    assert found.evidence["waiting"] == (own or {"GOMP_SPINCOUNT": "10000"})
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    made = runs.command(tmp_path, *QUICK, "device=cpu", "hydra.run.dir=outputs/run", **own)
+    assert made.returncode == 0, made.stderr
+    row = runs.status(Summary.read(tmp_path / "outputs" / "run"), "system")
+    assert row.evidence["waiting"] == (own or {"GOMP_SPINCOUNT": "10000"})

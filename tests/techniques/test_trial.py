@@ -17,25 +17,19 @@ from runner import build, compose, train
 from runner.build import Components
 from runner.device import process
 from runner.objectives.custom import Custom
-from runner.techniques import cost, kernels, pipeline
+from runner.techniques import cost, pipeline
 from runner.training.evidence import collect_evidence
 from runner.training.run import Run
 
 QUICK = [
-    "data=digits",
-    "training.batch_size=32",
-    "training.steps=4",
-    "monitoring.progress=false",
+    *["data=digits", "training.batch_size=32", "training.steps=4", "monitoring.progress=false"],
     "device=cpu",
 ]
+MIN_STEPS = "optimization.compile.min_steps"
 LEVELS = {
     "default": [],
-    "ultra": [
-        "optimization=ultra",
-        "optimization.whole_step.enabled=false",
-        "optimization.compile.min_steps=null",
-    ],
-    "memory": ["optimization=memory_efficient", "optimization.recompute.what=auto"],
+    "ultra": ["optimization=ultra", "optimization.whole_step.enabled=false", f"{MIN_STEPS}=null"],
+    "memory": ["optimization=memory_efficient", "optimization.accumulation.micro_batch=null"],
     "debug": ["optimization=none", "debug=full"],
 }
 calls = 0  # forwards of all models and their copies: no copy and no restoring hides any
@@ -56,7 +50,7 @@ class Large(nn.Module):
 
 def test_a_trial_that_runs_out_of_memory_does_not_end_the_run() -> None:
     with build(compose([*QUICK, "optimization=advanced"]), given=Components(model=Large())) as run:
-        (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
+        (choice,) = [c for c in run.choices if c.key == MIN_STEPS]
         assert "a forward does not fit in memory" in choice.reason
         train(run)
         assert run.micro_batch == 8
@@ -177,30 +171,17 @@ def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(leve
 
 
 GPT = [
-    "data=stdlib_text",
-    "data.sequence=16",
-    "data.validation_samples=8",
-    "training.batch_size=4",
-    "training.steps=2",
-    "model=gpt",
-    "model.width=32",
-    "model.heads=2",
-    "model.depth=2",
-    "monitoring.progress=false",
-    "device=cpu",
-    "optimization=ultra",
-    "optimization.amp.dtype=bf16",
-    "optimization.compile.min_steps=null",
-    "optimization.whole_step.enabled=false",
-    "optimization.accumulation.enabled=true",
-    "optimization.recompute.enabled=true",
+    *["data=stdlib_text", "data.sequence=16", "data.validation_samples=8", "device=cpu"],
+    *["training.batch_size=4", "training.steps=2", "monitoring.progress=false", "model=gpt"],
+    *["model.width=32", "model.heads=2", "model.depth=2", "optimization=ultra"],
+    *["optimization.amp.dtype=bf16", f"{MIN_STEPS}=null"],
+    *["optimization.whole_step.enabled=false", "optimization.accumulation.enabled=true"],
     "optimization.system.small_mflop=0",
 ]
 PINS = {
     "device.threads": 1,
-    "optimization.compile.min_steps": 1_000_000,
+    MIN_STEPS: 1_000_000,
     "optimization.attention.kernel": "plain",
-    "optimization.recompute.what": "full",
     "training.micro_batch": 2,
     "data.workers": 0,
 }
@@ -238,7 +219,7 @@ def test_a_model_that_cannot_be_restored_is_not_called_and_the_reason_is_said(
         run = stack.enter_context(
             build(compose([*QUICK, "optimization.amp.dtype=bf16"]), given=Components(model))
         )
-        (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
+        (choice,) = [c for c in run.choices if c.key == MIN_STEPS]
         assert choice.value == 20_000  # a rule's
         assert "the model is not timed" in choice.reason
         assert "cannot be restored" in choice.reason
@@ -264,7 +245,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], 
     """Gives all that is timed before a run another clock."""
 
     def clocked(clock: Callable[[], float]) -> None:
-        for module in (cost, kernels, pipeline):
+        for module in (cost, pipeline):
             monkeypatch.setattr(module, "perf_counter", clock)
 
     return clocked
@@ -284,14 +265,13 @@ def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
             decided.append(chosen(run))
     assert called[0] == called[1] > 0
     if level == "default":  # what was timed is noted
-        key = "optimization.compile.min_steps"
-        assert decided[0][key] > decided[1][key] > 0
+        assert decided[0][MIN_STEPS] > decided[1][MIN_STEPS] > 0
 
 
 def test_two_runs_that_are_pinned_alike_are_the_same_to_the_bit(
     machine: Callable[[Callable[[], float]], None],
 ) -> None:
-    pins = ["device.threads=1", "optimization.compile.min_steps=100"]
+    pins = ["device.threads=1", f"{MIN_STEPS}=100"]
     ended = []
     for seconds in (1e-7, 10.0):
         machine(Clock(seconds))

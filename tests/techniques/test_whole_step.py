@@ -14,27 +14,22 @@ from torch import Tensor
 from runner import build, compose, train
 from runner.errors import DataError
 from runner.techniques import compiler
-from runner.techniques.base import TechniqueStatus
 from runner.training.hook import Hook, Report, Step
 from runner.training.run import Run
 from runner.training.step import make_step
 from runner.training.summary import Summary
+from tests import runs
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 
-QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
 TABLE = [
-    *QUIET,
-    "data=synthetic",
-    "data.form=tabular",
-    "data.features=16",
-    "data.samples=390",
+    *["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"],
+    *["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=390"],
     "training.batch_size=32",
 ]
 TINY = [*TABLE, "model.width=16", "model.depth=1"]
 WHOLE = [
-    "optimization.whole_step.enabled=true",
-    "optimization.fused_optimizer.enabled=true",
+    *["optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true"],
     "optimization.whole_step.cpp_wrapper=false",
 ]
 
@@ -55,10 +50,6 @@ def trained(*overrides: str, folder: Path | None = None) -> tuple[Run, Summary, 
     return run, summary, losses.seen
 
 
-def row(summary: Summary, name: str) -> TechniqueStatus:
-    return next(row for row in summary.techniques if row.name == name)
-
-
 def weights(run: Run) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
 
@@ -75,7 +66,7 @@ def weights(run: Run) -> dict[str, Tensor]:
 def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
     eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)
     whole, summary, losses = trained(*TINY, "training.steps=200", *WHOLE, *optimizer)
-    evidence = row(summary, "whole_step").evidence
+    evidence = runs.status(summary, "whole_step").evidence
     assert evidence["graphs"] == 1
     assert evidence["graph_breaks"] == 0
     assert evidence["steps_in_one_graph"] == 200 - 200 // eager.train.steps_per_epoch  # ragged last
@@ -107,22 +98,32 @@ def test_a_batch_with_nan_leaves_weights_state_and_buffers_bit_equal() -> None:
         assert not all(torch.equal(value, before[name]) for name, value in weights(run).items())
 
 
-def test_limits_that_change_are_seen_and_nothing_is_compiled_anew() -> None:
+def test_limits_and_targets_that_are_no_class_skip_a_step_and_compile_nothing_anew() -> None:
     with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
-        batch = next(run.train.batches(0))
-        step, _ = make_step(run, batch)
+        inputs, target = next(run.train.batches(0))
+        step, _ = make_step(run, (inputs, target))
         graphs = compiler.compilation_facts()["graphs"]
+        assert run.whole is not None
+        run.whole.check()
+        before = weights(run)
         for loss, norm in ((0.5, math.inf), (math.inf, 0.5), (0.25, 0.25)):
-            before = weights(run)
             run.update.set_limits(loss * float(step.loss), norm * float(step.grad_norm))
-            made, _ = make_step(run, batch)
+            made, _ = make_step(run, (inputs, target))
             assert made.skipped.item() == 1
             assert made.loss.isfinite() and made.grad_norm.isfinite()
             assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
         run.update.set_limits(math.inf, math.inf)
-        assert make_step(run, batch)[0].skipped.item() == 0
+        wrong = target.clone()
+        wrong[7] = 1000
+        assert make_step(run, (inputs, wrong))[0].skipped.item() == 1
+        assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+        with pytest.raises(DataError, match="target 1000 is out of range: there are classes 0 to"):
+            run.whole.check()
+        wrong[7] = -100  # stands for no target
+        assert make_step(run, (inputs, wrong))[0].skipped.item() == 0
+        assert make_step(run, (inputs, target))[0].skipped.item() == 0
         assert compiler.compilation_facts()["graphs"] == graphs
-        assert run.whole is not None and run.whole.steps == 5
+        assert run.whole.steps == 7
 
 
 def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside() -> None:
@@ -137,7 +138,7 @@ def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside() -> None:
     eager, _, expected = trained(*TINY, "training.steps=9", *kinds)
     whole, summary, losses = trained(*TINY, "training.steps=9", *WHOLE, *kinds)
     plain, _, _ = trained(*TINY, "training.steps=9", "optimizer=sgd", "optimizer.lr=1.0")
-    assert row(summary, "whole_step").evidence["steps_in_one_graph"] == 9
+    assert runs.status(summary, "whole_step").evidence["steps_in_one_graph"] == 9
     assert losses == pytest.approx(expected, abs=1e-5)
     for name, value in weights(eager).items():
         torch.testing.assert_close(weights(whole)[name], value, atol=1e-5, rtol=1e-4)
@@ -161,56 +162,19 @@ def test_a_resumed_run_ends_with_the_weights_of_one_never_stopped(tmp_path: Path
 def test_what_cannot_be_one_graph_falls_back_and_trains_all_the_same() -> None:
     own = ["model._target_=my_package.Branching", "security.trusted=[my_package]"]
     _, summary, losses = trained(*TABLE, "training.steps=20", *WHOLE, *own)
-    fell = row(summary, "whole_step")
+    fell = runs.status(summary, "whole_step")
     assert fell.requested and not fell.engaged
     assert "data-dependent" in fell.reason.lower()
     assert losses[-1] < losses[0]
 
 
-def test_an_optimizer_whose_update_is_not_written_out_says_so() -> None:
-    _, summary, _ = trained(*TINY, "training.steps=5", *WHOLE, "optimizer.name=RAdam")
-    assert "RAdam" in row(summary, "whole_step").reason
-
-
-def test_micro_batches_are_several_graphs() -> None:
-    _, summary, _ = trained(*TINY, "training.steps=5", *WHOLE, "training.micro_batch=8")
-    assert "micro-batches of 8" in row(summary, "whole_step").reason
-
-
-def test_a_target_that_is_no_class_is_an_error_and_not_the_end_of_the_process() -> None:
-    with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
-        inputs, target = next(run.train.batches(0))
-        make_step(run, (inputs, target))
-        assert run.whole is not None
-        run.whole.check()
-        before = weights(run)
-        target = target.clone()
-        target[7] = 1000
-        step, _ = make_step(run, (inputs, target))
-        assert step.skipped.item() == 1
-        assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
-        with pytest.raises(DataError, match="target 1000 is out of range: there are classes 0 to"):
-            run.whole.check()
-        target[7] = -100  # stands for no target
-        step, _ = make_step(run, (inputs, target))
-        assert step.skipped.item() == 0
-
-
-def test_a_hook_that_looks_at_gradients_gets_them() -> None:
-    class Looks(Hook):
-        every = 3
-        norms: list[float] = []
-
-        def on_gradients(self, run: Run, step: Step) -> None:
-            self.norms.append(float(run.update.parameters[0].grad.norm()))  # type: ignore[union-attr]
-
-    looks = Looks()
-    with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
-        run.hooks.append(looks)
-        train(run)
-        assert run.whole is not None and run.whole.steps == 6
-    assert len(looks.norms) == 3
-    assert all(norm > 0 for norm in looks.norms)
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [("optimizer.name=RAdam", "RAdam"), ("training.micro_batch=8", "micro-batches of 8")],
+)
+def test_what_has_no_whole_step_is_told(override: str, reason: str) -> None:
+    _, summary, _ = trained(*TINY, "training.steps=2", *WHOLE, override)
+    assert reason in runs.status(summary, "whole_step").reason
 
 
 @pytest.mark.slow
@@ -223,19 +187,30 @@ def test_a_number_of_the_model_that_changes_each_step_is_not_frozen() -> None:
     assert summary.status == "done"
 
 
-def test_options_of_the_optimizer_that_change_are_seen() -> None:
-    def last(*overrides: str) -> dict[str, Tensor]:
-        class Changes(Hook):
-            def on_step(self, run: Run, step: Step) -> None:
-                if step.number == 3:
-                    run.update.optimizer.param_groups[0]["weight_decay"] = 5.0
+def test_a_hook_gets_gradients_and_options_of_the_optimizer_that_change_are_seen() -> None:
+    class Changes(Hook):
+        every = 3
 
-        with build(compose([*TINY, "training.steps=8", *overrides])) as run:
-            run.hooks.append(Changes())
+        def __init__(self) -> None:
+            self.norms: list[float] = []
+
+        def on_gradients(self, run: Run, step: Step) -> None:
+            self.norms.append(float(run.update.parameters[0].grad.norm()))  # type: ignore[union-attr]
+
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 3:
+                run.update.optimizer.param_groups[0]["weight_decay"] = 5.0
+
+    results = []
+    for overrides in ([], WHOLE):
+        changes = Changes()
+        with build(compose([*TINY, "training.steps=9", *overrides])) as run:
+            run.hooks.append(changes)
             train(run)
-            return weights(run)
-
-    eager, whole = last(), last(*WHOLE)
+            results.append(weights(run))
+            assert (run.whole.steps if run.whole else 0) == (6 if overrides else 0)
+        assert len(changes.norms) == 3 and all(norm > 0 for norm in changes.norms)
+    eager, whole = results
     for name, value in eager.items():
         torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
 

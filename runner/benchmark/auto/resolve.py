@@ -1,7 +1,7 @@
 """`optimization=auto`: from a config that leaves it open to the techniques of a run.
 
-They are measured on the run's own model, data and device, unless an earlier run of the same kind
-did that (`$XDG_CACHE_HOME/runner/auto`), or the run is too short for a search.
+They are measured on the run's own model, data and device, unless an earlier run of the same config
+did that on this machine (`$XDG_CACHE_HOME/runner/auto`), or the run is too short for a search.
 """
 
 from __future__ import annotations
@@ -9,42 +9,51 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
+from time import perf_counter
+from typing import Any
 
+import torch
 from omegaconf import OmegaConf
+from torch import nn
 
-from runner.benchmark.arms import Arm, knob_text
+import runner
+from runner.benchmark.arms import Arm
 from runner.benchmark.auto.candidates import (
-    ALWAYS,
+    FREE,
     NONE,
     Candidate,
-    SearchResult,
     enable_techniques,
     make_candidates,
     pinned_techniques,
     sort_techniques,
 )
-from runner.benchmark.auto.estimate import RunEstimate, arm_config, estimate_run, time_step
-from runner.benchmark.auto.search import AGAIN, Search
-from runner.benchmark.auto.select import select
+from runner.benchmark.auto.search import AGAIN, Search, SearchResult
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.machine import machine
 from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.result import from_json
-from runner.benchmark.workers.pool import WorkerPool
+from runner.benchmark.rounds import MeasureOptions
 from runner.build import Components
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.config import RunConfig
+from runner.config import RunConfig, config_hash
+from runner.data.batch import call
+from runner.data.loader import BatchLoader
 from runner.errors import RunnerError
+from runner.parity.candidates import fresh, opened, quiet
+from runner.parity.trajectory import one_step
+from runner.record import provenance
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
+from runner.techniques import kernels
 from runner.techniques.base import Choice
 from runner.techniques.config import Optimization
+from runner.training.run import Run
 from runner.training.signals import Interrupts
 
 log = logging.getLogger("runner")
@@ -52,13 +61,11 @@ log = logging.getLogger("runner")
 KEY = "optimization"
 YAML = "optimization.yaml"
 EVIDENCE = "optimization_evidence.json"
-SCHEMA = 3
 BLOCK_S = 0.2
 WARM_UP = 5  # steps
+TIMED_STEPS, TIMED_S = 30, 0.5  # of the estimate, at most
 LEAST_S = 120.0  # that a candidate may take to build and compile, however small the budget
 BUDGETS = 2  # a run must take so many for a search to be worth it
-TIMINGS, TIMING_S = 5, 4.0  # of a too short run with what is free and without, in turn
-BY_RULE = "it differs from none by rounding only; the numbers of this run were not judged"
 
 
 def resolve_auto(
@@ -78,8 +85,7 @@ def resolve_auto(
         return given
     recorded = _read_checkpoint(config, folder)
     if recorded is not None:
-        names = sort_techniques(recorded.split())
-        return _choose(given, config, names, "as before the run was resumed")
+        return _choose(given, config, recorded.split(), "as before the run was resumed")
     if not search:
         return _choose(given, config, [], "nothing is measured for this job")
     result = _measure(config, given)
@@ -87,7 +93,7 @@ def resolve_auto(
         optimization = enable_techniques(config.optimization, result.techniques)
         _write(folder / YAML, as_yaml(optimization, result.reason))
         _write(folder / EVIDENCE, _as_json(result))
-    _log(f"{result.chosen}: {result.reason}")
+    _announce(f"{result.chosen}: {result.reason}")
     return _choose(given, config, result.techniques, result.reason)
 
 
@@ -111,11 +117,19 @@ def resolve_arms(
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     """`none`, its control, and every candidate."""
-    arms = [Arm(name, arm_config(config, ())) for name in (NONE, AGAIN)]
-    return arms + [Arm(one.name, arm_config(config, one.techniques)) for one in candidates]
+    arms = [Arm(name, _arm_config(config, ())) for name in (NONE, AGAIN)]
+    return arms + [Arm(one.name, _arm_config(config, one.techniques)) for one in candidates]
 
 
-def _choose(given: Components, config: RunConfig, names: list[str], reason: str) -> Components:
+def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
+    """The run with these techniques, from its first step on, with nothing written."""
+    arm = quiet(config)
+    arm.optimization = enable_techniques(config.optimization, names)
+    arm.checkpoint.resume = "none"
+    return arm
+
+
+def _choose(given: Components, config: RunConfig, names: Sequence[str], reason: str) -> Components:
     value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
     return replace(
         given,
@@ -132,29 +146,15 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
     return None if value is None else str(value)
 
 
+# -- measuring -------------------------------------------------------------------------------------
+
+
 def _measure(config: RunConfig, given: Components) -> SearchResult:
     """A result from the cache, by rule or by a search; whatever fails, there is one."""
-    auto = config.optimization.auto
     with Interrupts() as interrupts:
         interrupts.waiting = True  # the processes are ended by the `with` that started them
         try:
-            estimate = estimate_run(config, given)
-            result = read_cache(estimate.key) if auto.cache else None
-            if result is not None:
-                result.reason += "; measured before, for an earlier run"
-                return result
-            if estimate.seconds < BUDGETS * auto.budget_s:
-                why = (
-                    f"the run takes about {estimate.seconds:.2g} s at none: a search of "
-                    f"optimization.auto.budget_s={auto.budget_s:g} is for runs of "
-                    f"{BUDGETS * auto.budget_s:g} s"
-                )
-                return _select_by_rule(config, given, estimate, why)
-            result = _search(config, given, estimate)
-            judged = all(row.parity is not None or not row.parity_reason for row in result.tried)
-            if auto.cache and judged:
-                _write(_cache_file(estimate.key), _as_json(result))
-            return result
+            return _select(config, given)
         except KeyboardInterrupt:
             raise interrupts.error(" while optimization=auto was measuring") from None
         except ArmEnded as error:
@@ -167,102 +167,135 @@ def _measure(config: RunConfig, given: Components) -> SearchResult:
             return SearchResult(reason=reason)
 
 
+def _select(config: RunConfig, given: Components) -> SearchResult:
+    auto, estimate = config.optimization.auto, estimate_run(config, given)
+    path = cache_file(estimate.key) if auto.cache and given == Components() else None
+    if path is not None and (known := read_cache(path)) is not None:
+        known.reason += "; measured before, for an earlier run"
+        return known
+    seconds = estimate.steps * estimate.step_seconds
+    if seconds < BUDGETS * auto.budget_s:
+        free = [name for name in FREE if name not in estimate.reasons]
+        return SearchResult(
+            " ".join(free) or NONE,
+            free,
+            f"the run takes about {seconds:.2g} s at none: a search of "
+            f"optimization.auto.budget_s={auto.budget_s:g} is for runs of "
+            f"{BUDGETS * auto.budget_s:g} s, so it gets what is free, by rule",
+            steps=estimate.steps,
+            none_ms=1e3 * estimate.step_seconds,
+            left_out=estimate.reasons,
+        )
+    result = _search(config, given, estimate)
+    judged = all(row.parity is not None or not row.parity_reason for row in result.tried)
+    if path is not None and judged:
+        _write(path, _as_json(result))
+    return result
+
+
 def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
     auto = config.optimization.auto
-    limit = None if auto.memory_budget_mb is None else auto.memory_budget_mb * 2**20
-    pinned = pinned_techniques(config.optimization)
-    candidates = make_candidates(estimate.reasons, pinned, limit is not None)
+    excluded = {*estimate.reasons, *pinned_techniques(config.optimization)}
+    candidates = make_candidates(excluded)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     settings = BenchmarkConfig(
         warmup_steps=WARM_UP, block_s=BLOCK_S, timeout_s=max(LEAST_S, auto.budget_s)
     )
-    _log(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
-    with (
-        WorkerPool(list(arms.values()), settings, None, given) as workers,
-        ParityChecker(settings.timeout_s, given) as checker,
-    ):
-        search = Search(
+    _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
+    options = MeasureOptions(settings, given=given, announce=_announce)
+    with ParityChecker(settings.timeout_s, given) as checker:
+        result = Search(
             candidates,
-            workers,
+            arms,
+            options,
+            checker.check,
             estimate.steps,
+            estimate.step_seconds,
             auto.budget_s,
-            BLOCK_S,
-            time.monotonic,
-            _log,
             config.seed,
-        )
-        result = select(
-            search, lambda name, within_s: checker.check(arms[name], None, within_s), limit
-        )
-    result.left_out, result.facts = estimate.reasons, estimate.facts
-    untried = sum(row.state == "not tried" for row in result.tried)
-    _log(f"searched for {result.seconds:.0f} s; {untried} of {len(result.tried)} not tried")
-    if limit is None and untried == len(result.tried):
-        why = f"optimization.auto.budget_s={auto.budget_s:g} is too small for a search here"
-        return _select_by_rule(config, given, estimate, why)
+        ).run()
+    result.left_out = estimate.reasons
     return result
 
 
-def _select_by_rule(
-    config: RunConfig, given: Components, estimate: RunEstimate, why: str
-) -> SearchResult:
-    """Without a search: the free techniques, where a step with them takes no longer here."""
-    auto, pinned = config.optimization.auto, pinned_techniques(config.optimization)
-    free = sort_techniques(n for n in ALWAYS if n not in estimate.reasons and n not in pinned)
-    result = SearchResult(
-        steps=estimate.steps,
-        none_ms=1e3 * estimate.step_seconds,
-        budget_s=auto.budget_s,
-        left_out=estimate.reasons,
-        facts=estimate.facts,
-        reason=f"{why}, and no free technique is left",
-    )
-    if not free:
-        return result
-    ratio = _time_in_turn(config, given, free)
-    row = Candidate(" ".join(free), free, parity_reason=BY_RULE, round_ratio=1 / ratio)
-    result.tried.append(row)
-    times = f"with what is free ({row.name}) a step takes {ratio:.2f} times as long"
-    if ratio > 1:
-        row.state, row.why = "out", times
-        result.reason = f"{why}, and {times}"
-        return result
-    row.state, result.chosen, result.techniques = "chosen", row.name, free
-    result.reason = f"{why}; {times}, and {BY_RULE}"
-    return result
+@dataclass(frozen=True)
+class RunEstimate:
+    """What is known of a run before the search."""
+
+    steps: int  # that the run makes
+    step_seconds: float  # at `none`, the device waited for
+    reasons: dict[str, str]  # techniques that cannot help, and why
+    key: str  # equal for runs that may share a selection: the same config, model and machine
 
 
-def _time_in_turn(config: RunConfig, given: Components, names: Sequence[str]) -> float:
-    """The median ratio of step times with these techniques and without; in this process."""
-    began, ratios = time.monotonic(), list[float]()
-    while len(ratios) < TIMINGS and (not ratios or time.monotonic() - began < TIMING_S):
-        ratios.append(time_step(config, given, names) / time_step(config, given, ()))
-    return median(ratios)
+def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
+    """Build the run at `none`, make some steps of a copy of it, and discard it."""
+    with opened(_arm_config(config, ()), given=fresh(given)) as run:
+        shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
+        versions = {**provenance.versions(), "runner": runner.__version__}
+        facts = [config_hash(config), shapes, machine(), run.device.name, versions]
+        key = sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+        return RunEstimate(run.total_steps, _time_steps(run), _find_reasons(run, config), key)
 
 
-def _log(line: str) -> None:
+def _time_steps(run: Run) -> float:
+    """The median seconds of some real steps."""
+    laps: list[float] = []
+    run.model.train()
+    batches = run.train.batches(0)
+    began = perf_counter()
+    while len(laps) < TIMED_STEPS and (len(laps) < 2 or perf_counter() - began < TIMED_S):
+        start = perf_counter()
+        one_step(run, next(batches))
+        run.progress.step += 1
+        run.device.synchronize()  # waits for the device: that is what is timed
+        laps.append(perf_counter() - start)
+    return median(laps[WARM_UP:] or laps[-1:])
+
+
+def _find_reasons(run: Run, config: RunConfig) -> dict[str, str]:
+    """Techniques that could not do anything, or must not be tried."""
+    with torch.no_grad():
+        attends = kernels.calls_of(lambda: call(run.forward, run.train.at(0)[0]))
+    convolves = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
+    in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
+    useless = {
+        "channels_last": "" if convolves else "no 2-d convolution",
+        "attention": "" if attends else "the model does not call scaled_dot_product_attention",
+        "pipeline": "the data is in memory" if in_memory else "",
+        "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
+    }
+    reasons = {}
+    for name, technique in Optimization().techniques():
+        excluded = "optimization.auto.without names it"
+        why = excluded if name in config.optimization.auto.without else ""
+        if why := why or technique.unavailable(run.device) or useless.get(name, ""):
+            reasons[name] = why
+    if "compile" in reasons:
+        reasons.setdefault("whole_step", reasons["compile"])
+    return reasons
+
+
+def _announce(line: str) -> None:
     log.info("optimization=auto: %s", escape_control_chars(line))
 
 
-# -- cache and files ---------------------------------------------------------------------------
+# -- cache and files -------------------------------------------------------------------------------
 
 
-def _cache_file(key: str) -> Path:
+def cache_file(key: str) -> Path:
+    """Where the result of a search is kept."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "runner" / "auto" / f"{key}.json"
 
 
-def read_cache(key: str) -> SearchResult | None:
+def read_cache(path: Path) -> SearchResult | None:
     """The result of an earlier search, if any; a damaged file is reported and left alone."""
-    path = _cache_file(key)
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-            raise ValueError("it is of another version")
-        return from_json(SearchResult, stored)
+        return from_json(SearchResult, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = escape_control_chars(f"{type(error).__name__}: {error}")
         log.warning("%s is damaged and not used (%s); measuring again", path, reason)
         return None
@@ -270,8 +303,7 @@ def read_cache(key: str) -> SearchResult | None:
 
 def _as_json(result: SearchResult) -> str:
     """Without secrets; the open end of an interval is null."""
-    data = {"schema": SCHEMA, **json_safe(asdict(result))}
-    return json.dumps(data, indent=1, default=str) + "\n"
+    return json.dumps(json_safe(asdict(result)), indent=1, default=str) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
@@ -285,29 +317,13 @@ def _write(path: Path, text: str) -> None:
 
 def as_yaml(optimization: Optimization, reason: str) -> str:
     """A config file of the group `optimization`: what differs from `none`."""
-    changed = _changed_keys(optimization)
-    typed = [f"optimization.{key}={value}" for key, value in changed.items()]
-    nested = OmegaConf.from_dotlist([f"{key}={value}" for key, value in changed.items()])
-    body = OmegaConf.merge({"defaults": ["none", "_self_"], "level": "custom"}, nested)
+    body: dict[str, Any] = {"defaults": ["none", "_self_"], "level": "custom"}
+    body |= {name: asdict(knobs) for name, knobs in optimization.techniques() if knobs.enabled}
+    body |= {"extra": optimization.extra} if optimization.extra else {}
     lines = [
         "# chosen by optimization=auto",
         "#",
         f"# {escape_control_chars(reason)}",
-        "# Under conf/optimization/<name>.yaml it is optimization=<name>. The same by hand:",
-        f"#   {shlex.join(['python', '-m', 'runner', 'optimization=custom', *typed])}",
+        "# Under conf/optimization/<name>.yaml it is optimization=<name>.",
     ]
-    return "\n".join(lines) + "\n" + OmegaConf.to_yaml(body)
-
-
-def _changed_keys(optimization: Optimization) -> dict[str, str]:
-    """Dotted keys whose values are not those of `none`, as they are typed."""
-    ours, plain = asdict(optimization), asdict(Optimization())
-    changed = {}
-    for key, knobs in ours.items():
-        if key in ("level", "auto") or (isinstance(knobs, dict) and not knobs["enabled"]):
-            continue
-        pairs = knobs.items() if isinstance(knobs, dict) else [("", knobs)]
-        for name, value in pairs:
-            if value != (plain[key][name] if name else plain[key]):
-                changed[f"{key}.{name}".rstrip(".")] = knob_text(value)
-    return changed
+    return "\n".join(lines) + "\n" + OmegaConf.to_yaml(OmegaConf.create(body))

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Turn
+from runner.benchmark.blocks import ArmEnded, Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
-from runner.benchmark.workers.messages import FINISH, Finished, Ready
 from runner.benchmark.workers.process import ENDING_S, ChildProcess
-from runner.benchmark.workers.worker import LOG, WorkerSpec
+from runner.benchmark.workers.worker import FINISH, LOG, WorkerSpec
 from runner.errors import StorageError
 from runner.security.pickle_transfer import packed
-from runner.security.registry import permit
 from runner.training.summary import Summary
 
 FINISH_S = 300.0  # to gather the results of an arm; by then it has been measured
@@ -33,9 +31,8 @@ class WorkerPool:
 
     `given` are parts that the caller has made (`build.Components`), `metrics` functions of the
     finished run by their names; both are sent to each process and must be picklable: else
-    UsageError. SecurityError for a metric of the settings that is not trusted. Every method raises
-    `ArmEnded` for an arm that has ended: failed (with the error), killed (by which signal),
-    timeout, oom.
+    UsageError. Every method raises `ArmEnded` for an arm that has ended: failed (with the error),
+    killed (by which signal), timeout, oom.
     """
 
     def __init__(
@@ -48,9 +45,6 @@ class WorkerPool:
     ) -> None:
         self.arms = {arm.name: arm for arm in arms}
         self.settings, self.folder = settings, folder
-        for arm in arms:
-            for name in settings.metrics:
-                permit(name, "benchmark.metrics", arm.config.security.names)
         parts = {} if given is None else {f.name: getattr(given, f.name) for f in fields(given)}
         self.parcel = packed({**parts, "metrics": dict(metrics or {})})
         self.workers: dict[str, ChildProcess] = {}
@@ -98,9 +92,9 @@ class WorkerPool:
         with self._busy(name) as (process, ready):
             monitor = LoadMonitor(process.pid)
             process.ask(seconds)
-            timeout_s = SLOW_S + SLOW * max(seconds, STEPS * ready.warm_ms / 1e3)
-            turn: Turn = process.answer(timeout_s, (seconds / 2, monitor.read_clock))
-            turn = replace(turn, load=monitor.load())
+            limit_s = SLOW_S + SLOW * max(seconds, STEPS * ready.warm_ms / 1e3)
+            turn: Turn = process.answer(limit_s)
+            turn = replace(turn, others=monitor.others())
         if self.mean:
             turn = replace(turn, per_sample_ms=1e3 * turn.seconds / turn.samples)
         return turn

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from runner.record.text import escape_control_chars
 ENDING_S = 5.0  # for a process that was asked to end
 UNGUARDED = 77  # exit code of one in which the script would have started further ones
 TAIL = 4096  # bytes of its log that are read when it ended without an answer
-MEMORY = ("std::bad_alloc", "DefaultCPUAllocator", "Cannot allocate memory", "MemoryError")
 
 
 class Unguarded(UsageError):
@@ -43,6 +41,17 @@ class Failed:
 
     status: str  # failed | oom
     reason: str
+
+
+@dataclass(frozen=True)
+class ChildSide:
+    """What a child has from its parent."""
+
+    pipe: Connection
+    lifeline: Connection  # closed when the parent ends
+    log: Path | None
+    start_method: str  # as the parent has it
+    safe_path: bool  # whether the parent leaves the current folder off the module path
 
 
 class ChildProcess:
@@ -62,7 +71,8 @@ class ChildProcess:
         self.pipe, theirs = context.Pipe()
         listens, self.lifeline = context.Pipe(duplex=False)
         self.theirs = theirs, listens
-        child = ChildSide(theirs, listens, log, multiprocessing.get_start_method(), is_path_safe())
+        method, safe_path = multiprocessing.get_start_method(), bool(sys.flags.safe_path)
+        child = ChildSide(theirs, listens, log, method, safe_path)
         # not a daemon: those may have no children, and runs have data workers and compilers
         self.process = context.Process(target=_run, args=(main, child, arguments), daemon=False)
 
@@ -70,7 +80,7 @@ class ChildProcess:
         """Begin."""
         leave_if_imported()
         try:
-            with worker_environment(), block_interrupt():
+            with _worker_environment(), _block_interrupt():
                 self.process.start()
         finally:
             for end in self.theirs:
@@ -93,17 +103,12 @@ class ChildProcess:
         except OSError:
             raise self._explain_death() from None
 
-    def answer(
-        self, timeout_s: float, meanwhile: tuple[float, Callable[[], None]] | None = None
-    ) -> Any:
-        """Its answer, within so long; `meanwhile` is to be called after so many seconds.
+    def answer(self, timeout_s: float) -> Any:
+        """Its answer, within so long; waiting costs no CPU.
 
         Raises ArmEnded, in which case the process is still to be ended.
         """
-        until = time.monotonic() + timeout_s
-        if meanwhile is not None and not self._has_answered(min(meanwhile[0], timeout_s)):
-            meanwhile[1]()
-        if not self._has_answered(until - time.monotonic()):
+        if not wait([self.pipe, self.process.sentinel], max(0.0, timeout_s)):
             raise ArmEnded("timeout", f"it was not done within {timeout_s:.4g} s")
         try:
             answer = self.pipe.recv()
@@ -127,59 +132,46 @@ class ChildProcess:
         """End it at once, with all that it started."""
         if self.process.pid is None:
             return
-        started: list[psutil.Process] = []
+        children: list[psutil.Process] = []
         with suppress(psutil.Error):
-            started = psutil.Process(self.pid).children(recursive=True)
+            children = psutil.Process(self.pid).children(recursive=True)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
-        for process in started:
+        for process in children:
             with suppress(psutil.Error):  # it knows a process by its start too
                 process.kill()
         self.process.join()
         self.pipe.close()
         self.lifeline.close()
 
-    def _has_answered(self, seconds: float) -> bool:
-        """Whether it has answered, or died, within so long; costs no CPU."""
-        return bool(wait([self.pipe, self.process.sentinel], max(0.0, seconds)))
-
     def _explain_death(self) -> ArmEnded:
         """How a process ended that sent nothing."""
         self.process.join(ENDING_S)
-        code, tail, hint = self.process.exitcode, self._log_tail(), self._log_hint()
+        code, hint = self.process.exitcode, self._log_hint()
         if code == UNGUARDED and not self.answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
             raise Unguarded(
                 f'{script.name} has to do this under `if __name__ == "__main__":`, for it is '
                 "imported by the processes that are measured"
             )
-        if code is not None and code < 0:
-            status, text = "killed", f"killed by {signal.Signals(-code).name}"
-            if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
-                status, text = "oom", "the system killed it when memory ran out"
-        else:
-            last = escape_control_chars(tail.strip().rpartition("\n")[2])[:300]
-            status, text = "failed", f"it ended with exit code {code}{f': {last}' if last else ''}"
-        if any(sign in tail for sign in MEMORY):
-            status = "oom"
-        return ArmEnded(status, f"{text}{hint}")
+        if code is None or code >= 0:
+            tail = self._log_tail()
+            line = escape_control_chars(tail.strip().rpartition("\n")[2])[:300]
+            text = f"it ended with exit code {code}{f': {line}' if line else ''}"
+            return ArmEnded("failed", f"{text}{hint}")
+        if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
+            return ArmEnded("oom", f"the system killed it when memory ran out{hint}")
+        return ArmEnded("killed", f"killed by {signal.Signals(-code).name}{hint}")
 
     def _log_hint(self) -> str:
         return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
 
     def _log_tail(self) -> str:
-        try:
-            return (
-                "" if self.log is None else self.log.read_bytes()[-TAIL:].decode("utf-8", "replace")
-            )
-        except OSError:
-            return ""
-
-
-def is_path_safe() -> bool:
-    """Whether this Python leaves the current folder off the module path."""
-    return bool(sys.flags.safe_path)
+        with suppress(OSError):
+            if self.log is not None:
+                return self.log.read_bytes()[-TAIL:].decode("utf-8", "replace")
+        return ""
 
 
 def leave_if_imported() -> None:
@@ -189,26 +181,23 @@ def leave_if_imported() -> None:
 
 
 @contextmanager
-def worker_environment() -> Iterator[None]:
+def _worker_environment() -> Iterator[None]:
     """Passive OpenMP threads, and no module from the current folder.
 
     Python would put the current folder first on the path before the parent's path is known.
     """
-    more = {**omp_env(os.environ), "PYTHONSAFEPATH": "1"}
-    before = {key: os.environ.get(key) for key in more}
-    os.environ.update(more)
+    before = dict(os.environ)
+    os.environ.update({**omp_env(os.environ), "PYTHONSAFEPATH": "1"})
     try:
         yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+        for key in os.environ.keys() - before.keys():
+            del os.environ[key]
+        os.environ.update(before)
 
 
 @contextmanager
-def block_interrupt() -> Iterator[None]:
+def _block_interrupt() -> Iterator[None]:
     """A Ctrl-C before the process has a session of its own is not for it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -218,17 +207,6 @@ def block_interrupt() -> Iterator[None]:
 
 
 # -- in the child ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChildSide:
-    """What a child has from its parent."""
-
-    pipe: Connection
-    lifeline: Connection  # closed when the parent ends
-    log: Path | None
-    start_method: str  # as the parent has it
-    safe_path: bool  # as the parent has it
 
 
 def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]) -> None:

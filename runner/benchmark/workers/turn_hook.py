@@ -20,17 +20,10 @@ from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-import psutil
-
-from runner.benchmark.blocks import Turn
+from runner.benchmark.blocks import Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.workers.messages import FINISH, Ready
-from runner.benchmark.workers.results import (
-    TrainingLog,
-    compute_checksums,
-    describe_unchanged,
-    find_unchanged,
-)
+from runner.benchmark.workers.results import TrainingLog
+from runner.benchmark.workers.worker import FINISH
 from runner.data.loader import BatchLoader
 from runner.device import memory
 from runner.training.hook import Hook, Report, Step, Verdict
@@ -38,6 +31,7 @@ from runner.training.run import Run
 
 LEAST = 3  # steps of a turn, and warm-up steps whose median is a late one
 ROUNDS = 2  # times that a turn uses up what all workers may have in hand, at least
+KEPT_STEPS = 512  # of a turn, evenly spaced: hours of small steps fit the memory
 STOPPED = "the benchmark has measured it"
 
 
@@ -53,30 +47,26 @@ class TurnHook(Hook):
     ) -> None:
         self.ask, self.started = ask, started
         self.warm_up = max(settings.warmup_steps, LEAST + 1)
-        self.training = TrainingLog(settings.target_loss)
+        self.training = TrainingLog()
         self.least, self.deadline = 1, 0.0  # steps and time after which `then` is called
         self.made = 0  # steps since it was last called
         self.then: Callable[[Run], Verdict | None] = self._warm
         self.stamps: list[float] = []  # when the session began, and each warm-up step ended
         self.workers = 0  # that fetch data
-        self.in_hand = 0  # batches that they may be ahead
+        self.ahead = 0  # batches that they may be ahead
         self.turns: list[float] = []  # a usual step of each, ms; at first the late warm-up step
         self.seconds = self.begun = self.data = 0.0  # of the current turn; data: waited before it
         self.laps = 0  # before it
-        self.checksums: dict[str, tuple[int, float]] = {}
-        self.problems: list[str] = []
         self.peaks = (0, 0)  # of process and device
-        self.worker_bytes = 0
         self.finishing = False
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Keep the weights' checksums and the time."""
-        self.checksums = compute_checksums(run.model)
+        """Keep the time."""
         pool = run.train.pool if isinstance(run.train, BatchLoader) else None
         if pool is not None:
-            self.workers, self.in_hand = pool.count, pool.count * pool.ahead
-            self.warm_up += self.in_hand
+            self.workers, self.ahead = pool.count, pool.count * pool.ahead
+            self.warm_up += self.ahead
         run.device.synchronize()
         self.stamps.append(perf_counter())
         yield
@@ -105,7 +95,6 @@ class TurnHook(Hook):
         ready = Ready(
             samples_per_step=run.train.samples(0),
             setup_seconds=self.stamps[1] - self.started,
-            first_seconds=sum(laps),
             warm_ms=late * 1e3,
             settling_seconds=max(0.0, sum(laps[1:]) - (len(laps) - 1) * late),
             compile_seconds=_compile_seconds(),
@@ -120,12 +109,12 @@ class TurnHook(Hook):
 
     def _wait_for_turn(self, run: Run, answer: Any, lead: int = 0) -> Verdict | None:
         """Send the answer, wait for the next question, and begin a turn or the end."""
-        with run.watch.excluded(), pause_workers():
+        with run.watch.excluded(), _pause_workers():
             question = self.ask(answer)
         if question == FINISH:
             return self._finish(run)
         self.seconds, self.made = float(question), 0
-        lead += self.in_hand
+        lead += self.ahead
         if not lead:
             return self._begin_turn(run)
         self.least, self.deadline, self.then = lead, 0.0, self._begin_turn
@@ -139,12 +128,12 @@ class TurnHook(Hook):
         self.data = run.watch.spent["data"]
         self.begun = perf_counter()
         self.then = self._end_turn
-        self.least = max(LEAST, ROUNDS * self.in_hand)
+        self.least = max(LEAST, ROUNDS * self.ahead)
         self.deadline = self.begun + self.seconds
         if run.device.kind != "cpu":
             # the host is far ahead of the device: its clock says little, so steps are counted
-            wanted = math.ceil(self.seconds * 1e3 / self.turns[-1])
-            self.least, self.deadline = max(self.least, wanted), 0.0
+            steps = math.ceil(self.seconds * 1e3 / self.turns[-1])
+            self.least, self.deadline = max(self.least, steps), 0.0
         return None
 
     def _end_turn(self, run: Run) -> Verdict | None:
@@ -167,17 +156,15 @@ class TurnHook(Hook):
             seconds=seconds,
             median_ms=median(laps) * 1e3,
             per_sample_ms=per_sample * 1e3,
-            step_ms=[lap * 1e3 for lap in laps],
+            step_ms=[lap * 1e3 for lap in laps[:: math.ceil(len(laps) / KEPT_STEPS)]],
             data_seconds=run.watch.spent["data"] - self.data,
         )
         return self._wait_for_turn(run, turn)
 
     def _finish(self, run: Run) -> Verdict:
-        """Before anything is gathered: what it took, and whether it has trained."""
+        """Before anything is gathered: what it took."""
         self.finishing = True
         self.peaks = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
-        self.worker_bytes = worker_bytes()
-        self.problems = describe_unchanged(run, find_unchanged(run.model, self.checksums))
         run.stop_reason = STOPPED
         run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
         return Verdict.STOP
@@ -193,7 +180,7 @@ def _compile_seconds() -> float:
 
 
 @contextmanager
-def pause_workers() -> Iterator[None]:
+def _pause_workers() -> Iterator[None]:
     """Stop data workers meanwhile (some 20 µs each), or they would fetch ahead on the cores of the
     arm whose turn it is. A stopped one can still be killed, and is when this process dies.
     """
@@ -205,16 +192,6 @@ def pause_workers() -> Iterator[None]:
     finally:
         for worker in workers:
             _signal(worker, signal.SIGCONT)
-
-
-def worker_bytes() -> int:
-    """Memory of the data workers that no other process shares; some 5 ms each."""
-    held = 0
-    for worker in multiprocessing.active_children():
-        with suppress(psutil.Error):
-            info = psutil.Process(worker.pid).memory_full_info()
-            held += getattr(info, "uss", info.rss)  # not every sandbox tells it
-    return held
 
 
 def _signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:

@@ -22,9 +22,10 @@ from runner.config import RunConfig
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.jobs.config import JobConfig
 from runner.optim.config import ScheduleConfig
-from runner.security import hidden
+from runner.security.secrets import adopt_state, shared_state
 
 LOG = "worker.log"
+FINISH = "finish"  # a question besides the seconds of a turn, and None to leave at once
 FOREVER = sys.maxsize
 REPORTED = 1  # exit code of an arm that has said why
 
@@ -39,7 +40,7 @@ class WorkerSpec:
     command: str  # trains the same by itself
     started: float  # time.perf_counter() of the parent, which counts from the same moment
     # what the process is not to show
-    secrets: Mapping[str, Any] = field(default_factory=hidden.shared_state)
+    secrets: Mapping[str, Any] = field(default_factory=shared_state)
 
 
 class Dismissed(Interrupted):
@@ -56,7 +57,7 @@ def main(child: ChildSide, spec: WorkerSpec) -> None:
     """
     if spec.command:
         sys.argv[:] = ["runner", *shlex.split(spec.command)[3:]]  # for the record
-    hidden.take(spec.secrets)
+    adopt_state(spec.secrets)
     try:
         _train(spec, child.pipe)
     except Dismissed:
@@ -80,7 +81,6 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     set_up_logging(config.monitoring.log_level, spec.folder)
     parts = opened(pipe.recv_bytes())
     metrics = parts.pop("metrics")
-    metrics |= results.resolve_metrics(spec.settings.metrics, config.security.names)
     with build(config, spec.folder, Components(**parts)) as run:
         # built for the length asked for, by which techniques decide; now it continues without end
         run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
@@ -90,7 +90,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
         summary = train(run)
         if not hook.finishing:
             raise RunnerError(f"the run ended by itself: {summary.reason or summary.status}")
-        pipe.send(results.collect_results(run, hook, summary, spec.settings, metrics))
+        pipe.send(results.collect_results(run, hook, summary, metrics))
 
 
 def benchmarked(config: RunConfig) -> RunConfig:

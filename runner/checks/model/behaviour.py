@@ -1,4 +1,4 @@
-"""How a model behaves on probes: its answers, again, and after a tiny change of its inputs."""
+"""Faults of a model's answers to probes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.linalg import vector_norm
 from runner.checks.model.report import make_reason
 from runner.checks.model.weights import NamedTensor
 from runner.data.batch import Inputs, call
-from runner.data.nested import named_leaves, tensors, tree_map
+from runner.data.nested import named_leaves, tensors
 from runner.objectives.deferred_logits import find_logits
 from runner.security.trust import Reason, Severity
 
@@ -23,8 +23,6 @@ MANY = 16  # samples from which on one class for all of them means something
 FEW = 3  # samples of other classes that it must have missed, where targets are known
 HUGE_LOGIT = 1e6
 MAX_VALUES = 2**20  # of an output that answers are compared by; NaN is looked for in all of them
-CHANGE = 1e-4  # of each input value, upwards
-MAX_GAIN = 1000.0  # relative change of the output for that of the input
 MAX_DIFFERENCE = 1e-2  # of two answers to the same; 16 bits on a GPU stay below it
 OUTPUTS = ("logits", "probabilities", "ids", "values")
 HALVES = (torch.float16, torch.bfloat16)
@@ -32,9 +30,9 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of the answers."""
+    """The facts known about the answers."""
 
-    outputs: str | None = None  # one of OUTPUTS; None: what names and types tell
+    outputs: str | None = None  # one of OUTPUTS; None: unknown
     classes: int | None = None  # ids lie below it
     targets: Tensor | None = None  # class indices of the probes
     trained: bool | None = True  # long enough to tell samples apart; None: unknown
@@ -48,15 +46,14 @@ def check_behaviour(
     named: Sequence[NamedTensor],
     facts: dict[str, Any],
 ) -> Iterator[Reason]:
-    """Up to three forwards of the probes; the caller restores modes, noise and buffers.
+    """One or two forwards of the probes; the caller restores modes, noise and buffers.
 
-    The host waits for each. Adds `repeated` and `gain` to the facts.
+    The host waits for each. Adds `repeated` to the facts.
     """
     versions = _versions(named)
     output = call(forward, probes)
-    now = _versions(named)
-    written = [one.name for one, a, b in zip(named, versions, now, strict=True) if a != b]
-    if written:
+    changed = zip(named, versions, _versions(named), strict=True)
+    if written := [one.name for one, before, now in changed if before != now]:
         evidence = f"a forward in evaluation mode writes to it (tensors so written: {len(written)})"
         yield make_reason("behaviour.writes", Severity.WARNING, written[0], evidence)
     main = _main(output)
@@ -71,15 +68,10 @@ def check_behaviour(
     if not bool(torch.isfinite(first).all()):
         return  # -Inf for what may not be chosen: there are no distances
     yield from _constant(main, first, probes, expected)
-    facts["repeated"] = again = float(_difference(forward, probes, first).max())
-    if again > MAX_DIFFERENCE:
-        evidence = f"two answers to the same samples differ by {again:.2g} of their size"
+    facts["repeated"] = repeated = _difference(_main(call(forward, probes)), first)
+    if repeated > MAX_DIFFERENCE:
+        evidence = f"two answers to the same samples differ by {repeated:.2g} of their size"
         yield make_reason("behaviour.random", Severity.WARNING, "", evidence)
-        return
-    facts["gain"] = gain = _gain(forward, probes, first)
-    if gain is not None and gain > MAX_GAIN:
-        evidence = f"a change of {CHANGE:.0e} of the inputs comes out {gain:,.0f} times as large"
-        yield make_reason("behaviour.sensitive", Severity.WARNING, "", evidence)
 
 
 def _main(output: Any) -> Tensor | None:
@@ -141,15 +133,15 @@ def _constant(
     """One and the same answer to different samples."""
     if all(bool((t == t[:1]).all()) for t in tensors(probes) if t.ndim and len(t) > 1):
         return
-    severity = Severity.WARNING if expected.trained else Severity.NOTE
+    evidence, scores = "", expected.outputs in ("logits", "probabilities")
     spread, size = float((answers.amax(0) - answers.amin(0)).max()), float(answers.abs().max())
     if spread <= SAME * size:
         evidence = f"the same output for all of {len(main):,} samples, to 1 in {1 / SAME:,.0f}"
+    elif scores and main.ndim == 2 and main.shape[1] > 1:
+        evidence = _one_class(main.argmax(1), expected.targets)
+    if evidence:
+        severity = Severity.WARNING if expected.trained else Severity.NOTE
         yield make_reason("behaviour.constant", severity, "", evidence)
-        return
-    if expected.outputs in ("logits", "probabilities") and main.ndim == 2 and main.shape[1] > 1:
-        if evidence := _one_class(main.argmax(1), expected.targets):
-            yield make_reason("behaviour.constant", severity, "", evidence)
 
 
 def _one_class(predicted: Tensor, targets: Tensor | None) -> str:
@@ -164,38 +156,12 @@ def _one_class(predicted: Tensor, targets: Tensor | None) -> str:
     return f"{evidence}, of which {missed:,} are of others" if missed >= FEW else ""
 
 
-def _difference(forward: Callable[..., Any], inputs: Inputs, first: Tensor) -> Tensor:
-    """[samples]: how far the answer to these inputs is from the first, in sizes of that."""
+def _difference(main: Tensor | None, first: Tensor) -> float:
+    """The most, over samples, by which an answer is off the first one, in sizes of that."""
+    again = None if main is None else _rows(main)
+    if again is None or again.shape != first.shape:
+        return math.inf
     size = vector_norm(first, dim=1)
     size = torch.maximum(size, size.mean() * 1e-3).clamp(min=1e-30)
-    main = _main(call(forward, inputs))
-    answers = None if main is None else _rows(main)
-    if answers is None or answers.shape != first.shape:
-        return torch.full_like(size, math.inf)
-    change = torch.nan_to_num(answers - first, nan=1e30, posinf=1e30, neginf=-1e30)
-    relative: Tensor = vector_norm(change, dim=1) / size
-    return relative
-
-
-def _gain(forward: Callable[..., Any], probes: Inputs, first: Tensor) -> float | None:
-    """The median over samples of how much a tiny change grows; None where no input is a float.
-
-    Zeros stay zero, and whole numbers are cut to the same; 16 bits hold no change that small.
-    """
-
-    def moves(tensor: Tensor) -> bool:
-        wide = tensor.is_floating_point() and tensor.dtype not in HALVES
-        return wide and tensor.ndim > 0 and len(tensor) == len(first)
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor * (1 + CHANGE * torch.rand_like(tensor)) if moves(tensor) else tensor
-
-    before = [t.reshape(len(t), -1) for t in tensors(probes) if moves(t)]
-    if not any(bool((t != 0).any()) for t in before):
-        return None
-    changed = tree_map(probes, move)
-    after = [t.reshape(len(t), -1) for t in tensors(changed) if moves(t)]
-    norm = vector_norm(torch.cat(before, 1), dim=1).clamp(min=1e-30)
-    way = (vector_norm(torch.cat(after, 1) - torch.cat(before, 1), dim=1) / norm).float()
-    grown, way = _difference(forward, changed, first), way.to(first.device)
-    return float((grown / way)[way > 0].median())
+    change = torch.nan_to_num(again - first, nan=1e30, posinf=1e30, neginf=-1e30)
+    return float((vector_norm(change, dim=1) / size).max())

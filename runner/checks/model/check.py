@@ -15,21 +15,18 @@ from torch import Tensor, nn
 from runner.checks.config import ModelCheckConfig
 from runner.checks.model.behaviour import Expected, check_behaviour
 from runner.checks.model.report import ModelReport, make_reason
-from runner.checks.model.structure import check_structure
-from runner.checks.model.weights import check_weights, is_plain, named_tensors, tied_names
+from runner.checks.model.weights import check_weights, is_plain, named_tensors
 from runner.data.batch import Inputs, rows
 from runner.data.nested import tensors, tree_map
 from runner.models import modes
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.record.text import shorten
-from runner.security.config import SecurityConfig, SecurityLevel
-from runner.security.trust import Reason, Severity
+from runner.security.trust import Severity
 from runner.training.hook import Hook
 from runner.training.run import Run
 
 MAX_SAMPLES = 256  # of the probes that are given
 SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
-TAG = "checks/model"
 MAX_TEXTS = 8  # samples that language models are probed with
 TRAINED_STEPS = 200  # after which a model should tell samples apart, where an epoch is longer
 
@@ -38,34 +35,32 @@ def check_model(
     model: nn.Module,
     probes: Inputs | None = None,
     *,
-    trusted: Sequence[str] = (),
-    foreign: Severity = Severity.NOTE,
     expected: Expected | None = None,
     contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> ModelReport:
     """The findings about a model, which stays as it is.
 
-    With probes (the first MAX_SAMPLES of them) it is called up to three times, in eval mode,
-    without gradients and uncompiled. Buffers, modes, attributes and random states are put back; so
-    are parameters, but for very large ones, of which a forward that writes to them is only
-    reported. The host waits for the device a few times.
+    With probes (the first MAX_SAMPLES of them) it is called up to twice, in eval mode, without
+    gradients and uncompiled. Buffers, modes, attributes and random states are put back; so are
+    parameters, but for very large ones, of which a forward that writes to them is only reported.
+    The host waits for the device a few times.
     """
     start = time.perf_counter()
     expected = expected or Expected()
     named = named_tensors(model)
-    reasons = [
-        *check_weights(model, named, expected.trained),
-        *check_structure(model, named, trusted, foreign),
-    ]
+    reasons = list(check_weights(named, expected.trained))
     plain = [one.tensor.numel() for one in named if one.is_parameter and is_plain(one.tensor)]
     facts: dict[str, Any] = {
         "parameters": sum(plain),
         "trained": expected.trained,
-        "tied": tied_names(model),
         "not_checked": [one.name for one in named if not is_plain(one.tensor)],
     }
     if probes is not None:
-        probes, facts["probes"] = _first_samples(probes)
+        samples = max((len(t) for t in tensors(probes) if t.ndim), default=0)
+        facts["probes"] = min(samples, MAX_SAMPLES)
+        if samples > MAX_SAMPLES:
+            cut = slice(MAX_SAMPLES)
+            probes = tree_map(probes, lambda t: t[cut] if t.ndim and len(t) == samples else t)
         device = next((one.tensor.device for one in named), torch.device("cpu"))
         with ExitStack() as stack:
             stack.enter_context(preserve_state(model, device=device, safe=large_parameters(model)))
@@ -77,40 +72,24 @@ def check_model(
             try:
                 reasons += check_behaviour(model, probes, expected, named, facts)
             except Exception as error:  # a model that raises is a finding
-                reasons.append(_raised(error))
+                evidence = f"{type(error).__name__}: {shorten(str(error), 200)}"
+                reasons.append(make_reason("behaviour.raises", Severity.WARNING, "", evidence))
     facts["seconds"] = time.perf_counter() - start
     return ModelReport(reasons, facts)
 
 
-def _raised(error: Exception) -> Reason:
-    evidence = f"{type(error).__name__}: {shorten(str(error), 200)}"
-    return make_reason("behaviour.raises", Severity.WARNING, "", evidence)
-
-
-def _first_samples(probes: Inputs) -> tuple[Inputs, int]:
-    samples = max((len(t) for t in tensors(probes) if t.ndim), default=0)
-    if samples <= MAX_SAMPLES:
-        return probes, samples
-    cut = tree_map(probes, lambda t: t[:MAX_SAMPLES] if t.ndim and len(t) == samples else t)
-    return cut, MAX_SAMPLES
-
-
 class ModelCheck(Hook):
-    """Checks weights and structure before the first step; after the last behaviour as well.
+    """Checks the weights before the first step; after the last one behaviour as well.
 
-    What is worse than a note goes to the history; all of it to TensorBoard and, in short, to the
-    summary. It never ends a run.
+    Findings worse than a note go to the history, the worst to the summary. It never ends a run.
     """
 
-    def __init__(self, config: ModelCheckConfig, security: SecurityConfig) -> None:
+    def __init__(self, config: ModelCheckConfig) -> None:
         self.config = config
-        self.trusted: Sequence[str] = security.trusted
-        strict = security.level is SecurityLevel.strict
-        self.foreign = Severity.WARNING if strict else Severity.NOTE
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Before and after; a run that ends early keeps what was found before."""
+        """Before and after; a run that ends early keeps the findings of before."""
         self.check(run, probe=False)
         yield
         self.check(run, probe=True)
@@ -134,7 +113,6 @@ class ModelCheck(Hook):
             message = f"model: {reason}"
             run.history.add(reason.code, message, step=step, category="model", severity=severity)
         run.model_check = report.compact() | {"after_training": probe}
-        run.recorder.text(TAG, report.markdown(), step)
         return report
 
     def _check(self, run: Run, probe: bool) -> ModelReport:
@@ -153,12 +131,5 @@ class ModelCheck(Hook):
             trained=run.epoch >= 1 or run.progress.step >= TRAINED_STEPS,
         )
         with run.update.averaged(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # training has said what the model warns of
-            return check_model(
-                run.model,
-                inputs,
-                trusted=self.trusted,
-                foreign=self.foreign,
-                expected=expected,
-                contexts=run.contexts,
-            )
+            warnings.simplefilter("ignore")  # training has given the model's own warnings
+            return check_model(run.model, inputs, expected=expected, contexts=run.contexts)

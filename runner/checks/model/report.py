@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from runner.record import markdown
 from runner.record.text import escape_control_chars
 from runner.security.trust import Reason, Severity
 
@@ -17,21 +15,15 @@ WAYS_OUT = {
     "weights.dead": "train it on, or initialise it again",
     "weights.constant": "train it on, or initialise it again",
     "weights.dead_units": "they add nothing: prune them, or initialise them again",
-    "weights.duplicated": "tie them if they are one; else initialise each on its own",
-    "structure.foreign_class": "trust its package if you know it",
-    "structure.patched_method": "remove it, or name its package in security.trusted",
-    "hooks.unexpected": "remove it, or name its package in security.trusted",
     "behaviour.raises": "are the probes what it is called with?",
     "behaviour.not_finite": "debug=anomaly names the layer in which they come up",
     "behaviour.out_of_range": "is outputs= right? end with a softmax, or scale the inputs",
     "behaviour.constant": "does its input reach its output? look for dead layers, train it longer",
     "behaviour.random": "heed self.training, and draw nothing while it is false",
-    "behaviour.sensitive": "scale its inputs, or look for a layer with very large weights",
     "behaviour.writes": "update statistics only while self.training is true",
 }
-HEADER = ("severity", "code", "where", "what", "way out")
-UNKNOWN = "not known; with trained=True copies, zero layers and constant answers are warnings"
-WORST = 5  # reasons that a summary holds; all are in the report, in TensorBoard and the history
+UNKNOWN = "not known; with trained=True zero layers and constant answers are warnings"
+WORST = 5  # reasons that a summary holds; all are in the report and, but for notes, the history
 
 
 @dataclass
@@ -74,7 +66,7 @@ class ModelReport:
         return {"ok": self.ok, "reasons": [*map(_plain, self.reasons)], "facts": self.facts}
 
     def compact(self) -> dict[str, Any]:
-        """What a run's summary says of it."""
+        """The part that a run's summary holds."""
         return {
             "ok": self.ok,
             "faults": self.count(Severity.REFUSAL),
@@ -84,30 +76,18 @@ class ModelReport:
             "seconds": self.facts.get("seconds", 0.0),
         }
 
-    def markdown(self) -> str:
-        """Two tables; every name and text in them is escaped."""
-        parts = [f"**{self.verdict}**"]
-        if self.reasons:
-            rows = [(r.severity.word, r.code, r.where, r.evidence, r.way_out) for r in self.reasons]
-            parts.append(markdown.table(HEADER, rows))
-        parts.append(markdown.table(("checked", ""), list(self._facts())))
-        return "\n\n".join(parts) + "\n"
-
     def __str__(self) -> str:
-        found = [f"{r.severity.word} {r.code}: {r}" for r in self.reasons]
-        facts = [f"{name}: {value}" for name, value in self._facts()]
-        return "\n".join([self.verdict, *map(escape_control_chars, found + facts)])
+        lines = [f"{r.severity.word} {r.code}: {r}" for r in self.reasons]
+        lines += [f"{name}: {value}" for name, value in self._facts()]
+        return "\n".join([self.verdict, *map(escape_control_chars, lines)])
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        for name, value in self.facts.items():
-            if name == "trained":
-                value = {True: "yes", False: "no", None: UNKNOWN}[value]
-            elif isinstance(value, list):
-                value = ", ".join(map(str, value))
-            elif isinstance(value, float):
-                value = f"{value:.3g}"
-            if value not in (None, ""):
-                yield name.replace("_", " "), str(value)
+    def _facts(self) -> list[tuple[str, str]]:
+        facts = dict(self.facts)
+        facts["trained"] = {True: "yes", False: "no", None: UNKNOWN}[facts["trained"]]
+        if "not_checked" in facts:
+            facts["not_checked"] = ", ".join(facts["not_checked"])
+        shown = {k: f"{v:.3g}" if isinstance(v, float) else str(v) for k, v in facts.items()}
+        return [(name.replace("_", " "), text) for name, text in shown.items() if text]
 
 
 def make_reason(code: str, severity: Severity, where: str, evidence: str) -> Reason:

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model, and what their values say: one transfer to the host."""
+"""Faults of parameters and buffers by their values: one transfer to the host."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class NamedTensor:
 
     name: str
     tensor: Tensor  # detached
-    original: Tensor
     owner: nn.Module
     attribute: str
     is_parameter: bool
+    trains: bool
 
     @property
     def is_matrix(self) -> bool:
@@ -54,21 +54,9 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
                     continue
                 name = f"{path}.{attribute}" if path else attribute
                 bare = torch.detach(tensor) if is_plain(tensor) else tensor
-                tensors[id(tensor)] = NamedTensor(
-                    name, bare, tensor, module, attribute, is_parameter
-                )
+                row = (name, bare, module, attribute, is_parameter, tensor.requires_grad)
+                tensors[id(tensor)] = NamedTensor(*row)
     return list(tensors.values())
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several: one tensor, or two of the same memory."""
-    names: dict[tuple[object, ...], list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        place: tuple[object, ...] = (id(tensor),)
-        if is_plain(tensor) and tensor.numel():
-            place = (str(tensor.device), tensor.data_ptr(), tensor.shape, tensor.stride())
-        names.setdefault(place, []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -80,40 +68,25 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def check_weights(
-    model: nn.Module, tensors: Sequence[NamedTensor], trained: bool | None
-) -> Iterator[Reason]:
-    """What is wrong with the values; unless `trained`, a model may hold zeros and copies.
+def check_weights(tensors: Sequence[NamedTensor], trained: bool | None) -> Iterator[Reason]:
+    """Faults of the values; a zero layer is one where the model is `trained`.
 
     Integers, and tensors without plain memory (meta, quantized, sharded), are passed over. The
-    host waits for the device once, and again for what is not finite or seems to be double.
+    host waits for the device once, and again for tensors that are not finite.
     """
-    checked = [one for one in tensors if _has_numbers(one.tensor)]
     by_device: dict[torch.device, list[NamedTensor]] = {}
-    for one in checked:
-        by_device.setdefault(one.tensor.device, []).append(one)
-    values: dict[str, list[float]] = {}
+    for one in tensors:
+        if is_plain(one.tensor) and one.tensor.is_floating_point() and one.tensor.numel():
+            by_device.setdefault(one.tensor.device, []).append(one)
     for group in by_device.values():
         rows = torch.stack([_statistics(one) for one in group]).tolist()  # waits
-        values |= {one.name: row for one, row in zip(group, rows, strict=True)}
-    for one in checked:
-        low, high, zero_units = values[one.name][:3]
-        yield from _value_findings(one, low, high, zero_units, trained)
-    yield from _duplicates(model, checked, values, trained)
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    numeric = tensor.is_floating_point() or tensor.is_complex()
-    return is_plain(tensor) and numeric and tensor.numel() > 0
+        for one, (low, high, zero_units) in zip(group, rows, strict=True):
+            yield from _value_findings(one, low, high, int(zero_units), trained)
 
 
 def _statistics(one: NamedTensor) -> Tensor:
-    """[low, high, zero units, sum of the units' lows, of their highs]; equal for equal matrices."""
-    tensor = one.tensor
-    if tensor.is_complex():
-        tensor = torch.view_as_real(torch.resolve_conj(tensor))
-    if tensor.element_size() == 1:
-        tensor = tensor.float()
+    """[least value, largest value, units that are all zero]."""
+    tensor = one.tensor.float() if one.tensor.element_size() == 1 else one.tensor
     unit = one.unit_dimension if one.is_matrix else 0
     if not one.is_matrix:
         tensor = tensor.reshape(1, -1)
@@ -122,12 +95,11 @@ def _statistics(one: NamedTensor) -> Tensor:
     low, high = torch.amin(tensor, others), torch.amax(tensor, others)
     zero = ((low == 0) & (high == 0)).sum()
     wide = torch.float32 if tensor.device.type == "mps" else torch.float64  # which has no more
-    low, high = low.to(wide), high.to(wide)
-    return torch.stack([low.amin(), high.amax(), zero.to(wide), low.sum(), high.sum()])
+    return torch.stack([low.amin().to(wide), high.amax().to(wide), zero.to(wide)])
 
 
 def _value_findings(
-    one: NamedTensor, low: float, high: float, zero_units: float, trained: bool | None
+    one: NamedTensor, low: float, high: float, zero_units: int, trained: bool | None
 ) -> Iterator[Reason]:
     statistic = one.attribute.startswith("running_")
     if not math.isfinite(low) or not math.isfinite(high):
@@ -146,7 +118,7 @@ def _value_findings(
         yield make_reason("weights.negative_variance", Severity.REFUSAL, one.name, evidence)
     scale = one.attribute == "weight" and one.tensor.numel() > 1  # biases are often zero
     if one.is_matrix or (one.is_parameter and scale):
-        yield from _idle(one, low, high, int(zero_units), trained)
+        yield from _idle(one, low, high, zero_units, trained)
 
 
 def _idle(
@@ -159,8 +131,7 @@ def _idle(
         severity = Severity.WARNING if trained else Severity.NOTE
         yield make_reason("weights.dead", severity, one.name, "all of it is zero")
     elif low == high and one.is_matrix:
-        # a frozen one may be a filter that was chosen
-        severity = Severity.WARNING if one.original.requires_grad else Severity.NOTE
+        severity = Severity.WARNING if one.trains else Severity.NOTE  # a chosen filter is frozen
         evidence = f"every value is {low:.3g}: its units are all the same"
         yield make_reason("weights.constant", severity, one.name, evidence)
     elif one.is_matrix and zero_units > padding:
@@ -181,33 +152,3 @@ def _not_finite(one: NamedTensor) -> Reason:
     first = torch.nonzero(bad)[0].tolist()
     evidence = f"{kinds} of {tensor.numel():,} values, the first at {first}"
     return make_reason("weights.not_finite", Severity.REFUSAL, one.name, evidence)
-
-
-def _duplicates(
-    model: nn.Module,
-    tensors: Sequence[NamedTensor],
-    values: dict[str, list[float]],
-    trained: bool | None,
-) -> Iterator[Reason]:
-    """Matrices of the same bytes in different memory; tied ones are left out."""
-    alike: dict[tuple[object, ...], list[NamedTensor]] = {}
-    for one in tensors:
-        row = values[one.name]
-        if one.is_matrix and row[0] < row[1] and math.isfinite(row[1] - row[0]):
-            about = (one.tensor.shape, one.tensor.dtype, one.tensor.device, *row)
-            alike.setdefault(about, []).append(one)
-    tied = {name: i for i, names in enumerate(tied_names(model)) for name in names}
-    for first, *others in alike.values():
-        copies = [
-            other
-            for other in others
-            if tied.get(first.name, -1) != tied.get(other.name, -2)
-            and torch.equal(first.tensor, other.tensor)
-        ]
-        if copies:
-            # a target network, or layers that begin as copies
-            frozen = first.original.requires_grad != copies[0].original.requires_grad
-            severity = Severity.NOTE if frozen or not trained else Severity.WARNING
-            names = ", ".join(copy.name for copy in copies[:3]) + ", …" * (len(copies) > 3)
-            evidence = f"the same bytes as {names}, and not tied"
-            yield make_reason("weights.duplicated", severity, first.name, evidence)

@@ -16,7 +16,17 @@ from torch import Tensor
 
 TIED = "tied"  # in a safetensors file's metadata: names that share another name's tensor, as JSON
 
-_BASES: tuple[Any, ...] = (int, float, complex, str, bytes)
+_SIMPLER: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (Enum, lambda enum: enum.value),
+    (PurePath, str),
+    *((plain, plain) for plain in (int, float, complex, str, bytes)),  # subclasses of them
+    (bytearray, bytes),
+    (np.random.Generator, lambda generator: generator.bit_generator.state),
+    (np.random.BitGenerator, lambda generator: generator.state),
+    ((np.random.RandomState, torch.Generator), lambda generator: generator.get_state()),
+    (random.Random, lambda generator: generator.getstate()),
+)
+"""One step towards plain data, by type; the first that fits."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -29,7 +39,7 @@ def encode(
     tensors, random generators their state, dataclasses dicts, enums their value, paths text.
     Raises TypeError naming the place of anything else.
     """
-    return _encode(value, place, (), tensor or (lambda _, found: found))
+    return _encode(value, place, (), tensor or (lambda _, bare: bare))
 
 
 def _encode(
@@ -64,26 +74,12 @@ def _encode(
 
 def _simplify(value: Any) -> Any:
     """One step towards plain data, or the value itself."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, PurePath):
-        return str(value)
     if isinstance(value, np.generic):
         item = value.item()  # of longdouble, which has no plain counterpart, itself
         return value if isinstance(item, np.generic) else item
-    for plain in _BASES:  # subclasses of them
-        if isinstance(value, plain):
-            return plain(value)
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.BitGenerator):
-        return value.state
-    if isinstance(value, np.random.RandomState | torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
+    for kind, simpler in _SIMPLER:
+        if isinstance(value, kind):
+            return simpler(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value

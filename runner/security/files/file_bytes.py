@@ -52,7 +52,7 @@ class FileBytes:
         """Only opened; hashed by a thread. Raises CheckpointError."""
         source = open_regular(path)
         pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-        hashing = pool.submit(_hash, path, source, os.fstat(source).st_size)
+        hashing = pool.submit(_hash, path, source)
         pool.shutdown(wait=False)
         return cls(source, str(path), hashing)
 
@@ -127,24 +127,12 @@ def _copy(path: Path, source: int, target: int, size: int) -> Future[str]:
     return hashing
 
 
-def _hash(path: Path, descriptor: int, size: int) -> str:
-    digest, at = hashlib.sha256(), 0
+def _hash(path: Path, descriptor: int) -> str:
     try:
-        while block := _read_at(descriptor, at):
-            digest.update(block)
-            at += len(block)
+        with open(os.dup(descriptor), "rb", buffering=0) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if at != size:
-        raise CheckpointError(f"{path}: it changed while it was read")
-    return digest.hexdigest()
-
-
-def _read_at(descriptor: int, at: int) -> bytes:
-    if sys.platform == "win32":
-        os.lseek(descriptor, at, os.SEEK_SET)
-        return os.read(descriptor, 1 << 18)
-    return os.pread(descriptor, 1 << 18, at)  # a block that stays in the cache
 
 
 def _stamp(descriptor: int) -> tuple[int, ...]:

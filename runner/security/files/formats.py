@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 import re
 import zipfile
-import zlib
 from pathlib import Path
 
-from runner.errors import CheckpointError
 from runner.security.trust import Reason, Severity
 
 Data = bytes | mmap.mmap
@@ -42,14 +41,10 @@ UNSUPPORTED_NAMES = {
 }
 EXACT_NAMES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
 PICKLE_NAMES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-UNSUPPORTED_CONTENT = re.compile(
-    rb"GGUF|\x89HDF\r\n\x1a\n|PK\x05\x06|PK\x07\x08|\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf"
-    rb"|\x7fELF|MZ|#!|<!DOCTYPE|<html|version https"
-)
 # Protocols 2 to 5 begin with their number; older ones are told by the import of a name.
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 OLD_PICKLE = re.compile(rb"[ci][A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\r?\n", re.ASCII)
-LATE_PICKLE = re.compile(rb"data\.pkl", re.I)
+MODEL_IN_ZIP = re.compile(rb"data\.pkl|\.npy|\x93NUMPY", re.I)
 
 
 class Refused(Exception):
@@ -83,8 +78,13 @@ def check_name(name: str) -> None:
 def identify(data: Data, name: str) -> str:
     """safetensors, torch_zip, npz, npy or pickle. Raises Refused for all else."""
     check_name(name)
-    suffix = Path(name.lower()).suffix
-    kind = _identify_content(data, suffix)
+    suffix, head = Path(name.lower()).suffix, bytes(data[:HEAD])
+    kind = _identify_zip(data) if head.startswith(ZIP) else _identify_head(head, len(data))
+    if not kind and head and suffix in PICKLE_NAMES:
+        kind = "pickle"  # torch's own loader says what is wrong with it
+    if not kind:
+        begins = f"begins with {head[:8].hex(' ')}, as no format known here" if head else "is empty"
+        raise Refused("format.unknown", "", begins, f"{KNOWN}; {CONVERT}")
     wanted = EXACT_NAMES.get(suffix, kind)
     if wanted != kind:
         evidence = f"its content is {kind}, and its name says {wanted}"
@@ -92,21 +92,13 @@ def identify(data: Data, name: str) -> str:
     return kind
 
 
-def _identify_content(data: Data, suffix: str) -> str:
-    head = bytes(data[:HEAD])
-    if head.startswith(ZIP):
-        return _identify_zip(data)
+def _identify_head(head: bytes, size: int) -> str:
+    """The format of what is no zip; empty where it is none that is known."""
     if head.startswith(NPY):
         return "npy"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= len(data):
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
         return "safetensors"
-    if UNSUPPORTED_CONTENT.match(head) or head[257:262] == b"ustar":
-        what = printable(head[:8])
-        raise Refused("format.unsupported", "at 0", f"begins with {what}", f"{KNOWN}; {CONVERT}")
-    if head and (suffix in PICKLE_NAMES or PICKLE.match(head) or OLD_PICKLE.search(head)):
-        return "pickle"  # torch's own loader says what is wrong with it
-    begins = f"begins with {head[:8].hex(' ')}, as no format known here" if head else "is empty"
-    raise Refused("format.unknown", "at 0", begins, KNOWN)
+    return "pickle" if PICKLE.match(head) or OLD_PICKLE.search(head) else ""
 
 
 def open_zip(data: Data) -> zipfile.ZipFile:
@@ -132,42 +124,18 @@ def _identify_zip(data: Data) -> str:
 
 def is_loadable(path: Path) -> bool:
     """Whether loaders read the file, by its name or by its content; an unreadable one may be."""
-    suffix = path.suffix.lower()
-    if is_model_name(path.name) and suffix != ".bin":  # also numbers without a header are .bin
+    numbers = path.suffix.lower() == ".bin"  # often without any header
+    if is_model_name(path.name) and not numbers:
         return True
-    try:
-        if not path.is_file() or not path.stat().st_size:
-            return False
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _is_model_content(path, data, suffix)
-    except FileNotFoundError:
+    if not path.is_file():
         return False
-    except (CheckpointError, OSError):
-        return True
-
-
-def _is_model_content(path: Path, data: mmap.mmap, suffix: str) -> bool:
     try:
-        kind = _identify_content(data, "")
-    except Refused as refused:
-        code = refused.reason.code
-        if suffix == ".bin" and code in ("zip.directory", "format.unsupported"):
-            return True
-        # numpy and torch.load open archives in which no name announces an array or a pickle
-        if data[:4] != ZIP:
-            return False
-        return _holds_array(path) if code == "format.unknown" else bool(LATE_PICKLE.search(data))
-    return kind != "pickle" or suffix == ".bin" or PICKLE.match(data[:2]) is not None
-
-
-def _holds_array(path: Path) -> bool:
-    """Whether a member begins as an .npy file does: `np.load` reads it under any name."""
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            try:
-                with archive.open(member) as file:
-                    if file.read(len(NPY)) == NPY:
-                        return True
-            except (zipfile.BadZipFile, RuntimeError, NotImplementedError, zlib.error, OSError):
-                continue  # encrypted or damaged: numpy cannot read it either
-    return False
+        with path.open("rb") as file:
+            head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
+            if not head.startswith(ZIP):
+                kind = _identify_head(head, size)
+                return bool(kind) and (kind != "pickle" or numbers or bool(PICKLE.match(head)))
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return MODEL_IN_ZIP.search(data) is not None
+    except OSError:
+        return True

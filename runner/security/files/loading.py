@@ -37,7 +37,7 @@ _LOCK = threading.Lock()
 
 @dataclass
 class Examined:
-    """What was found; `content` is None where the file is refused."""
+    """The format, what is wrong, and the content; that is None where the file is refused."""
 
     format: str = "unknown"
     reasons: list[Reason] = field(default_factory=list)
@@ -63,20 +63,20 @@ def examine(
     `rules`: hold an archive against the rules, which a known digest makes needless. `deep`: warn of
     odd values in tensors. Raises nothing.
     """
-    found = Examined()
+    examined = Examined()
     try:
-        found.format = identify(data, name)
-        if rules and found.format in ("torch_zip", "npz"):
+        examined.format = identify(data, name)
+        if rules and examined.format in ("torch_zip", "npz"):
             check_zip(data, limits)
-        content, found.metadata = load(place, found.format)
+        content, examined.metadata = load(place, examined.format)
         tensors = values.check_types(content, len(data), limits)
-        found.reasons += values.check_values(tensors) if deep else []
-        found.content = content
+        examined.reasons += values.check_values(tensors) if deep else []
+        examined.content = content
     except Refused as refused:
-        found.reasons.append(refused.reason)
+        examined.reasons.append(refused.reason)
     except Exception as error:  # a parser's own refusal, of a dozen types
-        found.reasons.append(parser_refusal(error, found.format))
-    return found
+        examined.reasons.append(parser_refusal(error, examined.format))
+    return examined
 
 
 def load(place: str, kind: str) -> tuple[Any, dict[str, str]]:
@@ -118,15 +118,14 @@ def _load_torch(place: str, kind: str, weights_only: bool) -> Any:
 def parser_refusal(error: Exception, kind: str) -> Reason:
     """What the parser said, in one line."""
     text = str(error)
-    refusal = Severity.REFUSAL
-    if kind in ("torch_zip", "pickle") and (match := LOADER_MESSAGE.search(text)):
+    match = LOADER_MESSAGE.search(text) if kind in ("torch_zip", "pickle") else None
+    if match is not None:
         evidence = f"torch's weights_only loader refuses it: {printable(match['gist'].strip(' .'))}"
-        return Reason(NEEDS_PICKLE, refusal, "", evidence, CONVERT)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    gist = printable((lines or [type(error).__name__])[0].partition(". ")[0])
-    parser = {"safetensors": "safetensors", "npy": "numpy", "npz": "numpy"}.get(kind, "torch")
-    evidence = f"{parser} cannot read it: {type(error).__name__}: {gist}"
-    if kind == "pickle":
-        return Reason(NEEDS_PICKLE, refusal, "", evidence, CONVERT)
+    else:
+        parser = {"safetensors": "safetensors", "npy": "numpy", "npz": "numpy"}.get(kind, "torch")
+        gist = printable((text.strip() or "no reason given").splitlines()[0].partition(". ")[0])
+        evidence = f"{parser} cannot read it: {type(error).__name__}: {gist}"
+    if match is not None or kind == "pickle":
+        return Reason(NEEDS_PICKLE, Severity.REFUSAL, "", evidence, CONVERT)
     way_out = CONVERT if "weights_only" in text else DAMAGED
-    return Reason("format.malformed", refusal, "", evidence, way_out)
+    return Reason("format.malformed", Severity.REFUSAL, "", evidence, way_out)

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from runner.security.config import SecurityConfig, SecurityLevel
 
 GIB = 1 << 30
-
-
-class Provenance(IntEnum):
-    """Where a file's digest comes from, from the least trusted to the most."""
-
-    FOREIGN = 0  # unknown
-    PINNED = 1  # the user lists it in security.pinned
-    OWN = 2  # a manifest of this run tree has it
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The sandboxed process: it examines the bytes of foreign files within limits on memory and time.
 
-One process serves all files of a scan: it gets a descriptor of the bytes, and answers with a
-format's name and reasons, as text. No tensor comes back: the parent loads the same sealed bytes
-once nothing was found. Limits are on memory (Linux), CPU, wall time, new files and processes (but
-for root); it is no jail, which is why nothing in a file is ever run there either. There is none on
-Windows, where foreign files are refused until they are pinned.
+One process serves all files of a scan: it gets a path to the bytes that the parent holds, and
+answers with a format's name and reasons, as text. No tensor comes back: the parent loads the same
+sealed bytes where nothing is wrong. Limits are on memory (Linux), CPU, wall time, new files and
+processes (but for root); it is no jail, which is why nothing in a file is ever run there either.
+There is none on Windows, where foreign files are refused until they are pinned.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import mmap
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
 
-from runner.security.files.file_bytes import FileBytes, map_bytes
+from runner.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.security.files.formats import printable
 from runner.security.files.policy import FileLimits
 from runner.security.trust import Reason, Severity
@@ -32,15 +30,14 @@ from runner.security.trust import Reason, Severity
 START_S = 120.0  # on a busy machine with a cold disk
 WALL = 10.0  # wall time to CPU time that a file may take
 BYTES_PER_SECOND = 32 << 20  # of CPU, besides limits.cpu_s
-HEADER = 8  # bytes of a message's length, before it
-ANSWER = 1 << 22  # bytes of an answer
-REASONS = 10_000
+ANSWER = 1 << 20  # bytes of an answer
+REASONS = 1_000
 MOST_DEATHS = 8  # files of one scan that may end the process; the rest is refused unexamined
 DESCRIPTORS = 64
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from runner.security.files import sandbox; sandbox.serve(int(sys.argv[1]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from runner.security.files import sandbox; sandbox.serve()"
 )
 WAY_OUT = "get it as safetensors, or look at it on a machine of its own"
 
@@ -58,7 +55,6 @@ class Sandbox:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.line: socket.socket | None = None
         self.deaths = 0
 
     def __enter__(self) -> Self:
@@ -78,10 +74,12 @@ class Sandbox:
         if self.deaths >= MOST_DEATHS:
             why = f"{self.deaths} files have ended the process that examines them"
             return _refused("sandbox.given_up", name, why)
+        place = f"/proc/{os.getpid()}/fd/{data.descriptor}" if LINUX else data.place
+        question = {"place": place, "name": name, "deep": deep, "limits": asdict(limits)}
         try:
             if self.process is None:
                 self._start()
-            return self._ask(data, name, limits, deep)
+            return _read_answer(self._ask(question, WALL * cpu_seconds(limits, data.size)))
         except Died as died:
             self.close()
             self.deaths += 1
@@ -92,83 +90,70 @@ class Sandbox:
 
     def close(self) -> None:
         """End it at once, with all that it started."""
-        process, line, self.process, self.line = self.process, self.line, None, None
-        if line is not None:
-            line.close()
+        process, self.process = self.process, None
         if process is not None:
             if process.poll() is None:  # its id is still its own
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what was to be written to a process that is gone
+                    pipe.close()  # type: ignore[union-attr]
             process.wait()
 
     def _start(self) -> None:
-        mine, theirs = socket.socketpair()
         environment = {key: os.environ[key] for key in INHERITED if key in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
         path = json.dumps([place or os.getcwd() for place in sys.path])
-        with theirs:
-            self.process = subprocess.Popen(  # noqa: S603  # ourselves
-                [sys.executable, "-P", "-s", "-c", PROGRAM, str(theirs.fileno()), path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self.line = mine
-        self._receive(START_S)
+        self.process = subprocess.Popen(  # noqa: S603  # ourselves
+            [sys.executable, "-P", "-s", "-c", PROGRAM, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self._receive(self.process, START_S)
 
-    def _ask(
-        self, data: FileBytes, name: str, limits: FileLimits, deep: bool
-    ) -> tuple[str, list[Reason]]:
-        question = {"name": name, "size": data.size, "deep": deep, "limits": asdict(limits)}
-        text = json.dumps(question).encode()
-        line = self._open_line()
-        try:
-            socket.send_fds(line, [len(text).to_bytes(HEADER, "big")], [data.descriptor])
-            line.sendall(text)
-        except OSError:
-            raise self._explain_death() from None
-        return _read_answer(self._receive(WALL * cpu_seconds(limits, data.size)))
-
-    def _open_line(self) -> socket.socket:
-        if self.line is None:
+    def _ask(self, question: dict[str, Any], seconds: float) -> Any:
+        process = self.process
+        if process is None or process.stdin is None:
             raise Died("sandbox.died", "the process that examines it is gone")
-        return self.line
-
-    def _receive(self, seconds: float) -> Any:
-        line, until = self._open_line(), time.monotonic() + seconds
-
-        def read(count: int) -> bytes:
-            line.settimeout(max(0.001, until - time.monotonic()))
-            return receive_exactly(line, count)
-
         try:
-            count = int.from_bytes(read(HEADER), "big")
-            if count > ANSWER:
-                raise ValueError
-            text = read(count)
-            line.settimeout(None)
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+        except OSError:
+            raise _explain_death(process) from None
+        return self._receive(process, seconds)
+
+    def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
+        """One line of JSON."""
+        pipe, until, text = process.stdout, time.monotonic() + seconds, b""
+        assert pipe is not None  # noqa: S101  # as it was started
+        while not text.endswith(b"\n"):
+            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise Died("sandbox.timeout", f"examining it took more than {seconds:.1f} s")
+            part = os.read(pipe.fileno(), ANSWER)
+            if not part:
+                raise _explain_death(process)
+            text += part
+            if len(text) > ANSWER:
+                raise Died("sandbox.answer", "the process that examines it sent too much")
+        try:
             return json.loads(text)
-        except TimeoutError:
-            raise Died("sandbox.timeout", f"examining it took more than {seconds:.1f} s") from None
-        except (EOFError, OSError):
-            raise self._explain_death() from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Died("sandbox.answer", "the process that examines it sent no JSON") from None
 
-    def _explain_death(self) -> Died:
-        code = None
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                code = self.process.wait(5)
-        if code is None or code >= 0:
-            return Died("sandbox.died", f"the process that examined it ended with code {code}")
-        number = signal.Signals(-code)
-        if number is signal.SIGXCPU:
-            return Died("sandbox.timeout", "examining it took more CPU time than it may")
-        return Died("sandbox.died", f"{number.name} ended the process that examined it")
+
+def _explain_death(process: subprocess.Popen[bytes]) -> Died:
+    code = None
+    with suppress(subprocess.TimeoutExpired):
+        code = process.wait(5)
+    if code is None or code >= 0:
+        return Died("sandbox.died", f"the process that examined it ended with code {code}")
+    number = signal.Signals(-code)
+    if number is signal.SIGXCPU:
+        return Died("sandbox.timeout", "examining it took more CPU time than it may")
+    return Died("sandbox.died", f"{number.name} ended the process that examined it")
 
 
 def cpu_seconds(limits: FileLimits, size: int) -> float:
@@ -177,7 +162,7 @@ def cpu_seconds(limits: FileLimits, size: int) -> float:
 
 
 def _read_answer(answer: Any) -> tuple[str, list[Reason]]:
-    """What it said, held to its form: it has parsed foreign bytes."""
+    """An answer held to its form: its sender has parsed foreign bytes."""
     try:
         kind, rows = answer["format"], answer["reasons"]
         if type(kind) is not str or type(rows) is not list or len(rows) > REASONS:
@@ -199,11 +184,11 @@ def _refused(code: str, where: str, evidence: str) -> tuple[str, list[Reason]]:
 # -- in the sandboxed process ------------------------------------------------------------------
 
 
-def serve(descriptor: int) -> None:
-    """Examine what comes through the socket until it is closed; a descriptor with each request."""
-    line = socket.socket(fileno=descriptor)
+def serve() -> None:
+    """Answer each line of standard input until it is closed, which the parent's end does, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
-    threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
     import torch
 
     from runner.security.files.loading import examine
@@ -212,42 +197,24 @@ def serve(descriptor: int) -> None:
     _limit_once()
     gc.freeze()
     gc.disable()  # it would visit thousands of tensors again and again
-    send(line, {"ready": True})
-    while True:
-        header, descriptors, _, _ = socket.recv_fds(line, HEADER, 1)
-        if not header:
-            return
-        question = json.loads(receive_exactly(line, int.from_bytes(header, "big")))
-        limits, size = FileLimits(**question["limits"]), question["size"]
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        limits, name = FileLimits(**question["limits"]), question["name"]
+        descriptor = os.open(question["place"], os.O_RDONLY)
+        size = os.fstat(descriptor).st_size
         _limit_file(limits, size)
-        data, place = map_bytes(descriptors[0], size), f"/dev/fd/{descriptors[0]}"
-        found = examine(data, place, question["name"], limits, deep=question["deep"])
-        found.content = None
-        rows = [[r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in found.reasons]
-        send(line, {"format": found.format, "reasons": rows})
+        data, place = map_bytes(descriptor, size), f"/dev/fd/{descriptor}"
+        examined = examine(data, place, name, limits, deep=question["deep"])
+        rows = [[r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in examined.reasons]
+        print(json.dumps({"format": examined.format, "reasons": rows}), file=answers, flush=True)
+        examined.content = None
         if isinstance(data, mmap.mmap):
             with suppress(BufferError):
                 data.close()
-        os.close(descriptors[0])
-        del data, found
+        os.close(descriptor)
+        del data, examined
         gc.collect()
-
-
-def send(line: socket.socket, message: Any) -> None:
-    """One message, its length before it."""
-    text = json.dumps(message).encode()
-    line.sendall(len(text).to_bytes(HEADER, "big") + text)
-
-
-def receive_exactly(line: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises EOFError where the other end has closed before."""
-    received = bytearray()
-    while len(received) < count:
-        part = line.recv(min(count - len(received), 1 << 20))
-        if not part:
-            raise EOFError
-        received += part
-    return bytes(received)
 
 
 def _limit_once() -> None:
@@ -262,7 +229,7 @@ def _limit_file(limits: FileLimits, size: int) -> None:
     """CPU time and, on Linux, memory, in addition to what is used so far."""
     import resource
 
-    if sys.platform == "linux":  # elsewhere it is not enforced
+    if LINUX:  # elsewhere it is not enforced
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         in_use = pages * os.sysconf("SC_PAGE_SIZE")
@@ -279,11 +246,3 @@ def _lower(what: int, value: int) -> None:
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
     resource.setrlimit(what, (value, hard))
-
-
-def _end_with_parent(descriptor: int) -> None:
-    """Wait for the other end to close; costs no CPU."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # a hang-up is always reported
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, SecurityError
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
-from runner.security.files.policy import FilePolicy, Provenance
-from runner.security.files.provenance import MANIFEST, judge, provenance_of
+from runner.security.files.policy import FilePolicy
+from runner.security.files.provenance import MANIFEST, judge, known_trust
 from runner.security.files.sandbox import Sandbox
-from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
+from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity, Trust
 
 DEPTH = 64
 SPECIAL = "a pipe, socket or device"
-RUN_PARTS = ("checkpoints", "debug/captures")  # a folder with one of them is a run's
 
 
 @dataclass
@@ -27,20 +26,19 @@ class Item:
     """What is judged as one: a file, or a folder that is loaded as a whole."""
 
     path: Path
-    kind: str  # file | checkpoint | capture | run | dcp | folder
+    kind: str = "file"  # file | checkpoint | folder
     files: dict[str, Path] = field(default_factory=dict)  # all regular files, by path within
-    odd: list[Reason] = field(default_factory=list)  # what is neither file nor folder
+    odd: list[Reason] = field(default_factory=list)  # about links that lead out, pipes, …
 
     @property
     def size(self) -> int:
         """Bytes of its files."""
-        total = 0
-        for path in self.files.values():
-            try:
-                total += path.stat().st_size
-            except OSError:  # it is reported when it is read
-                continue
-        return total
+        return sum(path.stat().st_size for path in self.files.values() if path.is_file())
+
+    @property
+    def refused(self) -> bool:
+        """Whether there is something in it that a loader might open and that is not examined."""
+        return any(reason.severity is Severity.REFUSAL for reason in self.odd)
 
 
 class Scanner:
@@ -59,23 +57,23 @@ class Scanner:
     def scan(self, item: Item, report: Callable[[int], None] | None = None) -> Assessment:
         """The verdict; `report` is given the bytes of each file that is done."""
         start = time.perf_counter()
-        found = Assessment(str(item.path))
-        found.refuse(item.odd)
+        assessment = Assessment(str(item.path))
+        assessment.refuse(item.odd)
         alone = item.kind == "file"
         for name, path in item.files.items():
             loads = alone or is_loadable(path)
             try:
-                facts, reasons = self._examine(path) if loads else (_hash(path), [])
+                facts, reasons = self._examine(path) if loads else _unexamined(path)
             except CheckpointError as error:
-                found.refuse([_odd("file.unreadable", name, str(error), loads)])
+                assessment.refuse([_odd("file.unreadable", name, str(error), loads)])
                 continue
-            found.files[name] = facts
-            found.refuse(reasons if alone else [_within(name, reason) for reason in reasons])
+            assessment.files[name] = facts
+            assessment.refuse(reasons if alone else [_within(name, reason) for reason in reasons])
             if report is not None:
                 report(facts.size)
-        judge(found, item.path, self.policy)
-        found.seconds = time.perf_counter() - start
-        return found
+        judge(assessment, item.path, self.policy)
+        assessment.seconds = time.perf_counter() - start
+        return assessment
 
     def _examine(self, path: Path) -> tuple[FileFacts, list[Reason]]:
         try:
@@ -92,117 +90,95 @@ class Scanner:
 
     def _check(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:
         """Examine it here if its digest is known, else in the sandbox while it is hashed."""
-        known, limits = provenance_of(path, data, self.policy), self.policy.limits
-        if known is Provenance.FOREIGN:
+        trust, limits = known_trust(path, data, self.policy), self.policy.limits
+        if trust is Trust.UNTRUSTED:
             return self.sandbox.examine(data, path.name, limits, self.deep)
         from runner.security.files.loading import examine  # brings torch, which few need
 
-        deep = self.deep and known is not Provenance.OWN
+        deep = self.deep and trust is not Trust.CHECKED
         examined = examine(data.data, data.place, path.name, limits, rules=False, deep=deep)
         return examined.format, examined.reasons
 
 
 def list_items(path: Path) -> Iterator[Item]:
-    """What there is to judge at `path`, in the order of names; of loose files all.
+    """What there is to judge at `path`, in the order of names: checkpoints, and each other file.
 
     Links that lead out of the folder are named and not followed, but for those of a Hugging Face
     snapshot to its own `blobs`.
     """
-    if not os.path.isdir(path):
+    if not os.path.isdir(path) or _is_whole(path):
         yield list_folder(path)
-    elif kind := _kind(path):
-        yield _whole(path, kind, _roots(path))
-    else:
-        rest = Item(path, "folder")
-        yield from _collect(path, _roots(path), rest, loose=True)
-        if rest.odd:
-            yield rest
+        return
+    for folder, names in _walk(path, prune=_is_whole):
+        if folder != path and _is_whole(folder):
+            yield list_folder(folder)
+            continue
+        for name in names:
+            item = Item(folder / name)
+            _add(item, name, folder / name, _roots(path))
+            if item.files or item.odd:
+                yield item
 
 
 def list_folder(path: Path) -> Item:
     """One file, or one folder judged as a whole, whatever is in it."""
-    if os.path.isdir(path):
-        return _whole(path, _kind(path) or "folder", _roots(path))
-    if os.path.exists(path) and not os.path.isfile(path):
-        return Item(path, "file", odd=[_odd("file.special", path.name, SPECIAL, refused=True)])
-    return Item(path, "file", {path.name: path})
+    if not os.path.isdir(path):
+        if os.path.exists(path) and not os.path.isfile(path):
+            return Item(path, odd=[_odd("file.special", path.name, SPECIAL, refused=True)])
+        return Item(path, files={path.name: path})
+    item = Item(path, "checkpoint" if _is_whole(path) else "folder")
+    for folder, names in _walk(path):
+        for name in names:
+            place = folder / name
+            _add(item, str(place.relative_to(path)), place, _roots(path))
+    item.files = dict(sorted(item.files.items()))
+    return item
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether it is a checkpoint or capture of ours."""
+    return os.path.isfile(folder / MANIFEST) and os.path.exists(folder / "state.pt")
 
 
 def _roots(folder: Path) -> list[Path]:
     """Where links in the folder may lead."""
     place = folder.resolve()
-    if place.parent.name == "snapshots":
-        return [place, place.parent.parent / "blobs"]
-    return [place]
+    blobs = place.parent.parent / "blobs"
+    return [place, blobs] if place.parent.name == "snapshots" else [place]
 
 
-def _kind(folder: Path) -> str | None:
-    """What a folder is, if it is one thing."""
-    is_file, is_folder = os.path.isfile, os.path.isdir
-    if is_file(folder / ".metadata"):
-        return "dcp"
-    if is_file(folder / MANIFEST) and os.path.exists(folder / "state.pt"):
-        return "capture" if folder.absolute().parent.name == "captures" else "checkpoint"
-    if is_folder(folder / ".hydra") and any(is_folder(folder / part) for part in RUN_PARTS):
-        return "run"
-    return None
+def _walk(
+    top: Path, prune: Callable[[Path], bool] = lambda folder: False
+) -> Iterator[tuple[Path, list[str]]]:
+    """Each folder with the names of what is no folder in it; below one that is pruned none.
+
+    Raises SecurityError for one that cannot be read, or that lies too deep.
+    """
+
+    def fail(error: OSError) -> None:
+        raise SecurityError(f"{error.filename}: refused: cannot be read: {error.strerror}")
+
+    for parent, folders, files in os.walk(top, onerror=fail):
+        folder = Path(parent)
+        links = [name for name in folders if (folder / name).is_symlink()]
+        folders[:] = [] if folder != top and prune(folder) else sorted(set(folders) - set(links))
+        if folders and len(folder.relative_to(top).parts) >= DEPTH:
+            raise SecurityError(f"{folder / folders[0]}: refused: it lies below {DEPTH} folders")
+        yield folder, sorted([*files, *links])
 
 
-def _whole(folder: Path, kind: str, roots: list[Path]) -> Item:
-    item = Item(folder, kind)
-    for _ in _collect(folder, roots, item, loose=False):
-        pass
-    item.files = dict(sorted(item.files.items()))
-    return item
-
-
-def _collect(
-    folder: Path, roots: list[Path], item: Item, loose: bool, depth: int = 0
-) -> Iterator[Item]:
-    """Put what lies in the folder into `item`; of `loose` files and their kinds, yield items."""
-    for entry in _entries(folder, item):
-        path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
-            kind = _kind(path) if loose else None
-            if kind is not None:
-                yield _whole(path, kind, roots)
-            elif depth < DEPTH:
-                yield from _collect(path, roots, item, loose, depth + 1)
-            else:
-                text = f"it lies below {DEPTH} folders"
-                item.odd.append(_odd("folder.depth", entry.path, text, refused=True))
-        elif loose:
-            one = Item(path, "file")
-            _sort(entry, one, roots, folder)
-            if one.files or one.odd:
-                yield one
-        else:
-            _sort(entry, item, roots, item.path)
-
-
-def _entries(folder: Path, item: Item) -> list[os.DirEntry[str]]:
+def _add(item: Item, name: str, path: Path, roots: list[Path]) -> None:
+    """Put what is no folder among the files of `item`, or among what cannot be opened."""
+    named = is_model_name(path.name)
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        evidence = f"it cannot be read: {error.strerror}"
-        item.odd.append(_odd("folder.unreadable", str(folder), evidence, refused=True))
-        return []
-
-
-def _sort(entry: os.DirEntry[str], item: Item, roots: list[Path], base: Path) -> None:
-    """Put what is no folder among the files, or among what cannot be opened."""
-    path = Path(entry.path)
-    name, named = str(path.relative_to(base)), is_model_name(path.name)
-    try:
-        if entry.is_symlink():
+        if path.is_symlink():
             target = path.resolve()
             if not target.exists() or not any(target.is_relative_to(root) for root in roots):
                 item.odd.append(_odd("link.outside", name, f"a link that leads to {target}", named))
             elif target.is_file() and named and path.suffix != target.suffix:
                 item.files[name] = path  # a loader goes by the name it is given
             # else it is met where it really lies
-        elif entry.is_file(follow_symlinks=False):
+        elif path.is_file():
             item.files[name] = path
         else:
             item.odd.append(_odd("file.special", name, SPECIAL, named))
@@ -210,16 +186,16 @@ def _sort(entry: os.DirEntry[str], item: Item, roots: list[Path], base: Path) ->
         item.odd.append(_odd("link.broken", name, str(error), named))
 
 
-def _odd(code: str, where: str, evidence: str, refused: bool) -> Reason:
+def _odd(code: str, name: str, evidence: str, refused: bool) -> Reason:
     """Refused where it may be something that is loaded."""
     severity = Severity.REFUSAL if refused else Severity.NOTE
-    return Reason(code, severity, where, f"{evidence}; it was not opened", "copy the file itself")
+    return Reason(code, severity, name, f"{evidence}; it was not opened", "copy the file itself")
 
 
-def _hash(path: Path) -> FileFacts:
-    return FileFacts(*hash_file(path), OTHER)
+def _unexamined(path: Path) -> tuple[FileFacts, list[Reason]]:
+    return FileFacts(*hash_file(path), OTHER), []
 
 
 def _within(name: str, reason: Reason) -> Reason:
-    where = f"{name}: {reason.where}" if reason.where and reason.where != name else name
-    return Reason(reason.code, reason.severity, where, reason.evidence, reason.way_out)
+    place = f"{name}: {reason.where}" if reason.where and reason.where != name else name
+    return Reason(reason.code, reason.severity, place, reason.evidence, reason.way_out)

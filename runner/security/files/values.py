@@ -38,37 +38,31 @@ Placed = tuple[Place, Tensor]
 
 def check_types(content: Any, size: int, limits: FileLimits) -> list[Placed]:
     """Its tensors, each once, with their places. Raises Refused for what is not plain data."""
-    walk = _Walk(limits.depth)
-    walk.visit(content, ())
-    if walk.total > limits.may_expand(size):
-        evidence = f"its tensors would take {walk.total:,} bytes, and the file has {size:,}"
+    tensors: list[Placed] = []
+    _visit(content, (), limits.depth, {}, tensors)
+    total = sum(part.numel() * part.element_size() for _, one in tensors for part in _parts(one))
+    if total > limits.may_expand(size):
+        evidence = f"its tensors would take {total:,} bytes, and the file has {size:,}"
         raise Refused("tensor.expanded", "", evidence, "save them with .clone()")
-    return walk.tensors
+    return tensors
 
 
-class _Walk:
-    """A depth-first visit of nested values; no closure, whose cycle would keep tensors alive."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.tensors: list[Placed] = []
-        self.total = 0  # bytes of all tensors, were they copied
-        self._done: dict[int, bool] = {}  # by id: whether all within was visited
-
-    def visit(self, value: Any, place: Place) -> None:
-        """Check a value and what it holds."""
-        if type(value) in PLAIN or self._done.get(id(value)):
-            return
-        if id(value) in self._done or len(place) > self.depth:
-            wrong = f"holds itself, or has containers more than {self.depth} deep"
-            raise Refused("content.depth", path(place[:4]), wrong, SAVE_AGAIN)
-        self._done[id(value)] = False
-        for key, inner in _items(value, place):
-            self.visit(inner, (*place, key))
-        if type(value) in TENSORS:
-            self.total += _check_tensor(value, place)
-            self.tensors.append((place, value))
-        self._done[id(value)] = True
+def _visit(
+    value: Any, place: Place, depth: int, visited: dict[int, bool], tensors: list[Placed]
+) -> None:
+    """Visit nested values depth first; `visited` says by id whether all within was visited."""
+    if type(value) in PLAIN or visited.get(id(value)):
+        return
+    if id(value) in visited or len(place) > depth:
+        wrong = f"holds itself, or has containers more than {depth} deep"
+        raise Refused("content.depth", path(place[:4]), wrong, SAVE_AGAIN)
+    visited[id(value)] = False
+    for key, inner in _items(value, place):
+        _visit(inner, (*place, key), depth, visited, tensors)
+    if type(value) in TENSORS:
+        _check_tensor(value, place)
+        tensors.append((place, value))
+    visited[id(value)] = True
 
 
 def _items(value: Any, place: Place) -> Iterator[tuple[Any, Any]]:
@@ -90,20 +84,17 @@ def _items(value: Any, place: Place) -> Iterator[tuple[Any, Any]]:
         yield name, inner
 
 
-def _check_tensor(tensor: Tensor, place: Place) -> int:
-    """The bytes that it would take as a copy. Raises Refused for one that cannot be trusted."""
+def _check_tensor(tensor: Tensor, place: Place) -> None:
+    """Raise Refused for a tensor that cannot be trusted."""
     wrong = ""
-    strided = tensor.layout is torch.strided and not tensor.is_nested
     if tensor._backward_hooks:
         wrong = "has hooks, which would be called"
     elif tensor.device.type != "cpu":
         wrong = f"is on the device {tensor.device}"
-    elif strided and _out_of_storage(tensor):
+    elif tensor.layout is torch.strided and not tensor.is_nested and _out_of_storage(tensor):
         wrong = "reaches beyond its storage"
     if wrong:
         raise Refused("tensor.kind", path(place), wrong, "save a plain one: .detach().clone()")
-    parts = [tensor] if tensor.layout is torch.strided else _parts(tensor)
-    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _out_of_storage(tensor: Tensor) -> bool:
@@ -115,7 +106,9 @@ def _out_of_storage(tensor: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a sparse one is made of, its values last."""
+    """The strided tensors that it is made of, the values of a sparse one last."""
+    if tensor.layout is torch.strided:
+        return [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -131,7 +124,7 @@ def path(place: Place) -> str:
 
 def check_values(tensors: list[Placed]) -> list[Reason]:
     """A warning for each tensor with NaN, infinities or absurd numbers."""
-    found = []
+    warnings = []
     for place, tensor in tensors:
         numbers = _numbers(tensor.detach())
         if numbers is None:
@@ -142,21 +135,20 @@ def check_values(tensors: list[Placed]) -> list[Reason]:
         code, what = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
         if not (math.isfinite(low) and math.isfinite(high)):
             code, what = "weights.not_finite", f"holds {'NaN' if low != low else 'an infinity'}"
-        found.append(Reason(code, Severity.WARNING, path(place), what, WAY_OUT))
-    if len(found) > MOST:
-        more = f"{len(found) - MOST:,} more tensors like these"
-        found[MOST:] = [Reason("weights.more", Severity.WARNING, "", more)]
-    return found
+        warnings.append(Reason(code, Severity.WARNING, path(place), what, WAY_OUT))
+    if len(warnings) > MOST:
+        more = f"{len(warnings) - MOST:,} more tensors like these"
+        warnings[MOST:] = [Reason("weights.more", Severity.WARNING, "", more)]
+    return warnings
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
     """Its values as a strided tensor that `aminmax` reads; None where all are usual."""
     if tensor.is_quantized or tensor.is_nested or tensor.dtype is PACKED:
         return None
-    if tensor.layout is not torch.strided:
-        tensor = _parts(tensor)[-1]
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.numel() or not tensor.is_floating_point():
+    numbers = _parts(tensor)[-1]
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers.resolve_conj())
+    if not numbers.numel() or not numbers.is_floating_point():
         return None
-    return tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
+    return numbers if numbers.element_size() > 1 else numbers.to(torch.float32)

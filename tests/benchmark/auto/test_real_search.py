@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -62,7 +61,7 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
         assert rows[evidence["chosen"]]["final_interval"][0] > 1
     assert evidence["left_out"]["compile"] == "optimization.auto.without names it"
 
-    # another run of the same kind measures nothing
+    # another run of the same config measures nothing
     (stored,) = own_cache.glob("*.json")
     before = len(multiprocessing.active_children())
     again_given = resolve_auto(config, tmp_path / "second")
@@ -71,21 +70,18 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     assert len(multiprocessing.active_children()) == before
 
     stored.write_text("{half a")
-    assert read_cache(stored.stem) is None
+    assert read_cache(stored) is None
     assert "is damaged and not used" in caplog.text
 
 
-def test_the_selection_is_a_config_file_and_a_command_that_say_the_same(tmp_path: Path) -> None:
+def test_the_selection_is_a_config_file_that_says_the_same(tmp_path: Path) -> None:
     base = compose(["optimization.attention.kernel=flash"]).optimization
     optimization = enable_techniques(base, ["amp", "attention", "fused_optimizer"])
-    text = as_yaml(optimization, "faster: much")
     folder = tmp_path / "conf" / "optimization"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(text)
+    (folder / "mine.yaml").write_text(as_yaml(optimization, "faster: much"))
     by_file = typed(compose_raw(["optimization=mine"], folders=[tmp_path / "conf"])).optimization
-    command = next(line for line in text.splitlines() if "python -m runner" in line)
-    by_hand = compose(shlex.split(command.removeprefix("#"))[3:]).optimization
-    assert by_file.techniques() == by_hand.techniques() == optimization.techniques()
+    assert by_file.techniques() == optimization.techniques()
 
 
 def test_a_run_too_short_for_a_search_takes_what_is_free_and_says_so(
@@ -93,8 +89,8 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_says_so(
 ) -> None:
     summary = train(compose(["optimization=auto", "training.steps=30"]), tmp_path)
     (choice,) = [c for c in summary.choices if c.key == "optimization"]
-    assert choice.value in ("system fused_optimizer", NONE)
-    assert "budget_s=180 is for runs of 360 s" in choice.reason
+    assert choice.value == "system fused_optimizer"
+    assert "budget_s=180 is for runs of 360 s, so it gets what is free" in choice.reason
     assert not own_cache.exists()
     asked = {row.name for row in summary.techniques if row.requested}
     assert asked == set(choice.value.split()) - {NONE}
@@ -113,20 +109,18 @@ def test_a_run_that_is_continued_keeps_what_it_had_chosen(tmp_path: Path, own_ca
 
 def test_what_is_switched_on_by_name_is_on_in_every_candidate() -> None:
     config = compose(["optimization=auto", "optimization.amp.enabled=true"])
-    arms = make_arms(config, make_candidates({"tf32": "not here"}, ["amp"], memory=False))
+    arms = make_arms(config, make_candidates(["tf32", "amp"]))
     assert all(arm.config.optimization.amp.enabled for arm in arms)
     assert [arm.name for arm in arms][:2] == [NONE, "none again"]
     assert all(not arm.config.checkpoint.enabled for arm in arms)
 
 
-def test_auto_is_refused_where_nobody_resolved_it() -> None:
-    with pytest.raises(ConfigError, match="found out by measuring"):
+def test_auto_is_refused_where_it_was_not_resolved() -> None:
+    with pytest.raises(ConfigError, match="resolved by measuring"):
         build(compose(["optimization=auto"]))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("budget_s", "0"), ("memory_budget_mb", "-1"), ("without", "[ampp]")]
-)
+@pytest.mark.parametrize(("key", "value"), [("budget_s", "0"), ("without", "[ampp]")])
 def test_a_knob_that_is_wrong_is_named(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"optimization.auto.{key}"):
         compose(["optimization=auto", f"optimization.auto.{key}={value}"])
@@ -148,7 +142,7 @@ def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if "none: " in line and "ms a step" in line:
+                if "none: first step after" in line:
                     break
             family = psutil.Process(process.pid).children(recursive=True)
             assert family

@@ -1,177 +1,147 @@
-"""`optimization=auto`: what is chosen and what must never be, with workers of planted times."""
+"""`optimization=auto`: what is chosen and what must never be, with processes of planted times."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import product
+from typing import Any
 
 import pytest
 
-from runner.benchmark.auto.candidates import NONE, Candidate, SearchResult, make_candidates
-from runner.benchmark.auto.search import ALIVE, Search
-from runner.benchmark.auto.select import select
+from runner.benchmark.arms import Arm
+from runner.benchmark.auto.candidates import NONE, Candidate, make_candidates
+from runner.benchmark.auto.search import AGAIN, TOGETHER, Search, SearchResult
 from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityVerdict
-from tests.benchmark.planted import PlantedPool
+from runner.composing import compose
+from tests.benchmark.simulated import World
 
-HERE = {name: "not here" for name in ("tf32", "cuda_graphs", "channels_last", "pipeline")}
+HERE = ("tf32", "cuda_graphs", "channels_last", "pipeline")
 EFFECTS = {"amp": 0.6, "whole_step": 0.8, "compile": 0.85, "attention": 0.9}
-COMPILING_S = 12.0
+CONFIG = compose(["optimization=none"])
 
 
-def candidates(memory: bool = False, without: Collection[str] = ()) -> list[Candidate]:
-    return make_candidates({**HERE, **dict.fromkeys(without, "no")}, [], memory)
+def candidates(without: Collection[str] = ()) -> list[Candidate]:
+    return make_candidates({*HERE, *without})
 
 
 NAMES = {one.name: one for one in candidates()}
+SETUPS = {name: 13.0 if one.compiles else 3.0 for name, one in NAMES.items()}
 
 
-def factors(effects: dict[str, float] = EFFECTS, memory: bool = False) -> dict[str, float]:
-    return {
-        one.name: math.prod(effects.get(name, 1.0) for name in one.techniques)
-        for one in candidates(memory)
+def world(effects: Mapping[str, float] = EFFECTS, **more: Any) -> World:
+    factors = {
+        name: math.prod(effects.get(technique, 1.0) for technique in one.techniques)
+        for name, one in NAMES.items()
     }
+    usual: dict[str, Any] = {"factors": factors, "setups": {**SETUPS, NONE: 2.0, AGAIN: 2.0}}
+    return World(**{"plain_ms": 100.0, "noise": 0.01, **usual, **more})
 
 
-SETUPS = {name: COMPILING_S if one.compiles else 1.0 for name, one in NAMES.items()}
-
-
-def right(name: str) -> ParityVerdict:
+def judge(name: str) -> ParityVerdict:
     return ParityVerdict("explained by precision" if "amp" in name else "exact")
 
 
 def searched(
-    workers: PlantedPool,
+    world: World,
     steps: int = 10_000,
-    parity: Callable[[str], ParityVerdict] = right,
+    parity: Callable[[str], ParityVerdict] = judge,
     budget_s: float = 120.0,
-    space: list[Candidate] | None = None,
-    limit_bytes: float | None = None,
+    check: Any = None,
 ) -> SearchResult:
-    space = candidates() if space is None else space
-    search = Search(
-        space, workers, steps, budget_s, 0.2, workers.clock, lambda line: None, workers.seed
-    )
-    found = select(search, lambda name, within_s: parity(name), limit_bytes)
-    assert workers.alive == set()  # nothing is left running
-    assert workers.most_alive <= ALIVE
-    assert all(row.why or row.state == "chosen" for row in found.tried)
-    assert {row.state for row in found.tried} <= {"chosen", "ran up", "out", "not tried", "ended"}
-    return found
+    space = candidates()
+    arms = {name: Arm(name, CONFIG) for name in (NONE, AGAIN, *NAMES)}
+    options = world.options(BenchmarkConfig(warmup_steps=5, block_s=0.2))
+    check = check or (lambda arm, choices, within_s: parity(arm.name))
+    step_s = world.plain_ms / 1e3
+    result = Search(space, arms, options, check, steps, step_s, budget_s, world.seed).run()
+    assert world.alive == set()  # nothing is left running
+    assert world.most_alive <= TOGETHER + 1
+    assert all(row.why or row.state == "chosen" for row in result.tried)
+    assert {row.state for row in result.tried} <= {"chosen", "ran up", "out", "not tried", "ended"}
+    return result
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_search_finds_what_an_exhaustive_one_would_to_within_five_percent(seed: int) -> None:
+def test_the_search_is_within_five_percent_of_an_exhaustive_one(seed: int) -> None:
     draw = random.Random(seed)
-    planted = factors({name: draw.uniform(0.6, 1.15) for name in EFFECTS})
-    workers = PlantedPool(planted, setups=SETUPS, noise=0.02, seed=seed)
-    found = searched(workers, steps=100_000, budget_s=300.0)
-    best = min([1.0, *planted.values()])
-    assert planted.get(found.chosen, 1.0) <= 1.05 * best
+    planted = world({name: draw.uniform(0.6, 1.15) for name in EFFECTS}, noise=0.02, seed=seed)
+    result = searched(planted, steps=100_000, budget_s=400.0)
+    best = min([1.0, *planted.factors.values()])
+    assert planted.factors.get(result.chosen, 1.0) <= 1.05 * best
 
 
-@pytest.mark.parametrize(("steps", "compiled"), [(600, False), (100_000, True)])
+@pytest.mark.parametrize(("steps", "compiled"), [(400, False), (100_000, True)])
 def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps: int, compiled: bool) -> None:
-    workers = PlantedPool(factors(), setups=SETUPS, none_ms=100.0)
-    found = searched(workers, steps=steps, budget_s=300.0)
-    assert ("whole_step" in found.techniques) is compiled
-    assert "amp" in found.techniques
+    result = searched(world(), steps=steps, budget_s=300.0)
+    assert ("whole_step" in result.techniques) is compiled
+    assert "amp" in result.techniques
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("budget_s", [15.0, 120.0])
 def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float) -> None:
     draw = random.Random(seed)
-    setup = {n: draw.uniform(5, 200) if one.compiles else 1.0 for n, one in NAMES.items()}
-    workers = PlantedPool(factors(), setups=setup, seed=seed)
+    setups = {n: draw.uniform(7, 200) if one.compiles else 3.0 for n, one in NAMES.items()}
+    planted = world(setups={**setups, NONE: 2.0, AGAIN: 2.0}, seed=seed)
     limits: list[float] = []
 
-    def take_all(name: str, within_s: float) -> ParityVerdict:
+    def take_all(arm: Arm, choices: Any, within_s: float) -> ParityVerdict:
         limits.append(within_s)
-        workers.now += min(within_s, 10.0)
-        return right(name)
+        planted.now += min(within_s, 10.0)
+        return judge(arm.name)
 
-    search = Search(
-        candidates(), workers, int(20 * budget_s), budget_s, 0.2, workers.clock, lambda line: None
-    )
-    found = select(search, take_all)
-    assert found.seconds == pytest.approx(workers.now)
-    assert found.seconds < 1.5 * budget_s + 10.0 * sum(limit > 10 for limit in limits)
+    result = searched(planted, int(20 * budget_s), budget_s=budget_s, check=take_all)
+    assert result.seconds == pytest.approx(planted.now)
+    measuring = 6 * (TOGETHER + 1) * 0.3  # the fewest blocks of a round that was begun
+    assert result.seconds < 1.5 * budget_s + measuring + 10.0 * sum(limit > 10 for limit in limits)
 
 
-def test_where_the_budget_is_too_small_for_any_candidate_only_none_is_started() -> None:
-    workers = PlantedPool(factors(), setups=SETUPS)
-    found = searched(workers, budget_s=10.0)
-    assert workers.started == [NONE]
-    assert all("left of optimization.auto.budget_s=10" in row.why for row in found.tried)
-    assert f"({len(NAMES)} of {len(NAMES)} candidates were not tried)" in found.reason
+@pytest.mark.parametrize(
+    "verdict", [ParityVerdict("FAIL", "a wrong mask"), ParityVerdict(None, "x")]
+)
+def test_a_candidate_that_is_not_known_to_be_right_is_never_chosen(verdict: ParityVerdict) -> None:
+    def fail_whole_step(name: str) -> ParityVerdict:
+        return verdict if "whole_step" in name else judge(name)
 
-
-def test_what_computes_something_else_is_never_chosen_however_fast() -> None:
-    def parity(name: str) -> ParityVerdict:
-        return ParityVerdict("FAIL", "a wrong mask") if "whole_step" in name else right(name)
-
-    found = searched(PlantedPool(factors(), setups=SETUPS), parity=parity)
-    assert "whole_step" not in found.techniques
-    assert "amp" in found.techniques  # the others are not lost by it
-    wrong = [row for row in found.tried if row.parity == "FAIL"]
+    result = searched(world(), parity=fail_whole_step, budget_s=300.0)
+    assert "whole_step" not in result.techniques
+    assert "amp" in result.techniques  # the others are not lost by it
+    wrong = [row for row in result.tried if row.parity_reason == verdict.reason]
     assert wrong
-    assert all(row.state == "out" and "a wrong mask" in row.why for row in wrong)
-
-
-@pytest.mark.parametrize("verdict", [ParityVerdict("FAIL", "wrong"), ParityVerdict(None, "killed")])
-def test_what_is_not_known_to_be_right_is_not_chosen(verdict: ParityVerdict) -> None:
-    assert searched(PlantedPool(factors()), parity=lambda name: verdict).chosen == NONE
-
-
-def test_a_candidate_beyond_the_memory_budget_is_out() -> None:
-    peaks = {name: 3 * 10**9 for name in NAMES if "amp" in name}
-    workers = PlantedPool(factors(), setups=SETUPS, peaks=peaks)
-    found = searched(workers, limit_bytes=2e9)
-    assert found.techniques
-    assert "amp" not in found.techniques
-    over = [row for row in found.tried if (row.peak_bytes or 0) > 2e9]
-    assert over
-    assert all("memory_budget_mb" in row.why for row in over)
-
-
-def test_where_none_itself_holds_too_much_what_fits_is_chosen_though_it_is_slower() -> None:
-    space = candidates(memory=True, without=("compile", "whole_step", "amp", "attention"))
-    planted = factors({"recompute": 1.3}, memory=True)
-    peaks = {name: 10**9 if "recompute" in name else 3 * 10**9 for name in [NONE, *planted]}
-    found = searched(PlantedPool(planted, peaks=peaks), space=space, limit_bytes=2e9)
-    assert "recompute" in found.techniques
+    assert all(row.state == "out" and verdict.reason in row.why for row in wrong)
+    assert searched(world(), parity=lambda name: verdict).chosen == NONE
 
 
 @pytest.mark.parametrize(("seed", "noise"), list(product(range(3), (0.02, 0.1))))
 def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> None:
-    workers = PlantedPool({}, setups=dict.fromkeys(NAMES, 1.0), noise=noise, seed=seed)
-    assert searched(workers).chosen == NONE
+    setups = dict.fromkeys(NAMES, 3.0)
+    result = searched(world({}, setups=setups, noise=noise, seed=seed))
+    assert result.chosen == NONE and "nothing was shown to be faster" in result.reason
 
 
-def test_what_is_slower_or_no_faster_than_the_control_is_not_chosen() -> None:
-    lucky = {name: 0.95 for name in [*NAMES, "none again"]}  # by where its memory lies, say
-    workers = PlantedPool(lucky, setups=dict.fromkeys(NAMES, 1.0), noise=0.005)
-    assert searched(workers).chosen == NONE
-    assert searched(PlantedPool(dict.fromkeys(NAMES, 1.2), setups=SETUPS)).chosen == NONE
+def test_a_candidate_no_faster_than_the_control_is_not_chosen() -> None:
+    lucky = {name: 0.95 for name in [*NAMES, AGAIN]}  # by where its memory lies, say
+    setups = dict.fromkeys(NAMES, 3.0)
+    assert searched(world(factors=lucky, setups=setups, noise=0.005)).chosen == NONE
+    assert searched(world(factors=dict.fromkeys(NAMES, 1.2))).chosen == NONE
 
 
 def test_a_candidate_that_ends_costs_itself_alone() -> None:
-    ended = {name: ArmEnded("oom", "no memory") for name in NAMES if "whole_step" in name}
-    found = searched(PlantedPool(factors(), setups=SETUPS, ended=ended))
-    assert "amp" in found.techniques
-    assert any(row.why == "oom: no memory" for row in found.tried)
-    assert all(row.state == "ended" for row in found.tried if row.why == "oom: no memory")
+    ended = {name: ("oom", "no memory") for name in NAMES if "whole_step" in name}
+    result = searched(world(refuses=ended))
+    assert "amp" in result.techniques
+    assert any(row.why == "oom: no memory" for row in result.tried)
+    assert all(row.state == "ended" for row in result.tried if row.why == "oom: no memory")
     with pytest.raises(ArmEnded, match="a bug"):
-        searched(PlantedPool({}, ended={NONE: ArmEnded("failed", "a bug")}))
+        searched(world(refuses={NONE: ("failed", "a bug")}))
 
 
 def test_candidates_are_few_and_leave_out_what_can_do_nothing() -> None:
-    everything = make_candidates({}, [], memory=True)
-    assert 8 < len(everything) <= 16
-    assert not any({"recompute", "whole_step"} <= set(one.techniques) for one in everything)
+    assert 8 < len(make_candidates(())) <= 16
     bare = candidates(without=("amp", "compile", "whole_step", "attention"))
     assert [one.name for one in bare] == ["system fused_optimizer"]
-    assert not any("amp" in one.techniques for one in make_candidates(HERE, ["amp"], False))
+    assert not any("amp" in one.techniques for one in candidates(without=["amp"]))

@@ -2,9 +2,8 @@
 
     python careless.py PLAN    PLAN: JSON, a list of {"path", "marker", "reader"}
 
-Each file is read in a process of its own, whose output is thrown away. Prints as JSON the places
-in the list of those whose marker was made. Only for the files beside this module: what they do is
-to make their marker.
+Each file is read in a fork of this process. Prints as JSON the places in the list of those whose
+marker was made. Only for the files beside this module: what they do is to make their marker.
 """
 
 from __future__ import annotations
@@ -19,16 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[3])
-)  # the runner is a library to misuse, too
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a library to misuse, too
 SECONDS = 20  # for one file
-
-
-def _pickle(path: Path) -> None:
-    pickle.loads(path.read_bytes())  # noqa: S301
 
 
 def _stream(path: Path) -> None:
@@ -37,34 +30,24 @@ def _stream(path: Path) -> None:
             pickle.load(file)  # noqa: S301
 
 
-def _torch(path: Path) -> None:
-    torch.load(path, weights_only=False, map_location="cpu")
-
-
 def _numpy(path: Path) -> None:
-    found = np.load(path, allow_pickle=True)
-    if not isinstance(found, np.ndarray):
-        for name in found.files:
-            found[name]
-
-
-def _metadata(path: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    FileSystemReader(path).read_metadata()
+    content = np.load(path, allow_pickle=True)
+    if not isinstance(content, np.ndarray):
+        for name in content.files:
+            content[name]
 
 
 READERS = {
-    "pickle": _pickle,
+    "pickle": lambda path: pickle.loads(path.read_bytes()),  # noqa: S301
     "stream": _stream,
-    "torch": _torch,
+    "torch": lambda path: torch.load(path, weights_only=False, map_location="cpu"),
     "numpy": _numpy,
-    "metadata": _metadata,
+    "metadata": lambda path: FileSystemReader(path).read_metadata(),
 }
 
 
 def fires(path: Path, marker: Path, reader: str) -> bool:
-    """Whether reading it makes the marker; it is read in a fork of this process."""
+    """Whether reading it makes the marker."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
@@ -78,15 +61,7 @@ def fires(path: Path, marker: Path, reader: str) -> bool:
     return os.path.lexists(marker)
 
 
-def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    found = [
-        place
-        for place, row in enumerate(plan)
-        if fires(Path(row["path"]), Path(row["marker"]), row["reader"])
-    ]
-    sys.stdout.write(json.dumps(found) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    rows = json.loads(Path(sys.argv[1]).read_text())
+    fired = [fires(Path(row["path"]), Path(row["marker"]), row["reader"]) for row in rows]
+    sys.stdout.write(json.dumps([place for place, one in enumerate(fired) if one]) + "\n")

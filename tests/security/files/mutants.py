@@ -66,22 +66,20 @@ def originals() -> dict[str, tuple[str, bytes]]:
     }
 
 
+def _stretch(draw: random.Random, data: bytearray, *counts: int) -> slice:
+    at = draw.randrange(len(data))
+    return slice(at, at + draw.choice(counts))
+
+
 def _flip(draw: random.Random, data: bytearray) -> None:
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
 
 
-def _set(draw: random.Random, data: bytearray) -> None:
-    for _ in range(draw.choice((1, 1, 2, 8))):
-        data[draw.randrange(len(data))] = draw.randrange(256)
-
-
 def _number(draw: random.Random, data: bytearray) -> None:
     """A number where there may have been one."""
-    width = draw.choice((1, 2, 4, 8))
-    packed = struct.pack("<Q", draw.choice(INTERESTING))[:width]
-    at = draw.randrange(len(data))
-    data[at : at + width] = packed
+    place = _stretch(draw, data, 1, 2, 4, 8)
+    data[place] = struct.pack("<Q", draw.choice(INTERESTING))[: place.stop - place.start]
 
 
 def _cut(draw: random.Random, data: bytearray) -> None:
@@ -89,13 +87,12 @@ def _cut(draw: random.Random, data: bytearray) -> None:
 
 
 def _remove(draw: random.Random, data: bytearray) -> None:
-    at = draw.randrange(len(data))
-    del data[at : at + draw.choice((1, 2, 4, 8, 16, 64))]
+    del data[_stretch(draw, data, 1, 2, 4, 8, 16, 64)]
 
 
 def _repeat(draw: random.Random, data: bytearray) -> None:
-    at, count = draw.randrange(len(data)), draw.choice((1, 2, 4, 16, 64, 256))
-    data[at:at] = bytes(data[at : at + count]) * draw.choice((1, 1, 2, 50))
+    place = _stretch(draw, data, 1, 2, 4, 16, 64, 256)
+    data[place.start : place.start] = bytes(data[place]) * draw.choice((1, 1, 2, 50))
 
 
 def _insert(draw: random.Random, data: bytearray) -> None:
@@ -106,22 +103,17 @@ def _insert(draw: random.Random, data: bytearray) -> None:
 def _swap(draw: random.Random, data: bytearray) -> None:
     """Two stretches change places."""
     count = draw.choice((1, 2, 4, 16))
-    one, other = draw.randrange(len(data)), draw.randrange(len(data))
-    data[one : one + count], data[other : other + count] = (
-        data[other : other + count],
-        data[one : one + count],
-    )
+    one, other = _stretch(draw, data, count), _stretch(draw, data, count)
+    data[one], data[other] = data[other], data[one]
 
 
 def _splice(draw: random.Random, data: bytearray) -> None:
     """A stretch of another format's file."""
     _, other = draw.choice(list(originals().values()))
-    start, at = draw.randrange(len(other)), draw.randrange(len(data))
-    count = draw.choice((4, 16, 64, 512))
-    data[at : at + count] = other[start : start + count]
+    data[_stretch(draw, data, 4, 16, 64, 512)] = other[draw.randrange(len(other)) :][:512]
 
 
-CHANGES = (_flip, _set, _number, _cut, _remove, _repeat, _insert, _swap, _splice)
+CHANGES = (_flip, _number, _cut, _remove, _repeat, _insert, _swap, _splice)
 
 
 def change(draw: random.Random, data: bytes) -> bytes:
@@ -178,18 +170,10 @@ def mutated_text(draw: random.Random, text: str) -> str:
             other = draw.choice((*WORDS, draw.choice(words)[0]))
             text = text[: word.start()] + other + text[word.end() :]
             continue
-        at = draw.randrange(len(text) + 1)
-        count = draw.choice((1, 2, 5, 20))
-        text = draw.choice(
-            (
-                text[:at] + draw.choice(TOKENS) + text[at:],
-                text[:at] + text[at + count :],
-                text[: at + count] + text[at:],
-                text[:at]
-                + chr(draw.choice((0, 9, 10, 27, 34, 127, 233, 0x2028, 0xFFFD)))
-                + text[at:],
-            )
-        )
+        at, count = draw.randrange(len(text) + 1), draw.choice((1, 2, 5, 20))
+        odd = chr(draw.choice((0, 9, 10, 27, 34, 127, 233, 0x2028, 0xFFFD)))
+        added = draw.choice((draw.choice(TOKENS), "", text[at : at + count], odd))
+        text = text[:at] + added + text[at if added else at + count :]
     return text
 
 

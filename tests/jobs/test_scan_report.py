@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from runner.report.scan import Scan, ScanRow, terminal
+from runner.jobs.scan import Scan, ScanRow, terminal
 from runner.security.config import SecurityLevel
 from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
 
@@ -64,8 +64,6 @@ def test_a_reason_worth_more_than_a_note_is_told_and_strict_says_what_to_type():
     assert "has NaN" in shown(Scan("x", SecurityLevel.standard, rows=[noted]))
     told = Scan("x", STRICT, rows=[noted]).verdict
     assert "has NaN" in told and f"security.pinned=[{DIGEST}]" in told
-    run = Scan("x", STRICT, rows=[row("outputs/a", kind="run")]).verdict
-    assert "scan.path=outputs/a/checkpoints" in run
 
 
 def test_what_is_left_out_of_the_list_is_counted():

@@ -1,0 +1,157 @@
+"""Arguments of the library's functions: checked, and brought into the form that a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.data.batch import Batch, Inputs, Sizes
+from runner.data.collate import LABEL_KEYS
+from runner.data.dataset import Dataset
+from runner.data.nested import tensors, tree_map
+from runner.errors import UsageError
+from runner.optim.optimizer import Optimizer, unfit
+from runner.techniques.base import Choice
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def as_batch(batch: Any, who: str) -> Batch:
+    """Inputs and target of a batch: (inputs, target), (input, …, target), or a dict with labels."""
+    if isinstance(batch, dict):
+        key = next((k for k in LABEL_KEYS if k in batch), None)
+        if key is not None:
+            return {k: v for k, v in batch.items() if k != key}, batch[key]
+    elif isinstance(batch, tuple | list) and len(batch) >= 2:
+        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    raise UsageError(
+        f"{who}: batch must be (inputs, target), or a dict with the target under one of "
+        f"{', '.join(LABEL_KEYS)}, got {describe(batch)}"
+    )
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The nest on the device, without waiting for tensors in pinned memory."""
+    return tree_map(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
+
+
+def samples(inputs: Inputs, who: str) -> int:
+    """How many samples there are: the first dimension of the first tensor."""
+    first = next(iter(tensors(inputs)), None)
+    if first is None or not first.ndim or not len(first):
+        raise UsageError(
+            f"{who} must be tensors whose first dimension is the sample, got {describe(inputs)}"
+        )
+    return len(first)
+
+
+def take_rows(nest: Any, rows: Any, n: int) -> Any:
+    """These rows of a nest of `n` samples; a tensor without a row for each is for all of them."""
+    return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == n else t)
+
+
+def describe(value: Any) -> str:
+    """Type and shape of a value, for a message."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(describe(v) for v in value) + ")"
+    return f"a {type(value).__name__}"
+
+
+class InMemory(Dataset):
+    """Inputs and target as nests of tensors, the sample first."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        target: Any,
+        sizes: Sizes,
+        parts: tuple[np.ndarray, np.ndarray],
+        choices: tuple[Choice, ...] = (),
+    ) -> None:
+        self.nest, self.sizes, self.choices = (inputs, target), sizes, choices
+        self.train, self.validation = parts
+        self.n = 1 + max(int(part.max()) for part in parts)
+
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """Copies of the rows."""
+        inputs, target = take_rows(self.nest, torch.from_numpy(indices), self.n)
+        return inputs, target
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first tensor."""
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def device_overrides(device: torch.device) -> list[str]:
+    """The overrides that choose this device."""
+    index = [] if device.type != "cuda" or device.index is None else [device.index]
+    return [f"device={device.type}", *(f"device.index={i}" for i in index)]
+
+
+def check_model_arguments(
+    who: str,
+    model: Any,
+    *,
+    loss_fn: Any = callable,
+    optimizer: Optimizer | None = None,
+    overrides: Any = (),
+) -> None:
+    """Raise UsageError for an argument that is not what it must be."""
+    if not isinstance(model, nn.Module):
+        wrapped = isinstance(getattr(model, "model", None), nn.Module)  # by `optimize`
+        fix = "; give its .model, or use optimize_training_loop" if wrapped else ""
+        raise UsageError(f"{who}: model must be a torch.nn.Module, got {describe(model)}{fix}")
+    if not callable(loss_fn):
+        given = describe(loss_fn)
+        raise UsageError(f"{who}: loss_fn must be a function of (output, target), got {given}")
+    if isinstance(overrides, str):  # it would be read letter by letter
+        raise UsageError(f"{who}: overrides must be a list, got one string: [{overrides!r}]")
+    if optimizer is not None:
+        _check_optimizer(who, model, optimizer)
+
+
+def check_trainable(
+    who: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
+) -> None:
+    """The same for a run of its own; without loss or optimizer the config decides."""
+    loss_fn = callable if loss_fn is None else loss_fn
+    check_model_arguments(who, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"{who}: no parameter of the model needs a gradient: nothing to train")
+
+
+def _check_optimizer(who: str, model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = describe(optimizer)
+        raise UsageError(f"{who}: optimizer must be a torch.optim.Optimizer, got {given}")
+    if reason := unfit(type(optimizer), model):
+        raise UsageError(f"{who}: {reason}; use torch.optim.AdamW")
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            f"{who}: none of the optimizer's parameters is the model's; make it with "
+            "model.parameters(), after anything that replaces them"
+        )
+
+
+def check_loss(who: str, loss: Any) -> None:
+    """Raise UsageError unless the loss is a scalar tensor with a gradient."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        given = describe(loss)
+        raise UsageError(f"{who}: loss must be a scalar tensor, the batch's mean, got {given}")
+    if not loss.requires_grad:
+        raise UsageError(
+            f"{who}: the loss depends on no weight that needs a gradient; leave "
+            "requires_grad on, and torch.no_grad() and .detach() out"
+        )
