@@ -6,10 +6,16 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runner.errors import Interrupted
+from runner.training.loop import train
 from runner.training.signals import Interrupts, interruption_before_run, sigterm_unwinds
+from tests import runs
 
 
 def test_the_first_signal_is_answered_at_once_and_only_that(
@@ -60,10 +66,39 @@ def test_the_second_signal_does_not_wait_for_the_step() -> None:
 
 def test_a_signal_cuts_a_wait_short() -> None:
     with Interrupts() as interrupts:
-        interrupts.waiting = True
+        interrupts.begin_wait()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.received == signal.SIGTERM
+        assert interrupts.received == signal.SIGTERM and interrupts.cut_short
+
+
+def test_a_wait_does_not_begin_after_a_signal() -> None:
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.begin_wait()
+        assert interrupts.received == signal.SIGTERM and interrupts.cut_short
+
+
+def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def batches(first: int) -> Iterator[Any]:
+        raise AssertionError("data was asked for")
+        yield
+
+    with runs.opened("checkpoint.every=1", folder=tmp_path) as run:
+        saved = run.checkpointer.save
+
+        def save_under_a_signal(*args: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return saved(*args, **options)
+
+        monkeypatch.setattr(run.checkpointer, "save", save_under_a_signal)
+        monkeypatch.setattr(run.train, "batches", batches)
+        with pytest.raises(Interrupted) as ended:
+            train(run)
+    assert ended.value.exit_code == 143
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

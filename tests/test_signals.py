@@ -72,6 +72,6 @@ def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> No
     wait_until(lambda: psutil.Process(process.pid).children(), process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)  # the worker would sleep for 600 s
+    output, _ = process.communicate(timeout=30)  # the worker would sleep for 600 s
     assert process.returncode == 143, output
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not psutil.wait_procs(children, timeout=20)[1]

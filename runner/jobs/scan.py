@@ -202,12 +202,12 @@ def main(config: RunConfig, folder: Path) -> Scan:
     policy = FilePolicy.of(config.security, own_trees(folder))
     start = time.monotonic()
     with Interrupts() as interrupts:
-        interrupts.waiting = True  # so that a signal cuts in at once
         try:
+            interrupts.begin_wait()  # so that a signal cuts in at once
             _scan(path, policy, scan, config)
         except KeyboardInterrupt:
             scan.interrupted = True
-        interrupts.waiting = False
+        interrupts.end_wait()
         scan.seconds = time.monotonic() - start
         _write(scan, folder, config.scan.rows)
     files = f"{JSON} lies in {folder}"

@@ -88,9 +88,9 @@ def _train(run: Run) -> None:
             _validate_and_checkpoint(run, interrupts)  # due already where a resumed run had stopped
             while progress.step < run.total_steps and not run.stop_reason:
                 watch.start()
-                interrupts.waiting = True
+                interrupts.begin_wait()
                 batch = next(batches)
-                interrupts.waiting = False
+                interrupts.end_wait()
                 number = progress.step + 1
                 if run.inputs is not None:
                     batch = run.inputs.admit(number, batch)
@@ -187,9 +187,9 @@ def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:
     if last:
         _handle_last_report(run)
     if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
-        interrupts.waiting = True  # a validation changes nothing, so it may be cut short
+        interrupts.begin_wait()  # a validation changes nothing, so it may be cut short
         evaluation = evaluate(run)
-        interrupts.waiting = False
+        interrupts.end_wait()
         improved, verdict = _update_best(run, evaluation)
     due = step > 0 and step % run.checkpoint_every == 0
     if improved or due:

@@ -54,9 +54,10 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 class Interrupts:
     """While entered, handles the signals of `ENDS`, except a SIGHUP that `nohup` ignores.
 
-    The first signal is remembered and the loop ends at the next step boundary; while the loop waits
-    for data (`waiting`), it interrupts the wait, which can take for ever. The second one raises
-    KeyboardInterrupt at once. `notice` is logged at the first one, since a step can take a while.
+    The first signal is remembered and the loop ends at the next step boundary. Between `begin_wait`
+    and `end_wait` (for data, which can take for ever) it raises KeyboardInterrupt, also one that
+    arrived before. The second one raises it at once. `notice` is logged at the first one, since a
+    step can take a while.
     """
 
     def __init__(self, notice: str = "") -> None:
@@ -88,8 +89,20 @@ class Interrupts:
             raise KeyboardInterrupt
         self.received = number
         if self.waiting:
-            self.waiting, self.cut_short = False, True
-            raise KeyboardInterrupt
+            self._cut_short()
+
+    def begin_wait(self) -> None:
+        """From here on the first signal raises KeyboardInterrupt; so does one already received."""
+        self.waiting = True  # before the look, so that no signal falls between the two
+        if self.received is not None:
+            self._cut_short()
+
+    def end_wait(self) -> None:
+        self.waiting = False
+
+    def _cut_short(self) -> NoReturn:
+        self.waiting, self.cut_short = False, True
+        raise KeyboardInterrupt
 
     def error(self, where: str = "") -> Interrupted:
         """The error that the run ends with; `where` names the step."""

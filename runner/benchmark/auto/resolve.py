@@ -152,8 +152,8 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
 def _measure(config: RunConfig, given: Components) -> SearchResult:
     """A result from the cache, by rule or by a search; whatever fails, there is one."""
     with Interrupts() as interrupts:
-        interrupts.waiting = True  # the processes are ended by the `with` that started them
         try:
+            interrupts.begin_wait()  # the processes are ended by the `with` that started them
             return _select(config, given)
         except KeyboardInterrupt:
             raise interrupts.error(" while optimization=auto was measuring") from None
