@@ -27,6 +27,7 @@ from runner.record.storage import read_record, replace_text
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
+ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # keys whose value goes to a call
 
 
 @dataclass
@@ -254,14 +255,19 @@ def adopt_state(state: Mapping[str, Any]) -> None:
 
 
 def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
-    """Raise SecurityError where a value of a recorded config asks to be worked out.
+    """Raise SecurityError where a recorded config has a value to resolve or code as a name.
 
+    Names of arguments are identifiers; a mapping that is itself an argument may have any keys,
+    unless its `_target_` makes it a call.
     `${oc.env:NAME}` stands there for what was not to be written; it may be read where NAME is in
     `may_read` (None: any).
     """
     if isinstance(value, Mapping | list | tuple):
+        is_call = isinstance(value, Mapping) and ("_target_" in value or ARGUMENTS.fullmatch(key))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, inner in items:
+            if is_call and not str(name).isidentifier():
+                raise SecurityError(f"{key}: {name!r} is refused: a name must be an identifier")
             below = f"{key}.{name}" if key else str(name)
             check_plain(name, key, ())
             check_plain(inner, below, may_read)
