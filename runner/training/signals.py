@@ -98,6 +98,7 @@ class Interrupts:
             self._cut_short()
 
     def end_wait(self) -> None:
+        """From here on the first signal is remembered again."""
         self.waiting = False
 
     def _cut_short(self) -> NoReturn:
