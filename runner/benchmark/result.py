@@ -62,7 +62,6 @@ class ArmResult:
     other_work: list[str] = field(default_factory=list)  # in what it trains unlike the reference
     problems: list[str] = field(default_factory=list)  # signs that it does not train
     losses: list[float] = field(default_factory=list)  # of the first steps
-    metrics: dict[str, float] = field(default_factory=dict)  # the user's own
     notes: list[str] = field(default_factory=list)
 
 

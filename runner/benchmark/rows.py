@@ -160,7 +160,6 @@ def _fill_run(row: ArmResult, finished: Finished) -> None:
     row.peak_device_bytes = memory.get("peak_device_bytes") or None
     row.problems = list(finished.problems)
     row.losses = list(finished.losses)
-    row.metrics = dict(finished.metrics)
     row.notes = [*finished.notes, *(f"does not train: {text}" for text in finished.problems)]
     requested = [one for one in finished.summary.get("techniques") or [] if one.get("requested")]
     idle = [str(one.get("name")) for one in requested if not one.get("engaged")]

@@ -17,13 +17,6 @@ def tool(path: str, config: Any) -> Any:
 
 
 @dataclass
-class ToolConfig:
-    """The keys of a tool that needs no others."""
-
-    enabled: bool = False
-
-
-@dataclass
 class CaptureConfig:
     """Bad steps kept for `job=replay`, in debug/captures; healthy steps cost nothing."""
 

@@ -27,7 +27,6 @@ class Capabilities:
     fp16: bool
     fp16_fast: bool
     tf32: bool
-    tensor_cores: bool
     float64: bool
     notes: tuple[str, ...] = ()  # limits worth knowing
 
@@ -39,21 +38,20 @@ def of_cpu(flags: frozenset[str]) -> Capabilities:
     """
     fast = not BF16_FLAGS.isdisjoint(flags)
     notes = () if fast else ("no bf16 instructions: 16-bit autocast is slower than fp32 here",)
-    return Capabilities(True, fast, True, False, False, False, True, notes)
+    return Capabilities(True, fast, True, False, False, True, notes)
 
 
 def of_gpu(major: int, minor: int, nvidia: bool = True) -> Capabilities:
     """A GPU of this compute capability; `nvidia` is false under ROCm, which has no TF32.
 
-    Tensor cores came with 7.0 (Volta), bf16 and TF32 with 8.0 (Ampere): CUDA C++ Programming
-    Guide, table of features per compute capability.
+    Tensor cores, which make fp16 fast, came with 7.0 (Volta), bf16 and TF32 with 8.0 (Ampere):
+    CUDA C++ Programming Guide, table of features per compute capability.
     """
     ampere, volta = major >= 8, major >= 7
     notes = ["fp16 gradients need a loss scale; bf16 does not"]
     if not ampere:
         notes.append(f"compute capability {major}.{minor}: bf16 is emulated, there is no TF32")
-    tf32 = ampere and nvidia
-    return Capabilities(ampere, ampere, True, volta, tf32, volta, True, tuple(notes))
+    return Capabilities(ampere, ampere, True, volta, ampere and nvidia, True, tuple(notes))
 
 
 def of_mps(bf16: bool) -> Capabilities:
@@ -62,7 +60,7 @@ def of_mps(bf16: bool) -> Capabilities:
         "no float64: numpy's default type has to be cast before it reaches the device",
         "an operator that Metal lacks raises; PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU",
     )
-    return Capabilities(bf16, False, True, True, False, False, False, notes)
+    return Capabilities(bf16, False, True, True, False, False, notes)
 
 
 @cache

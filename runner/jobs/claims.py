@@ -21,10 +21,9 @@ FILE, PAGE = "claims.json", "claims.md"
 TITLE = "What is said, and what holds here"
 STYLES = {HOLDS: "green", BETTER: "green", FAILS: "bold red"}
 LOADED = 0.1  # share of the CPUs that others took, from which on it is said
-UNITS = {"cost": "% time", "latency": "% latency"}  # of other quantities but speed: % memory
 METHOD = (
-    "An interval is of 95 % and through the stopping rule; of memory, latency and int8 it is "
-    "the range of six readings. A claim holds or does not where all of the interval, with the "
+    "An interval is of 95 % and through the stopping rule; of memory and latency it is the "
+    "range of six readings. A claim holds or does not where all of the interval, with the "
     "noise at both ends, is on one side of what is claimed at least; else it is undecided."
 )
 PLAIN = (
@@ -38,9 +37,9 @@ def _measured(row: ClaimResult) -> str:
     if row.ratio is None or row.interval is None:
         return NONE
     low, high = row.interval
-    if row.quantity in ("speed", "inference"):
+    if row.quantity == "speed":
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
-    unit = UNITS.get(row.quantity, "% memory")
+    unit = "% latency" if row.quantity == "latency" else "% memory"
     ratio, low_end, high_end = (
         f"{(x - 1) * 100:+.0f}".replace("-", "−") for x in (row.ratio, low, high)
     )

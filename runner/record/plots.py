@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
 INK, GREY = "#212529", "#6c757d"
-COLOURS = (BLUE, ORANGE, GREEN)
 SEVERITY = {"info": BLUE, "warning": ORANGE, "error": RED}
 STYLE: Any = {
     "text.parse_math": False,

@@ -93,11 +93,10 @@ def columns(comparison: Comparison) -> list[ReportColumn]:
 
 
 def _metric_names(comparison: Comparison) -> list[str]:
-    """The metrics beside the monitored one; in a benchmark the user's own alone."""
-    rows = comparison.rows
+    """The metrics beside the monitored one; none in a benchmark."""
     if comparison.kind == "benchmark":
-        return list(dict.fromkeys(x for row in rows if row.measured for x in row.measured.metrics))
-    names = dict.fromkeys(name for row in rows for name in row.metrics)
+        return []
+    names = dict.fromkeys(name for row in comparison.rows for name in row.metrics)
     return [x for x in names if x != comparison.monitor and x.count("/") < 2][:METRICS]
 
 

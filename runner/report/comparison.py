@@ -121,11 +121,11 @@ class Row:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The final metrics and the user's own, those that are finite."""
+        """The final metrics, those that are finite."""
         final = self.summary.get("metrics")
-        both = dict(final) if isinstance(final, dict) else {}
-        both |= self.measured.metrics if self.measured else {}
-        values = {str(key): number(value) for key, value in both.items()}
+        values = (
+            {str(key): number(x) for key, x in final.items()} if isinstance(final, dict) else {}
+        )
         return {key: value for key, value in values.items() if value is not None}
 
     @property

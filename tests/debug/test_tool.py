@@ -10,7 +10,7 @@ import pytest
 
 from runner import train
 from runner.build_hooks import load_tools
-from runner.debug.config import DebugConfig, ToolConfig, tool
+from runner.debug.config import AnomalyConfig, DebugConfig, tool
 from runner.debug.tool import Tool
 from runner.errors import ConfigError, GaveUp
 from runner.training.hook import Report, Step
@@ -109,12 +109,12 @@ class Dummy(Tool):
 class WithDummy(DebugConfig):
     """The group with a line more."""
 
-    dummy: ToolConfig = tool(f"{__name__}:Dummy", ToolConfig)
+    dummy: AnomalyConfig = tool(f"{__name__}:Dummy", AnomalyConfig)
 
 
 def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
     assert load_tools(WithDummy()) == []
-    tools = load_tools(WithDummy(dummy=ToolConfig(enabled=True)))
+    tools = load_tools(WithDummy(dummy=AnomalyConfig(enabled=True)))
     with runs.opened(*SMALL) as run:
         run.hooks += tools
         summary = train(run)

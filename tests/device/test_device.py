@@ -78,12 +78,12 @@ def test_bf16_is_fast_only_on_a_cpu_with_instructions_for_it():
 
 
 @pytest.mark.parametrize(
-    ("version", "tensor_cores", "bf16_fast", "tf32"),
+    ("version", "fp16_fast", "bf16_fast", "tf32"),
     [((6, 1), False, False, False), ((7, 5), True, False, False), ((9, 0), True, True, True)],
 )
-def test_nvidia_capabilities_follow_the_compute_capability(version, tensor_cores, bf16_fast, tf32):
+def test_nvidia_capabilities_follow_the_compute_capability(version, fp16_fast, bf16_fast, tf32):
     able = capabilities.of_gpu(*version)
-    assert (able.tensor_cores, able.bf16_fast, able.tf32) == (tensor_cores, bf16_fast, tf32)
+    assert (able.fp16_fast, able.bf16_fast, able.tf32) == (fp16_fast, bf16_fast, tf32)
     assert not capabilities.of_gpu(*version, nvidia=False).tf32
 
 
