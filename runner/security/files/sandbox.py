@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -187,6 +188,7 @@ def _refused(code: str, where: str, evidence: str) -> tuple[str, list[Reason]]:
 def serve() -> None:
     """Answer each line of standard input until it is closed, which the parent's end does, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     import torch
@@ -246,3 +248,11 @@ def _lower(what: int, value: int) -> None:
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
     resource.setrlimit(what, (value, hard))
+
+
+def _end_with_parent() -> None:
+    """Wait for standard input to close, also while a file is examined; costs no CPU."""
+    poll = select.poll()
+    poll.register(0, 0)  # a hang-up is always reported
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
