@@ -16,6 +16,7 @@ from runner.data.batch import Batch
 from runner.masking import masked
 from runner.replay.attempt import is_same, is_spike
 from runner.replay.attribution import COMPILING, Make, TechniqueSearch
+from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Blame, Cause, Replay, StepPhase, largest_weight
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
@@ -106,7 +107,7 @@ class Investigation:
         """Trace the plainest run that is still bad: the cause, that run, and what was off in it."""
         cause, seen, without = Cause(StepPhase.nowhere, ""), "", list[str]()
         for without in self._plans(blame):
-            # uncompiled in any case: no operation inside a compiled graph can be watched
+            # uncompiled at first: no operation inside compiled code can be watched
             off = {*without, *(name for name in self.techniques if name in COMPILING)}
             with reopened(self.capture, trusted=self.trusted, without=off) as (run, batch):
                 log.info("replay: looking at every operation of the step")
@@ -114,13 +115,13 @@ class Investigation:
                     cause = explain_spike(run, batch, self._healthy_batch(run))
                 else:
                     cause = trace_step(run, batch)
+                    if cause.phase is StepPhase.nowhere and off != set(without):
+                        cause = trace_compiled(run, batch)
                 cause.grown = largest_weight(run.model)
                 names = ", ".join(name for name, _ in run.techniques if name in self.techniques)
             seen = f"the step with {names}" if names else "the step without any technique"
             if cause.phase is not StepPhase.nowhere:
                 break
-            if off != set(without):
-                cause.cause = "only compiled code is bad: uncompiled, loss and gradients are finite"
         return cause, seen, without
 
     def _plans(self, blame: Blame | None) -> list[list[str]]:

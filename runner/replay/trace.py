@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +18,14 @@ from runner.replay.tracer import Event, Frame, Tracer, named
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
+Watch = Callable[[Tracer], AbstractContextManager[None]]
 
-def trace_step(run: Run, batch: Batch) -> Cause:
+
+def trace_step(run: Run, batch: Batch, watch: Watch = Tracer.watching) -> Cause:
     """Make the step with every operation watched, and leave the run as it was.
 
-    The phase is `nowhere` where loss and gradients come out finite.
+    The phase is `nowhere` where loss and gradients come out finite. `watch` is entered around the
+    step: the tracer learns from it which module runs.
     """
     older = bad_weights(run.model)
     if older is not None:
@@ -38,7 +41,7 @@ def trace_step(run: Run, batch: Batch) -> Cause:
     try:
         with ExitStack() as stack:
             watch_gradients(run.model, stack, note)
-            stack.enter_context(tracer.watching())
+            stack.enter_context(watch(tracer))
             stack.enter_context(tracer)
             step = forward_backward(run, batch)
         return _find(run, batch, tracer, step.loss, step.grad_norm, bad)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner.errors import NotVerified
+from runner.replay.findings import StepPhase
 from runner.replay.investigation import BAD
 from runner.training.summary import Summary
 from tests import runs
@@ -59,7 +60,7 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
 
 
 @pytest.mark.slow  # four processes that compile
-def test_a_fault_of_compiled_code_alone_is_replayed_down_to_the_techniques(
+def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     captured: Captured, tmp_path: Path
 ) -> None:
     techniques = ("compile", "whole_step", "fused_optimizer")
@@ -67,7 +68,8 @@ def test_a_fault_of_compiled_code_alone_is_replayed_down_to_the_techniques(
     result = replay(captured(POISON, "+model.part=compiled", *on), tmp_path)
     assert result.reproduced
     assert sorted(result.blame.techniques) == ["compile", "whole_step"]
-    assert result.found.cause.startswith("only compiled code is bad")
+    assert (result.found.phase, result.found.module) == (StepPhase.forward, "part")
+    assert result.found.line.number == line_of("COMPILED")
     assert run_script(tmp_path).returncode == BAD
 
 

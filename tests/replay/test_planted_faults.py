@@ -13,6 +13,7 @@ from torch import nn
 
 from runner.objectives.custom import Custom as CustomLoss
 from runner.replay import page
+from runner.replay.compiled import trace_compiled
 from runner.replay.findings import StepPhase
 from runner.replay.trace import trace_step
 from runner.training.run import Run
@@ -68,6 +69,15 @@ def test_what_a_backward_raises_is_named_by_its_module(made: Run) -> None:
     found = trace_step(made, made.train.at(0))
     assert (found.phase, found.module) == (StepPhase.exception, "block.2"), found
     assert found.cause == "block.2 (Value) raised ValueError: no gradient in the backward"
+
+
+@pytest.mark.parametrize("fault", ["full_like", "where log", "saved"])
+def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
+    fault: str, made: Run
+) -> None:
+    plant(made, BACKWARD[fault])
+    found = trace_compiled(made, made.train.at(0))
+    assert (found.phase, found.module) == (StepPhase.backward, "block.2"), found
 
 
 def test_what_the_model_and_the_objective_compute_themselves_is_named_so(

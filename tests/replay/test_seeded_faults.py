@@ -56,7 +56,7 @@ FAULTS = {
     ),
     "NaN only when compiled": Seeded(
         [ONE, "+model.part=compiled", "optimization.compile.enabled=true"],
-        "non_finite", "skipped", "", "nowhere", "compile",
+        "non_finite", "skipped", "part", "forward", "compile",
     ),
     "BatchNorm's buffers": Seeded(
         [ONE, "model._target_=seeded_models.Normalised"],

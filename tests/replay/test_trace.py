@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from runner.replay.attempt import make_attempt
+from runner.replay.compiled import trace_compiled
 from runner.replay.findings import StepPhase
 from runner.replay.spike import explain_spike
 from runner.replay.trace import trace_step
 from runner.training.step import forward_backward
-from tests.replay.faulty_models import Through
+from tests.replay.faulty_models import Fuses, OnlyCompiled, Through
 from tests.replay.replays import AMP, POISON, ROWS, Captured, line_of, opened
 
 LOG = (POISON, "+model.part=log")
@@ -102,6 +103,24 @@ def test_statistics_that_a_forward_ruins_are_named_where_the_loss_is_finite(
         found = trace_step(run, (healthy, batch[1]))
     assert (found.phase, found.module, found.kind) == (StepPhase.forward, "norm", "BatchNorm1d")
     assert "running_var" in found.cause
+
+
+def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured: Captured) -> None:
+    with opened(captured(*LOG)) as (run, batch, _):
+        run.model.part = OnlyCompiled()
+        assert trace_step(run, batch).phase is StepPhase.nowhere
+        found = trace_compiled(run, batch)
+    assert (found.phase, found.module, found.kind) == (StepPhase.forward, "part", "OnlyCompiled")
+    assert found.line is not None
+    assert found.line.number == line_of("COMPILED")
+
+
+def test_a_fault_of_generated_code_is_told_from_one_of_the_traced_graph(captured: Captured) -> None:
+    with opened(captured(*LOG)) as (run, batch, _):
+        run.model.part = Fuses()
+        found = trace_compiled(run, batch)
+    assert (found.phase, found.line) == (StepPhase.nowhere, None)
+    assert found.cause == "only the code that the compiler generates is bad: its graph is good"
 
 
 def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(
