@@ -14,11 +14,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.debug.sections import Total, Totals, profile
 from runner.errors import RunnerError, UsageError
 from runner.record.history import Fault, History
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from runner.debug.gradient_layers import GradientReport
 
 __all__ = ["DebugSummary", "Debugger", "NotFinite", "debug_operation", "debugger", "profile"]
 
@@ -121,6 +127,21 @@ class Debugger:
             return wrapper
 
         return decorate
+
+    def check_gradients(
+        self, model: nn.Module, optimizer: Optimizer | None = None
+    ) -> GradientReport:
+        """Judge each layer's gradient as it is in `.grad` now, and record faults.
+
+        With the optimizer, parameters that it does not have are named too.
+        """
+        from runner.debug import gradient_layers as layers
+
+        report = layers.check_gradients(model, optimizer)
+        for state, names in layers.names_by_state(report.layers).items():
+            path = "/".join((*self._stack(), "gradients"))
+            self._record(layers.FAULTS[state], f"{path}: {state}: {layers.join_names(names)}")
+        return report
 
     def summary(self) -> DebugSummary:
         """Operations and faults so far."""

@@ -130,3 +130,22 @@ def test_threads_count_together(own: Debugger) -> None:
         thread.join()
     calls = {row.name: row.calls for row in own.summary().operations}
     assert calls == {"outer": 600, "outer/inner": 600}
+
+
+def test_faults_of_gradients_are_recorded_and_logged(
+    own: Debugger, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 1)
+    model(torch.randn(5, 3)).sum().backward()
+    assert own.check_gradients(model).problems == own.summary().faults == []
+    (model(torch.randn(5, 3)).sum() * float("nan")).backward()
+    with own.context("step"):
+        own.check_gradients(model)
+    (fault,) = own.summary().faults
+    assert (fault.kind, fault.steps) == ("non_finite", [1])
+    assert fault.message == "step/gradients: not finite: weight, bias"
+    assert fault.message in caplog.text
+    model.weight.grad, model.bias.grad = None, torch.ones(1)
+    own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))
+    kinds = [fault.kind for fault in own.summary().faults]
+    assert kinds == ["non_finite", "no_gradient", "not_optimized"]
