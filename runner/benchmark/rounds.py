@@ -43,7 +43,8 @@ class MeasureOptions:
     clock: Callable[[], float] = time.monotonic
     alpha: float = 1 - CONFIDENCE  # of each interval; less where it is one of many
     announce: Callable[[str], None] = log.info  # receives lines about the progress
-    start_limit_s: Callable[[], float] | None = None  # for the next arm; None: benchmark.timeout_s
+    start_limit_s: Callable[[], float] | None = None  # for an arm but the reference
+    """None, and the reference: benchmark.timeout_s."""
 
 
 @dataclass
@@ -110,7 +111,8 @@ def run_round(
         for number, arm in enumerate(arms, 1):
             options.announce(f"starting {arm.name} ({number} of {len(arms)})")
             with result.noting_end(arm.name):
-                limit_s = options.start_limit_s() if options.start_limit_s else None
+                start_limit_s = None if arm.name == reference else options.start_limit_s
+                limit_s = start_limit_s() if start_limit_s else None
                 ready = result.ready[arm.name] = pool.start(arm.name, limit_s)
                 options.announce(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
         alive = [arm.name for arm in arms if arm.name in result.ready]

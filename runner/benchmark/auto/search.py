@@ -155,7 +155,7 @@ class Search:
     def _next_group(self, queue: Sequence[Candidate]) -> list[Candidate]:
         """The first candidates for whose start there is time."""
         group: list[Candidate] = []
-        left = self._left() - (1 - SHARE) * self.budget_s - self.start_s
+        left = min(self._left() - (1 - SHARE) * self.budget_s, self._until_final()) - self.start_s
         for row in queue[:TOGETHER]:
             left -= self._start_estimate(row)
             if left > 0:

@@ -69,7 +69,7 @@ def searched(
 def test_the_search_is_within_five_percent_of_an_exhaustive_one(seed: int) -> None:
     draw = random.Random(seed)
     planted = world({name: draw.uniform(0.6, 1.15) for name in EFFECTS}, noise=0.02, seed=seed)
-    result = searched(planted, steps=100_000, budget_s=400.0)
+    result = searched(planted, steps=100_000, budget_s=300.0)
     best = min([1.0, *planted.factors.values()])
     assert planted.factors.get(result.chosen, 1.0) <= 1.05 * best
 
@@ -98,6 +98,15 @@ def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float)
     assert result.seconds == pytest.approx(planted.now)
     measuring = 6 * (TOGETHER + 1) * 0.3  # the fewest blocks of a round that was begun
     assert result.seconds < 1.5 * budget_s + measuring + 10.0 * sum(limit > 10 for limit in limits)
+
+
+def test_a_budget_too_small_for_any_candidate_leaves_none_and_says_so() -> None:
+    result = searched(planted := world(), budget_s=5.0)
+    assert planted.started == [] and result.chosen == NONE
+    assert all("no time left of optimization.auto.budget_s=5" in row.why for row in result.tried)
+    assert f"({len(NAMES)} of {len(NAMES)} candidates were not tried)" in result.reason
+    slow = world(setups=dict.fromkeys((NONE, AGAIN, *NAMES), 7.0))  # `none` alone fits in
+    assert searched(slow, budget_s=10.0).chosen == NONE
 
 
 @pytest.mark.parametrize(
