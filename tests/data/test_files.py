@@ -305,6 +305,7 @@ def test_floats_are_quantities_and_what_makes_classes_of_them_is_said(tmp_path: 
         ({"x": X[:0], "y": np.arange(0)}, "'x' of shape .* holds no samples"),
         ({"x": X, "y": np.zeros(12, int)}, "nothing to tell apart"),
         ({"x": X, "y": np.full(12, np.inf)}, "'y': sample 0 has inf, which is not finite"),
+        ({"x": np.where(X == X[4, 1], np.nan, X), "y": X}, "'x': sample 4 has nan"),
         ({"x": X, "y": X[:, 0], "task": "classification"}, "one whole number"),
         ({"x": X, "y": X[:, 0], "task": "language_modelling"}, "token ids"),
         ({"x": np.zeros((12, 8, 8, 3)), "y": np.arange(12) % 2}, "channels last"),

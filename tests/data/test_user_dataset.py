@@ -125,6 +125,7 @@ def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
         (lambda i: torch.zeros(3), "sample 0 is float32 of shape"),
         (lambda i: {"x": torch.zeros(3)}, "a dict of x; .* one of labels, label"),
         (lambda i: ("words", 1), "inputs is a str; return a tensor"),
+        (lambda i: [][i], "sample 0: IndexError: list index out of range"),
         (lambda i: (torch.zeros(3), torch.zeros(4, 4, dtype=torch.int64)), "no task follows"),
         (lambda i: (torch.zeros(3), -5), "the label -5 is negative.*regression.*float32"),
         (lambda i: (torch.zeros(4, dtype=torch.complex64), 1), "complex64.*sizes = {'task'"),

@@ -8,13 +8,13 @@ import resource
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
 from runner.device.config import DeviceConfig, DeviceKind
-from runner.device.device import select
 from runner.doctor import environment
 from runner.doctor.environment import GIB, MIB, DoctorCheck, Status
 from runner.errors import StorageError
@@ -154,15 +154,17 @@ def test_what_is_short_is_a_warning_with_a_fix(monkeypatch, report):
     assert names <= {check.name for check in report.checks}
     monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: 64 * MIB)
     monkeypatch.setattr(environment.memory, "available_bytes", lambda: GIB - 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * GIB, 8 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
-    with ExitStack() as scope:
-        short = list(environment.limits(select(cpu().device, scope)))
-    assert {check.name for check in short} == names
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.1, 0.0, 0.0))
+    gpu = SimpleNamespace(kind="cuda", torch=torch.device("cuda"))
+    short = list(environment.limits(gpu))
+    assert {check.name for check in short} == {*names, "GPU memory"}
     assert all(check.status is Status.warn and check.fix for check in short)
     monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: None)
+    monkeypatch.setattr(environment.memory, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 8 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    with ExitStack() as scope:
-        checks = {c.name: c for c in environment.limits(select(cpu().device, scope))}
-    assert {checks[name].status for name in ("shared memory", "open files")} == {Status.ok}
-    assert checks["open files"].fix == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.0, 0.0, 0.0))
+    assert {(check.status, check.fix) for check in environment.limits(gpu)} == {(Status.ok, "")}

@@ -113,7 +113,7 @@ def test_a_run_that_never_stepped_has_a_report_too() -> None:
 def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
     failed = replace(SUMMARY, status="failed")
     text, document = shown(failed, tmp_path), report.markdown(failed, tmp_path)
-    for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged"):
+    for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged", "the data is in"):
         assert figure not in text and figure in document
     for useful in ("digits_mlp", "failed", "non_finite", "step_00000900 (best)"):
         assert useful in text
