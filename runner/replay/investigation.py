@@ -20,7 +20,7 @@ from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Blame, Cause, Replay, StepPhase, largest_weight
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
-from runner.replay.trace import trace_step
+from runner.replay.trace import bad_weights, trace_step
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
@@ -71,7 +71,7 @@ class Investigation:
         as_it_was = self.attempt(())
         self.techniques = as_it_was.techniques or self._enabled()
         blame = None
-        if self.attribute and as_it_was.bad:
+        if self.attribute and as_it_was.bad and not self._starts_bad():
             blame = TechniqueSearch(as_it_was, self.attempt, seconds=self.seconds).blame()
         cause, seen, without = self._trace(blame)
         within = [i for i in cause.samples if i < len(capture.samples)]
@@ -102,6 +102,11 @@ class Investigation:
 
     def _config(self) -> RunConfig:
         return config_of(self.capture, self.trusted)
+
+    def _starts_bad(self) -> bool:
+        """Whether weights were not finite before the step, so that the fault is of an older one."""
+        with reopened(self.capture, trusted=self.trusted, without=COMPILING) as (run, _):
+            return bad_weights(run.model) is not None
 
     def _trace(self, blame: Blame | None) -> tuple[Cause, str, list[str]]:
         """Trace the plainest run that is still bad: the cause, that run, and what was off in it."""

@@ -93,9 +93,10 @@ def test_what_was_run_again_once_can_be_kept(made: Path, tmp_path: Path) -> None
         assert (float(step.loss), float(step.grad_norm)) == (moved.loss, moved.grad_norm)
 
 
-def test_the_config_comes_back_whole_and_trust_does_not(made: Path) -> None:
-    capture = open_capture(captures(made)[1])
-    assert config_of(capture, TRUSTED) == runs.config(*OURS)
+def test_the_config_comes_back_whole_and_trust_does_not(tmp_path: Path) -> None:
+    changed = ["optimizer=sgd", "debug.every=7"]
+    _, capture, _ = taken(tmp_path, *changed)
+    assert config_of(capture, TRUSTED) == runs.config(*OURS, *changed)
     with pytest.raises(SecurityError, match="is refused"):
         config_of(capture)
 

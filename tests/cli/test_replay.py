@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest
+from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, read_manifest
 from runner.checkpoint.manifest import MODEL, STATE, sealed
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.composing import compose_raw
+from runner.composing import compose, compose_raw, from_plain
 from runner.config import plain
 from runner.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 from tests import runs
@@ -124,19 +124,39 @@ def test_a_capture_brings_no_trust() -> None:
 
 
 @pytest.mark.parametrize(
-    "forged",
+    ("forged", "error", "message"),
     [
-        {" hydra.callbacks.x": {"_target_": "os.mkdir", "path": "ran"}},
-        {" security.trusted": ["theirs"]},
-        {"model": {"kind": "../../theirs"}},
-        {"name": "${oc.env:HOME}"},
+        ({" hydra.callbacks.x": {"_target_": "os.mkdir", "path": "ran"}}, ConfigError, "hydra"),
+        ({" security.trusted": ["theirs"]}, ConfigError, r"security\.trusted"),
+        ({"model": {"kind": "../../theirs"}}, ConfigError, "theirs"),
+        ({"model": {"kind": "mlp", "arguments": {"a=1,b": 2}}}, SecurityError, "is refused"),
+        ({"name": "${oc.env:HOME}"}, SecurityError, "is refused"),
     ],
-    ids=["hydra", "trust", "path", "interpolation"],
+    ids=["hydra", "trust", "path", "argument", "interpolation"],
 )
-def test_a_forged_config_is_refused(forged: dict[str, Any]) -> None:
+def test_a_forged_config_is_refused(
+    forged: dict[str, Any], error: type[RunnerError], message: str
+) -> None:
     make_capture(config={**plain(runs.config()), **forged})
-    with pytest.raises((SecurityError, ConfigError), match="is refused|this version"):
+    with pytest.raises(error, match=message):
         ask()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=digits_cnn", "optimization=ultra", "debug=anomaly", "schedule=onecycle"],
+        ["data=stdlib_text", "model=gpt", "model.width=32", "optimization.amp.dtype=bf16"],
+        ["data._target_=my_package.Noisy", "+data.poison=[3,17]", "model._target_=my_package.Net",
+         "+model.width=6", "name=it-s.mine", "security.trusted=[my_package]"],
+    ],
+    ids=["recipe", "text", "own classes"],
+)  # fmt: skip
+def test_the_captured_config_comes_back_whole(overrides: list[str]) -> None:
+    config = compose(overrides)
+    capture = make_capture(config=plain(config))
+    trusted = config.security.trusted
+    assert plain(from_plain(read_manifest(capture).config, trusted)) == plain(config)
 
 
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", "a,hydra.run.dir=x", "../../up"])

@@ -90,5 +90,8 @@ def test_a_seeded_fault_is_survived_and_named_right(fault: Seeded, tmp_path: Pat
     result = replay(kept[0], tmp_path / "replay")
     assert result.reproduced
     assert (result.found.phase.value, result.found.module) == (fault.phase, fault.module)
-    assert result.blame.techniques == ([fault.technique] if fault.technique else [])
+    if fault.phase == "weights":  # the fault is of an older step
+        assert result.blame is None
+    else:
+        assert result.blame.techniques == ([fault.technique] if fault.technique else [])
     assert Summary.read(tmp_path / "replay").status == "done"
