@@ -122,6 +122,17 @@ def test_a_file_that_is_no_image_is_named_at_opening_and_when_it_is_fetched(
     ImageFolder(Images(path=str(tmp_path)))  # it lies between those that are opened
 
 
+def test_an_image_of_too_many_pixels_is_named_and_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    red_and_blue(tmp_path)
+    Image.new("L", (90, 90)).save(tmp_path / "red" / "2.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7_000)
+    problem = r"red.2.png: cannot be decoded .*90 by 90 pixels"
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(DataError, match=problem):
+        ImageFolder(Images(path=str(tmp_path)))
+
+
 def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     picture(tmp_path / "red" / "0.png", (255, 0, 0))
     with pytest.raises(ConfigError, match=r"data.path: .*1 folders"):

@@ -100,6 +100,7 @@ def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> No
     assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
     assert not any("between steps" in text for text in tool.verdicts), tool.verdicts
     assert tool.facts.split["other"] < 0.25
+    assert "without the time of debug tools" in tool.markdown()
 
 
 def test_one_long_operator_is_named_and_many_short_ones_are_host_bound() -> None:
