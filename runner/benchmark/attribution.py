@@ -21,7 +21,7 @@ from runner.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.benchmark.statistics import COARSE, CONFIDENCE, SAME, Estimate, claim
 from runner.config import RunConfig
 
-INTERVALS = 3  # of each technique: alone, in company, the one over the other
+INTERVALS = 3  # of each technique: alone, within the level, the one over the other
 EACH = 2  # techniques to a round, which makes six processes of half a GB and more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
 WORTH = {"same": "nothing", "": "nothing that can be told"}
@@ -109,10 +109,10 @@ class _Attribution:
             if (alone := self._compare(effect, round_, plain, added, idle)) is not None:
                 effect.added, effect.added_interval = _split(alone)
                 effect.added_memory_bytes = _peak_difference(round_, added, plain)
-            if (company := self._compare(effect, round_, removed, level)) is not None:
-                effect.removed, effect.removed_interval = _split(company)
+            if (within := self._compare(effect, round_, removed, level)) is not None:
+                effect.removed, effect.removed_interval = _split(within)
                 effect.removed_memory_bytes = _peak_difference(round_, level, removed)
-            both = round_.ratio([removed, added], [level, plain]) if alone and company else None
+            both = round_.ratio([removed, added], [level, plain]) if alone and within else None
             if both is not None:
                 effect.interaction, effect.interaction_interval = _split(both)
         return round_
@@ -226,26 +226,26 @@ def _find_technique(config: RunConfig, name: str) -> Any:
 
 def summarize(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
     """What to take away, the most important first: only what is beyond `floor`, a share."""
-    company = {e.name: _claim(e.removed, e.removed_interval, floor) for e in effects}
+    within = {e.name: _claim(e.removed, e.removed_interval, floor) for e in effects}
     alone = {e.name: _claim(e.added, e.added_interval, floor) for e in effects}
     measured = [e for e in effects if e.removed is not None or e.added is not None]
-    harmful = [e for e in measured if company[e.name] == "slower"]
+    harmful = [e for e in measured if within[e.name] == "slower"]
     rest = [e for e in measured if e not in harmful]
     useful = [
-        e for e in rest if company[e.name] == "faster" or alone[e.name] in ("faster", "slower")
+        e for e in rest if within[e.name] == "faster" or alone[e.name] in ("faster", "slower")
     ]
     lines = [_describe_harm(e, level) for e in sorted(harmful, key=lambda e: e.removed or 1.0)]
     for e in sorted(useful, key=lambda e: max(e.added or 0.0, e.removed or 0.0), reverse=True):
         by_itself = _describe_worth(e.added, e.added_interval, alone[e.name])
-        together = _describe_worth(e.removed, e.removed_interval, company[e.name])
-        lines.append(f"{e.name}: alone {by_itself}, in company {together}")
+        together = _describe_worth(e.removed, e.removed_interval, within[e.name])
+        lines.append(f"{e.name}: alone {by_itself}, within {level} {together}")
     bar = 100 * (floor if floor <= COARSE else SAME)
     unproved = [e for e in rest if e not in useful]
     groups = {
         f"nothing{' else' if useful else ''} is worth more than {bar:.1f} %": [
-            e.name for e in unproved if company[e.name] == "same"
+            e.name for e in unproved if within[e.name] == "same"
         ],
-        "not known": [e.name for e in unproved if company[e.name] != "same"],
+        "not known": [e.name for e in unproved if within[e.name] != "same"],
         "not measured": [e.name for e in effects if e not in measured],
     }
     return lines + [f"{text}: {', '.join(names)}" for text, names in groups.items() if names]

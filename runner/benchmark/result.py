@@ -82,7 +82,9 @@ class Effect:
     added_interval: tuple[float, float] | None = None
     removed: float | None = None  # speedup of the level over the level without it
     removed_interval: tuple[float, float] | None = None
-    interaction: float | None = None  # removed / added: above 1, it gains by company
+    interaction: float | None = (
+        None  # removed / added: above 1: it gains more within the level than alone
+    )
     interaction_interval: tuple[float, float] | None = None
     added_memory_bytes: int | None = None  # difference of peaks: more is worse
     removed_memory_bytes: int | None = None

@@ -25,6 +25,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.checkpoint.lock import NAME as LOCK
 from runner.cli.preflight import Request
 from runner.composing import typed
 from runner.device.config import omp_env
@@ -34,7 +35,7 @@ from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
 from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
-from runner.record.console import close_logging, print_stdout, set_up_logging
+from runner.record.console import LOG, close_logging, print_stdout, set_up_logging
 from runner.record.text import describe_error, escape_control_chars, escape_lines, quote_for_hydra
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from runner.sweep.state import Session
 
 log = logging.getLogger("runner")
+BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
+"""What lies in a run's folder before the run does anything."""
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -180,7 +183,8 @@ def _run(
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
     except Exception as error:
-        message, code = _report(error, folder, trained=_written(folder) != before)
+        trained, removable = _written(folder) != before, number is None and not request.names_folder
+        message, code = _report(error, folder, trained, removable)
         if number is None:
             results.exit_code = code
             return None
@@ -222,8 +226,11 @@ def _show(summary: Summary, folder: Path) -> None:
     print_stdout(report.terminal(summary, folder), crop=False)  # a command is one line
 
 
-def _report(error: Exception, folder: Path, trained: bool) -> tuple[str, int]:
-    """Say and record how a job failed: the message, on one line, and the exit code."""
+def _report(error: Exception, folder: Path, trained: bool, removable: bool) -> tuple[str, int]:
+    """Log and record how a job failed; return the message, on one line, and the exit code.
+
+    A mistake that ends a run before it wrote anything of its own leaves no `removable` folder.
+    """
     if trained:
         with suppress(StorageError):
             _show(replace(Summary.read(folder), reason=""), folder)  # the reason follows
@@ -237,10 +244,24 @@ def _report(error: Exception, folder: Path, trained: bool) -> tuple[str, int]:
     for line in masked(trace).splitlines():
         log.error("  %s", line, extra={"live": True})  # not on the screen
     log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
-    if not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
+    usage = code == UsageError.exit_code and not trace
+    if removable and usage and {path.name for path in folder.iterdir()} <= BEFORE_BUILD:
+        _remove(folder)
+    elif not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
         with suppress(OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
     return message, code
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, and those that it leaves empty, up to the current one."""
+    close_logging()
+    with suppress(OSError):
+        shutil.rmtree(folder)
+        for parent in folder.parents:
+            if parent == Path.cwd():
+                break
+            parent.rmdir()  # an error where it holds anything
 
 
 def show_config(request: Request) -> None:

@@ -57,6 +57,11 @@ class Request:
         return self.flags.sweeps
 
     @property
+    def names_folder(self) -> bool:
+        """Whether the run's folder is typed, of a run that continues, or of a sweep's job."""
+        return any(text.startswith("hydra.run.dir=") for text in self.flags.overrides)
+
+    @property
     def arguments(self) -> list[str]:
         """The command line as Hydra takes it."""
         return self.flags.for_hydra()
@@ -174,8 +179,9 @@ def _resume_folder(
     if resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder
-    fixed = any(text.startswith("hydra.run.dir=") for text in request.flags.overrides)
-    if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto" or fixed:
+    if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto":
+        return None
+    if request.names_folder:
         return None
     folder = unfinished(planned, config_hash(config))
     absent = f"no unfinished run of this config under {planned.parent}; starting afresh"

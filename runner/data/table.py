@@ -95,7 +95,7 @@ def read_table(
     content = read(path, select, all_texts)
     total = len(content.numbers) + len(content.malformed)
     if not total:
-        raise DataError(f"{path}: the table is empty")
+        raise DataError(f"data.path: {path} has no rows below its header")
     share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
     problems, values = dict(content.malformed), {}
     for name in list(content.columns):
@@ -225,6 +225,8 @@ def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
     from pyarrow import ArrowInvalid, csv, string
 
     size = path.stat().st_size
+    if not size:
+        raise DataError(f"data.path: {path} is empty; it needs a header and a row for each sample")
     check_memory(path, 4 * size, "its cells", "split it, or leave out columns")
     names, separator, lines, quotes = _scan(path)
     used, malformed = select(names), {}

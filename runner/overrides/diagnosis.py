@@ -335,7 +335,9 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     known = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
     if "not a subclass" in problem or "incompatible" in problem:
-        fix = f"set its keys, as {key}.enabled=true"
+        problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
+        example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
+        fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
     elif known and key.rpartition(".")[2] not in known:
         fix = f"there are {', '.join(known)}"
     return ConfigError(f"{file}{key}", problem, fix)

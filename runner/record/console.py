@@ -21,6 +21,7 @@ from runner.record.storage import for_owners
 from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
+LOG = "run.log"
 FILE_LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -104,7 +105,7 @@ def set_up_logging(level: str, folder: Path | None) -> None:
     root.addHandler(_ConsoleLog())
     if folder is not None:
         try:
-            root.addHandler(_FileLog(folder / "run.log"))
+            root.addHandler(_FileLog(folder / LOG))
         except OSError as error:
             logging.getLogger("runner").warning("no run.log: %s", error)
     root.setLevel(max(number, logging.INFO))

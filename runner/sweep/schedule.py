@@ -91,7 +91,7 @@ class Schedule:
             self.sweep.write(self.folder)
             again = f", try {job.tries}" if job.tries > 1 else ""
             again += ", from its checkpoint" if plan.continues else ""
-            log.info("%s: begun%s", job.title, again)
+            log.info("%s: started%s", job.title, again)
 
     def _collect(self) -> None:
         for plan, child in list(self.running):

@@ -41,7 +41,7 @@ def effect(attribution: Attribution, name: str) -> Effect:
     return next(one for one in attribution.effects if one.name == name)
 
 
-def test_planted_effects_are_recovered_alone_and_in_company() -> None:
+def test_planted_effects_are_recovered_alone_and_within_the_level() -> None:
     missed = 0
     for seed in range(3):
         mib = {"compile": 200.0, "amp": -100.0}
@@ -89,7 +89,7 @@ def test_a_technique_that_did_not_take_hold_is_named_and_not_measured() -> None:
     assert "not measured: tf32" in result.sentences
 
 
-def test_one_that_needs_another_is_worth_something_in_company_only() -> None:
+def test_one_that_needs_another_is_worth_something_within_the_level_only() -> None:
     needs = World(
         SPEEDUPS,
         holds=lambda name, on: "needs compile" if name == "amp" and "compile" not in on else "",
@@ -99,7 +99,7 @@ def test_one_that_needs_another_is_worth_something_in_company_only() -> None:
     assert one.added is None and one.interaction is None
     assert one.note == "alone it does not take hold: needs compile"
     assert one.removed == pytest.approx(1.5, rel=0.03)
-    assert any(s.startswith("amp: alone not known, in company 1.") for s in result.sentences)
+    assert any(s.startswith("amp: alone not known, within advanced 1.") for s in result.sentences)
 
 
 @pytest.mark.parametrize("dying", ["none + amp", "advanced - amp"])

@@ -38,6 +38,14 @@ def ask(*typed: str) -> Request:
         ("data.target=y", "no key 'target' in data=digits; data=tabular|text|arrays has it"),
         ("training.steps.more=3", "training.steps is a value and has no keys"),
         (
+            "optimization.amp=true",
+            "must be keys and their values, got True; set one, as optimization.amp.enabled=true",
+        ),
+        (
+            "stability.recovery=[kind:spike]",
+            "got kind:spike; in quotes: 'stability.recovery=[{key: value}]'",
+        ),
+        (
             "training.steps=abc",
             "training.steps: Value 'abc' of type 'str' could not be converted to Integer",
         ),

@@ -216,8 +216,11 @@ def test_a_wrong_name_brings_up_the_nearest(tmp_path: Path) -> None:
 
 
 def test_a_table_without_rows_classes_or_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="data.path: .* has no rows below its header"):
         opened(write(tmp_path))
+    (tmp_path / "nothing.csv").touch()
+    with pytest.raises(DataError, match="data.path: .*nothing.csv is empty; it needs a header"):
+        opened(tmp_path / "nothing.csv")
     with pytest.raises(DataError, match="nothing to tell apart"):
         opened(write(tmp_path, *("1,2,red,yes" for _ in range(9))))
     with pytest.raises(DataError, match="2 columns are called 'age'"):

@@ -76,12 +76,26 @@ def test_what_ends_a_run_tells_a_short_value_by_its_name_too(
     monkeypatch.setattr(sys, "argv", ["runner"])
     monkeypatch.setenv("SHORT", "p@ss")
     typed_in = ["data=cancer", "device=cpu", "optimization=none", "training.steps=1",
-                f"{key}=${{oc.env:SHORT}}", "security.environment=[SHORT]"]  # fmt: skip
+                f"{key}=${{oc.env:SHORT}}", "security.environment=[SHORT]",
+                "hydra.run.dir=outputs/mine"]  # fmt: skip
     assert launch(check(read_arguments(typed_in))) == 2
-    (folder,) = Path("outputs/runs").glob("*/*")
+    folder = Path("outputs/mine")
     log, reason = (folder / "run.log").read_text(), Summary.read(folder).reason
     for text in (log, reason, capsys.readouterr().err):
         assert told in text and "p@ss" not in text
+
+
+@pytest.mark.parametrize(
+    "mistake", [["optimizer.name=Lion"], ["data=tabular", "data.path=no.csv", "data.target=y"]]
+)
+def test_a_mistake_that_the_build_finds_leaves_no_folder(
+    mistake: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    assert launch(check(read_arguments([*mistake, "device=cpu", "optimization=none"]))) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_hydra_prints_is_plain_text(
