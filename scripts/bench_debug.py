@@ -7,7 +7,7 @@ Runs of the two kinds take turns in one process; what is added is to the mean of
 around it, so a drift of the machine hits both alike. The steps' own time is measured (data,
 forward, backward, update, hooks, reports), after the first few; what a tool does once, before the
 first step or after the last, is not in it: that is the column "once". A tool that looks now and
-then has one look in 50 steps. `control` is a run held against itself.
+then has one look in 50 steps. `control` is a run compared with itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUIET = ["training.validate_every=1000000", "monitoring.progress=false", "optimi
          "checkpoint=off"]  # fmt: skip
 NO_GUARD = ["stability=off", "debug.capture.enabled=false"]
 TOOLS: dict[str, tuple[list[str], list[str]]] = {
-    # name: (what it is held against, what it is)
+    # name: (what it is compared with, what it is)
     "control": ([], []),
     "stability=default": (NO_GUARD, []),
     "gradients, each 50": ([], ["debug=gradients", "debug.every=50"]),

@@ -102,7 +102,7 @@ def asks(config: RunConfig) -> bool:
 
 
 def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
-    """The arm that the others are held against. Raises ConfigError if there is no such."""
+    """The arm that the others are compared with. Raises ConfigError if there is no such."""
     if settings.reference is None:
         return arms[0]
     reference = " ".join(settings.reference.split())

@@ -148,7 +148,7 @@ def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
     row = next((row for row in rows if row["name"] == trial.name), {"reason": "not seen"})
     if row.get("engaged"):
         return ""
-    return f"alone it does not take hold: {row.get('reason') or 'no reason given'}"
+    return f"alone it does not engage: {row.get('reason') or 'no reason given'}"
 
 
 def _peak_bytes(finished: Finished) -> int:
@@ -191,7 +191,7 @@ def _explain_untried(
     if name in AFTERWARDS:
         return AFTERWARDS[name]
     if not row.get("engaged"):
-        return f"did not take hold in {level.name}: {row.get('reason') or 'not seen'}"
+        return f"did not engage in {level.name}: {row.get('reason') or 'not seen'}"
     if _find_technique(level.config, name) == _find_technique(reference.config, name):
         return f"is in {reference.name} too"
     if others := (row.get("evidence") or {}).get("part_of"):

@@ -220,7 +220,7 @@ def _explain_missing(claim: Claim, round_: Round) -> str:
         return "was not measured"
     for row in round_.finished[claim.arm].summary.get("techniques") or []:
         if row["name"] == claim.needs and not row["engaged"]:
-            return f"{claim.needs} did not take hold: {row['reason'] or 'no reason given'}"
+            return f"{claim.needs} did not engage: {row['reason'] or 'no reason given'}"
     return ""
 
 

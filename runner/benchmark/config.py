@@ -14,7 +14,7 @@ class BenchmarkConfig:
     """Arms, budget, and what is measured besides speed."""
 
     arms: list[str] = field(default_factory=lambda: list(LEVELS))
-    reference: str | None = None  # the arm that the others are held against; None: the first
+    reference: str | None = None  # the arm that the others are compared with; None: the first
     budget_s: float = bounded(120.0, above=0)  # of measuring; starting, compiling, parity on top
     narrow: float = bounded(0.02, above=0)  # a ratio known to within this share is precise enough
     block_s: float = bounded(0.25, above=0)  # of steps, of each arm in each block

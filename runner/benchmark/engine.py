@@ -49,7 +49,7 @@ def measure(
 ) -> BenchmarkResult:
     """Start every arm, measure them in blocks, check parity, and collect the results.
 
-    The arms are held against `settings.reference`, else the first one. With a `folder` the arms'
+    The arms are compared with `settings.reference`, else the first one. With a `folder` the arms'
     runs are recorded in it and `benchmark.json` is written, also when arms failed. `attribute`,
     `baseline` and `claims` of the settings are not used here. An arm that fails is a row. Raises
     ConfigError, and `Cut` on Ctrl-C and SIGTERM once the result so far has been written.

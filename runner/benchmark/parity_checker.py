@@ -114,7 +114,7 @@ def _check(
 ) -> tuple[str, str]:
     started = time.monotonic()
     result = reference.judge(config, choices)
-    reason = f"in {result.precision}, held against {result.reference} over {result.steps} steps"
+    reason = f"in {result.precision}, compared with {result.reference} over {result.steps} steps"
     reason += f"; {result.first}" if result.first is not None else ""
     reason += "".join(f"; {note}" for note in result.notes)
     reason += "".join(f"; not judged: {omission}" for omission in result.not_judged)

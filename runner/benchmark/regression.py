@@ -1,6 +1,6 @@
 """A benchmark compared with a stored one: what is slower, needs more memory, or computes otherwise.
 
-Arms are held against the reference of their own session, block by block, and these speed-ups are
+Arms are compared with the reference of their own session, block by block, and these speed-ups are
 compared: what the machine does to all arms of a session cancels. The reference's own time is that
 of the machine too; it is judged only where the machine was quiet both times.
 """

@@ -113,7 +113,7 @@ class BenchmarkResult:
     """All arms, and how they were measured."""
 
     name: str
-    reference: str  # the name of the arm that the others are held against
+    reference: str  # the name of the arm that the others are compared with
     arms: list[ArmResult]
     control: Control | None = None
     noise_floor: float | None = 0.0  # the control's; 0 without one, None where it is not known

@@ -30,7 +30,7 @@ WORK: dict[str, Callable[[RunConfig], Any]] = {
     "batch size": lambda config: config.training.batch_size,
     "device.tf32": lambda config: config.device.tf32,
 }
-"""What is trained, whatever techniques are asked for: parity holds an arm against its own."""
+"""What is trained, techniques left out: parity holds an arm against its own."""
 
 
 @dataclass
@@ -165,7 +165,7 @@ def _fill_run(row: ArmResult, finished: Finished) -> None:
     idle = [str(one.get("name")) for one in requested if not one.get("engaged")]
     if idle:  # the reasons are in the summary, and in the report
         row.notes.append(
-            f"{len(idle)} of {len(requested)} techniques did not take hold: {', '.join(idle)}"
+            f"{len(idle)} of {len(requested)} techniques did not engage: {', '.join(idle)}"
         )
 
 

@@ -55,7 +55,7 @@ def contrast(
 ) -> Estimate:
     """The product of the series `above` over that of those `below`, block by block.
 
-    Any ratio of ratios is one: an interaction, or two speed-ups held against each other.
+    Any ratio of ratios is one: an interaction, or two speed-ups compared with each other.
     """
     series = [*above, *below]
     blocks = min(len(values) for values in series)

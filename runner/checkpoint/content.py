@@ -1,6 +1,6 @@
 """What a checkpoint's state must consist of; checked before any of it is put into a run.
 
-What the parts hold they check when they load it; tensors are held against those of the run.
+What the parts hold they check when they load it; tensors are compared with those of the run.
 """
 
 from __future__ import annotations

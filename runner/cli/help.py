@@ -24,13 +24,13 @@ KEYS = {
     "data.path, data.target": "your file or folder, and the column to predict",
     "data.workers": "loader processes (default: chosen, with a reason)",
     "model._target_": "a class of your own, with security.trusted=[its_package]",
-    "checkpoint.resume": "auto, or the folder of a run to go on with",
+    "checkpoint.resume": "auto, or the folder of a run to continue",
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
     "scan.path": "job=scan: a file or folder to look at before it is used",
     "replay.path": "job=replay: a bad step of a run, in its debug/captures",
     "security.environment": "[NAME]: variables that a config may read as ${oc.env:NAME}",
-    "optimization.strict": "true: a technique that does not take hold is an error",
+    "optimization.strict": "true: a technique that does not engage is an error",
 }
 EXAMPLES = {
     "": "digits with a small network, a few seconds",

@@ -87,7 +87,7 @@ def launch(request: Request) -> int:
                     run_job(job, request.config, "hydra.run.dir", None, context)
     finally:
         sys.argv[:] = command
-    if results.failures:  # a sweeper that goes on after failures
+    if results.failures:  # a sweeper that continues after failures
         raise _sweep_failed(results)
     return results.exit_code
 

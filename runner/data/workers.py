@@ -52,7 +52,7 @@ class Workers:
         self.asked = self.ready = 0  # batches the loop asked for; those that were fetched by then
 
     def batches(self, keys: Iterator[Key]) -> Iterator[Batch]:
-        """The batches of these keys, in their order; each worker has up to `ahead` in hand.
+        """The batches of these keys, in their order; each worker prepares up to `ahead`.
 
         Raises DataError for any failure in a worker. Another call drops batches still in flight.
         """

@@ -71,7 +71,7 @@ class GradientsConfig:
 
 @dataclass
 class GradcheckConfig:
-    """Backward passes held against differences, in float64, once at the start."""
+    """Backward passes compared with differences, in float64, once at the start."""
 
     enabled: bool = False
     modules: list[str] | None = None  # names (blocks.*) or classes; null: all but torch's own

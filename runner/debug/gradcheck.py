@@ -1,4 +1,4 @@
-"""Backward passes held against differences in float64, once before training."""
+"""Backward passes compared with differences in float64, once before training."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class MemoryTool(Tool):
             with self.timed():
                 self._name_leak(run, report.last)
         if self._is_new(run, "out_of_memory"):
-            reason = "A step did not fit; it was cut smaller and the run goes on."
+            reason = "A step did not fit; it was cut smaller and the run continues."
             with self.timed():
                 write_oom_report(run, reason, self.breakdown)
 

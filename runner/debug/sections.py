@@ -1,4 +1,4 @@
-"""Named sections of the user's own code, timed while somebody collects them.
+"""Named sections of the user's own code, timed while a profiler collects them.
 
 `with profile.section("tokenise", category="data"):` may stand anywhere: in a model, a data set, a
 loss or a hook. Without a collector it costs less than a microsecond.

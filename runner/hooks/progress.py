@@ -104,7 +104,7 @@ class ProgressDisplay(Hook):
         lines = filter(None, [" · ".join(_facts(run, report)), self.result])
         try:
             live.update(Group(head, *map(_one_line, lines)), refresh=True)
-        except (OSError, ValueError):  # the terminal has gone; the run goes on
+        except (OSError, ValueError):  # the terminal has gone; the run continues
             self._stop()
 
     def _stop(self) -> None:

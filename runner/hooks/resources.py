@@ -123,7 +123,7 @@ class Resources(Hook):
             f"process holds {self.process_bytes / GIB:.1f} GiB"
         )
         if self.process_bytes < OURS * room.limit and not room.own:
-            action = "the run goes on: other processes fill it"
+            action = "the run continues: other processes fill it"
             self._warn_once(run, "memory_short", message, step, action)
             return None
         message += f" ({KEY}.stop_above={above:g})"

@@ -35,7 +35,7 @@ class VerifyKind(Enum):
     """What job=verify is to find out."""
 
     parity = "parity"  # whether the techniques leave the numbers right
-    resume = "resume"  # whether a run that was cut off goes on in the same bits
+    resume = "resume"  # whether a run that was cut off continues in the same bits
 
 
 @dataclass

@@ -43,7 +43,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class ScanRow:
-    """One thing that was judged."""
+    """One item that was judged."""
 
     kind: str  # file | checkpoint | folder
     found: Assessment
@@ -86,7 +86,7 @@ class Scan:
 
     path: str
     level: SecurityLevel
-    total: int = 0  # things that there are to judge
+    total: int = 0  # items that there are to judge
     rows: list[ScanRow] = field(default_factory=list)  # those that were
     passed_over: int = 0  # files that nothing loads as a model or as arrays
     odd: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
@@ -107,7 +107,7 @@ class Scan:
     @property
     def verdict(self) -> str:
         """In one line."""
-        refused, count = self.refused, _things(len(self.rows))
+        refused, count = self.refused, _count_items(len(self.rows))
         if refused:
             bad = sum(row.found.refused for row in refused)
             counts = [f"{bad} of {count} refused"] if bad else []
@@ -118,12 +118,12 @@ class Scan:
             first = f"{refused[0].found.path}: {refused[0].explain(self.level)}"
             return escape_control_chars(f"{', '.join(counts)}; the first, {first}")
         if self.interrupted:
-            return f"interrupted after {len(self.rows)} of {_things(self.total)}: no verdict"
+            return f"interrupted after {len(self.rows)} of {_count_items(self.total)}: no verdict"
         if not self.rows:
             return f"no model and no array lies in {escape_control_chars(self.path)}"
         trusts = Counter(row.found.trust for row in self.rows)
         each = ", ".join(f"{trusts[trust]} {trust.name}" for trust in sorted(trusts))
-        return f"nothing refused of {count}: {each}"
+        return f"{count}, none refused: {each}"
 
     @property
     def outcome(self) -> str:
@@ -179,15 +179,15 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
     notes = [f"not opened: {reason}" for reason in scan.odd[:most]]
     if len(scan.rows) > most:
-        notes.insert(0, f"… and {_things(len(scan.rows) - most, ' more')}, in {JSON}")
+        notes.insert(0, f"… and {_count_items(len(scan.rows) - most, ' more')}, in {JSON}")
     if scan.passed_over:
         files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
         notes.append(f"{files} of other kinds, which nothing here loads")
     return Group(*parts, *(plain_text(note, "dim") for note in notes))
 
 
-def _things(count: int, more: str = "") -> str:
-    return f"1 thing{more}" if count == 1 else f"{count:,} things{more}"
+def _count_items(count: int, more: str = "") -> str:
+    return f"1 item{more}" if count == 1 else f"{count:,} items{more}"
 
 
 def main(config: RunConfig, folder: Path) -> Scan:

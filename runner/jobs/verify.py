@@ -79,7 +79,7 @@ def show_parity(result: Parity) -> RenderableType:
     lines.append(("techniques", ", ".join(result.techniques) or "none took", ""))
     lines += [("", f"not {name}: {reason}", "") for name, reason in result.refused.items()]
     lines += [("", f"{name} alone: {verdict}", "") for name, verdict in result.alone.items()]
-    lines.append(("precision", f"{result.precision}, held against {result.reference}", ""))
+    lines.append(("precision", f"{result.precision}, compared with {result.reference}", ""))
     lines += [("note", note, "") for note in result.notes]
     lines += [("not judged", omission, "") for omission in result.not_judged]
     about = Table.grid(padding=(0, 2))

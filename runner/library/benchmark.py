@@ -59,7 +59,7 @@ def benchmark_optimizations(
 
     `data` is a map-style data set, or (inputs, target) as tensors or arrays, the sample first.
     `arms` are levels or overrides (`"optimizer=sgd optimization=basic"`), the first of which, or
-    `reference`, is what the others are held against; each of `techniques` (your own classes, or
+    `reference`, is what the others are compared with; each of `techniques` (your own classes, or
     instances with their knobs set) is a further arm, the plain run and it. `overrides`, such as
     `training.batch_size=64`, are for all arms. `budget_s` is for measuring; starting, compiling and
     parity come on top. Without a `loss_fn` (the mean of (output, target)) the objective follows

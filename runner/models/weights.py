@@ -1,7 +1,7 @@
 """`model.weights`: the weights that a run starts from, out of a file or a run of the user's.
 
 The model is made in full before. So what stays fresh has the values it would have had without, and
-no random state is another one. Everything is held against the model before any of it is loaded.
+no random state is another one. Everything is compared with the model before any of it is loaded.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Buffers:
         )
 
     def _scan(self) -> None:
-        """Save all that there is, of whatever kind it is by now."""
+        """Save all buffers, also those whose dtype or shape has changed."""
         slots = [(buffers, name) for buffers in self.dicts for name in buffers]
         held = [slot for slot in slots if _is_writable(slot[0][slot[1]])]
         # the others are None, or cannot be written into: they can but be replaced

@@ -13,7 +13,7 @@ from runner.optim.origin import is_torchs
 
 Optimizer = torch.optim.Optimizer
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
-"""What fused kernels read and write at the size of the weight, whatever size it has itself."""
+"""What fused kernels read and write at the size of the weight, although it may have another."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """State that there is only while an option is on; torch makes a missing momentum by itself."""
 

@@ -265,7 +265,7 @@ class OptimizerStep:
 
     def _look_up_rate(self) -> None:
         if self.scheduled and self.lr is not None:
-            at = self.updates.clamp(max=len(self.table) - 1)  # an arm of a benchmark goes on
+            at = self.updates.clamp(max=len(self.table) - 1)  # an arm of a benchmark continues
             torch.take(self.table, at, out=self.lr_now)
 
     def _set_schedule(self) -> None:

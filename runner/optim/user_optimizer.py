@@ -1,4 +1,4 @@
-"""An optimizer that the caller has made, and goes on using: its scheduler, its state_dict."""
+"""An optimizer that the caller has made, and continues using: its scheduler, its state_dict."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> 
 
 
 def _is_open(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether nobody chose an implementation, and a fused one would compute the same."""
+    """Whether no implementation was chosen, and a fused one would compute the same."""
     if options.get("fused") and (group.get("dampening") or group.get("differentiable")):
         return False
     return group.get("fused") is None and group.get("foreach") is None

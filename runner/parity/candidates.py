@@ -1,4 +1,4 @@
-"""Runs to compare: the one to be judged, and the plain ones that it is held against."""
+"""Runs to compare: the one to be judged, and the plain ones that it is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parity check: a candidate's steps, held against those of the plain run.
+"""A parity check: a candidate's steps, compared with those of the plain run.
 
 - Loss, gradients and buffers are compared with those of the plain run in fp64;
 - the update with that of the plain optimizer in fp64, fed with the candidate's own gradients;

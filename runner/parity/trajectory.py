@@ -68,7 +68,7 @@ class Record:
 
 
 def place(run: Run, stretch: Stretch) -> None:
-    """Let the next step be the first of the stretch. A resumed run goes on from where it is."""
+    """Let the next step be the first of the stretch. A resumed run continues from where it is."""
     if run.progress.step == 0:
         run.progress.step = stretch.batch
         run.update.updates.fill_(stretch.update)

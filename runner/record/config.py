@@ -10,7 +10,7 @@ from runner.errors import ConfigError
 
 @dataclass
 class MonitoringConfig:
-    """What is written down and shown while the run goes on."""
+    """What is written down and shown while the run continues."""
 
     every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
     # seconds between readings of CPU, memory and disk

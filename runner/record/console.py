@@ -225,6 +225,6 @@ class _FileLog(logging.StreamHandler[TextIO]):
     def close(self) -> None:
         try:
             self.stream.close()
-        except OSError:  # what was buffered is lost; the run goes on
+        except OSError:  # what was buffered is lost; the run continues
             pass
         super().close()

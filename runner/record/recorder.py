@@ -33,7 +33,7 @@ class Recorder:
     """Writes rows, texts and pictures into a run's folder, and never stops the run.
 
     A full disk or a deleted folder is said once, counted in `faults`, and that file is given up;
-    training goes on. With `folder` None nothing is written.
+    training continues. With `folder` None nothing is written.
     """
 
     def __init__(self, folder: Path | None, config: MonitoringConfig) -> None:
@@ -169,7 +169,7 @@ class Recorder:
         else:
             self._events = None
         self.faults[kind] = self.faults.get(kind, 0) + 1
-        log.warning("%s is no longer written, the run goes on: %s", TITLES[kind], error)
+        log.warning("%s is no longer written, the run continues: %s", TITLES[kind], error)
         with suppress(OSError):  # it is lost already
             if file is not None:
                 file.close()
@@ -186,7 +186,7 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
 
 
 def _cut(path: Path, start_step: int, offset: int | None) -> None:
-    """Drop the rows written after the checkpoint that the run goes on from."""
+    """Drop the rows written after the checkpoint that the run continues from."""
     if path.is_symlink():  # a folder that is resumed may be another's work
         raise OSError(errno.ELOOP, "is a link, which leads elsewhere", str(path))
     if not path.exists():

@@ -117,7 +117,7 @@ def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:
 
 
 def for_owners(path: str, flags: int) -> int:
-    """An opener: no file is world-writable, whatever the umask, or reached by a planted link."""
+    """An opener: no file is world-writable at any umask, or reached by a planted link."""
     if os.path.islink(path):
         os.unlink(path)
     return _regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)

@@ -149,7 +149,7 @@ class TensorBoard:
 
 
 def open_event_file(folder: Path, purge_step: int | None = None) -> TensorBoard:
-    """A further event file of the run in `folder`; with `purge_step`, it goes on from before it."""
+    """A further event file of the run in `folder`; with `purge_step`, from before that step."""
     names = (path.name.removeprefix(PREFIX) for path in folder.glob(PREFIX + "*"))
     stamps = (re.match(r"\d+", name) for name in names)
     last = max((int(stamp[0]) for stamp in stamps if stamp), default=0)

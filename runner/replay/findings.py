@@ -47,7 +47,7 @@ class TensorStats:
 
 @dataclass
 class Ratio:
-    """A size in the bad step, held against a healthy one."""
+    """A size in the bad step, compared with a healthy one."""
 
     name: str
     bad: float

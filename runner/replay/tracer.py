@@ -180,7 +180,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parent: Event | None = None,
         weak: bool = False,
     ) -> Event:
-        """A new event by whatever runs; the host waits."""
+        """A new event of the running operation; the host waits."""
         node, backward = _current_node(), self._in_backward()
         frame, place = self._owner()
         event = Event(operation, frame, place, parent=parent, of=of, weak=weak)

@@ -91,7 +91,7 @@ def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
                 yield from _rows(inside, notes, depth - 1)
     except TROUBLE as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        notes.append(f"{folder.name} is passed over: {reason}")
+        notes.append(f"{folder.name} is skipped: {reason}")
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -82,7 +82,7 @@ def _cell(column: ReportColumn, row: Row) -> Text:
 
 
 def _reasons(comparison: Comparison) -> Iterator[Text]:
-    """Those that did not come to an end, with the reason; one that several share is said once."""
+    """Those that did not finish, with the reason; one that several share is said once."""
     shared: dict[tuple[str, str], list[str]] = {}
     for row in comparison.failures:
         shared.setdefault((row.status, row.reason), []).append(row.name)

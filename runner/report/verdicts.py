@@ -57,8 +57,8 @@ def conclusion(comparison: Comparison) -> list[Sentence]:
 def _main(comparison: Comparison) -> Iterator[Sentence]:
     rows, benchmark = comparison.rows, comparison.benchmark
     if not any(row.finished for row in rows):
-        subject = "jobs came" if benchmark is None else "arms could be measured: none came"
-        yield Sentence(f"None of the {len(rows)} {subject} to its end.", "shout")
+        subject = "jobs" if benchmark is None else "arms could be measured: none"
+        yield Sentence(f"None of the {len(rows)} {subject} finished.", "shout")
     elif benchmark is None:
         yield from map(Sentence, _of_runs(comparison))
     else:
@@ -81,7 +81,7 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
         names = listed([f"{row.name} ({row.status})" for row in failed])
         kind = "jobs" if benchmark is None else "arms"
         count = f"{len(failed)} of {len(comparison.rows)}"
-        yield Sentence(f"{count} {kind} did not come to an end: {names}.", "warning")
+        yield Sentence(f"{count} {kind} did not finish: {names}.", "warning")
 
 
 def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
@@ -100,11 +100,11 @@ def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
 def _of_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
     rows, reference = comparison.rows, comparison.reference
     if not any(row.finished for row in rows if row.name == reference):
-        text = "which the others are compared with, did not come to an end"
+        text = "which the others are compared with, did not finish"
         return [f"{reference}, {text}, so no speed-up can be stated."]
     measured = [x for x in rows if x.name != reference and x.sound and x.speedup is not None]
     if not measured:
-        return [f"Nothing could be held against {reference}."]
+        return [f"Nothing could be compared with {reference}."]
     alike = [row for row in measured if not row.other_work]
     others = [_other_work(row, reference) for row in measured if row.other_work][:MOST_NAMES]
     faster = [row for row in alike if _claim(row) == "faster"]
@@ -182,7 +182,7 @@ def _of_runs(comparison: Comparison) -> list[str]:
     texts = [*fastest, *best] if speed else [*best, *fastest]
     if texts or comparison.failures:
         return texts
-    return [f"{len(comparison.rows)} of {len(comparison.rows)} came to an end."]
+    return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
 
 
 def _best(comparison: Comparison) -> list[str]:
@@ -215,9 +215,9 @@ def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
     """The fastest runs: those that one run cannot tell from the very fastest."""
     fastest = max(row.speedup or 0.0 for row in rows)
     near = [row.name for row in rows if (row.speedup or 0.0) >= fastest * (1 - NEAR)]
-    text = f"{listed(near)} went through samples {times(fastest)} as fast as {reference}"
+    text = f"{listed(near)} processed samples {times(fastest)} as fast as {reference}"
     if reference in near:
-        text = f"{listed(near)} went through samples fastest"
+        text = f"{listed(near)} processed samples fastest"
     if len(near) == len(rows):
         if not about_speed:
             return []

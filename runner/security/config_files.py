@@ -105,7 +105,7 @@ class ConfigFiles:
             source.load_config, loader.load_configuration, job.set_config = read, compose, begin
 
     def check_folders(self, config: DictConfig, sweeps: bool) -> None:
-        """Raise SecurityError for a folder of Hydra's outside of outputs that nobody typed."""
+        """Raise SecurityError for a folder of Hydra's outside of outputs that was not typed."""
         keys = ["hydra.sweep.dir", "hydra.sweep.subdir"] if sweeps else ["hydra.run.dir"]
         home, *below = (secrets.place(config, key) for key in keys)
         if self.typed.strict or not self.typed.has(keys[0]):

@@ -1,4 +1,4 @@
-"""Where a run may write: under the output roots unless somebody typed another place.
+"""Where a run may write: under the output roots unless another place is typed.
 
 Also who else on this machine may read and change what a run writes.
 """
@@ -93,7 +93,7 @@ def check_below(key: str, inner: str, folder: Path) -> None:
 
 @contextmanager
 def own_files() -> Iterator[None]:
-    """While entered, no new file can be written by everybody, whatever the umask says."""
+    """While entered, no new file is world-writable, at any umask."""
     before = os.umask(OTHERS_WRITE)
     os.umask(before | OTHERS_WRITE)
     try:

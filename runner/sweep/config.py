@@ -1,4 +1,4 @@
-"""How a sweep goes on where it was left: the `sweep` group. How its jobs run: hydra/launcher."""
+"""How a sweep continues where it was left: the `sweep` group. How its jobs run: hydra/launcher."""
 
 from __future__ import annotations
 

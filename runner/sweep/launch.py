@@ -103,7 +103,7 @@ def _plan(session: Session, specs: list[JobSpec]) -> list[JobPlan]:
     done, onward = sum(plan.done for plan in plans), sum(plan.continues for plan in plans)
     text = f"{done} of {len(plans)} done before; {len(plans) - done} to run"
     text += f", {onward} of them from a checkpoint" if onward else ""
-    text += "" if done < len(plans) else " (sweep.resume=none begins anew)"
+    text += "" if done < len(plans) else " (sweep.resume=none starts a new one)"
     log.info("%s: %s", session.folder, text if done or onward else f"{len(plans)} jobs")
     return plans
 

@@ -1,1 +1,1 @@
-"""Optimisations: each one a dataclass that applies itself and proves that it took hold."""
+"""Optimisations: each one a dataclass that applies itself and proves that it engaged."""

@@ -24,7 +24,7 @@ def apply_techniques(
     """Those that were applied, by name, and a row for each of the others.
 
     `given` are those of `optimization.extra` that the caller has made; `look_up` finds the class of
-    another by its name. ConfigError under `optimization.strict` for what cannot take hold.
+    another by its name. ConfigError under `optimization.strict` for what cannot engage.
     """
     applied: Named = []
     others: list[TechniqueStatus] = []
@@ -67,7 +67,7 @@ def _extra(
 
 
 def _refuse(rows: list[TechniqueStatus]) -> None:
-    """Raise ConfigError with the reasons of all that cannot take hold, at once."""
+    """Raise ConfigError with the reasons of all that cannot engage, at once."""
     if not rows:
         return
     first, *more = rows
@@ -75,6 +75,6 @@ def _refuse(rows: list[TechniqueStatus]) -> None:
     off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
     raise ConfigError(
         f"optimization.{first.name}",
-        f"cannot take hold: {reason}",
+        f"cannot engage: {reason}",
         f"set {off}, or optimization.strict=false",
     )

@@ -1,4 +1,4 @@
-"""An optimisation, what it may change while a run is built, and the proof that it took hold."""
+"""An optimisation, what it may change while a run is built, and the proof that it engaged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Proof, after some steps, that a technique took hold, or the reason why it did not."""
+    """Proof, after some steps, that a technique engaged, or the reason why it did not."""
 
     engaged: bool
     reason: str
@@ -69,12 +69,12 @@ class Technique(ABC):
 
     @abstractmethod
     def engaged(self, run: Run) -> Evidence:
-        """What shows, after a few steps, that it took hold."""
+        """What shows, after a few steps, that it engaged."""
 
 
 @dataclass
 class TechniqueStatus:
-    """One technique's row in the summary: asked for, taken hold or not, and why."""
+    """One technique's row in the summary: asked for, engaged or not, and why."""
 
     name: str
     requested: bool

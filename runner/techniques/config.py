@@ -48,7 +48,7 @@ class BuiltIn(Technique):
         return reason
 
     def engaged(self, run: Run) -> Evidence:
-        """What shows, after a few steps, that it took hold."""
+        """What shows, after a few steps, that it engaged."""
         evidence: Evidence = self._module().engaged(self, run)
         return evidence
 
@@ -216,7 +216,7 @@ class AutoConfig:
 
 @dataclass
 class Optimization:
-    """Which techniques are asked for, and whether one that does not take hold is an error."""
+    """Which techniques are asked for, and whether one that does not engage is an error."""
 
     level: str = "custom"  # the option this came from, for the record
     strict: bool = False

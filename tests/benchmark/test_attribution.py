@@ -84,7 +84,7 @@ def test_a_technique_that_did_not_take_hold_is_named_and_not_measured() -> None:
     result = attributed(world)
     one = effect(result, "tf32")
     assert (one.added, one.removed) == (None, None)
-    assert one.note == "did not take hold in advanced: no GPU"
+    assert one.note == "did not engage in advanced: no GPU"
     assert not any("tf32" in name for name in world.started)
     assert "not measured: tf32" in result.sentences
 
@@ -97,7 +97,7 @@ def test_one_that_needs_another_is_worth_something_within_the_level_only() -> No
     result = attributed(needs)
     one = effect(result, "amp")
     assert one.added is None and one.interaction is None
-    assert one.note == "alone it does not take hold: needs compile"
+    assert one.note == "alone it does not engage: needs compile"
     assert one.removed == pytest.approx(1.5, rel=0.03)
     assert any(s.startswith("amp: alone not known, within advanced 1.") for s in result.sentences)
 
@@ -160,7 +160,7 @@ def test_a_users_own_technique_is_added_and_left_out_by_its_class() -> None:
     assert own.added.config.optimization.extra == ["my_package.Faster"]
     assert own.removed.config.optimization.extra == ["my_package.Other"]
     effects, _ = plan_trials(level, arm("basic"), {"techniques": []})
-    assert effects["Other"].note == "did not take hold in mine: not seen"
+    assert effects["Other"].note == "did not engage in mine: not seen"
 
 
 @pytest.mark.slow

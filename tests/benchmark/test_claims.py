@@ -131,7 +131,7 @@ def test_several_gpus_and_idle_techniques_are_not_measurable_and_say_why() -> No
     assert (several.verdict, several.ratio, several.command) == (UNKNOWN, None, "")
     assert f"torch sees {torch.cuda.device_count()}" in several.reason
     assert (one.verdict, one.ratio) == (UNKNOWN, None)
-    assert one.reason == "amp did not take hold: no Tensor Cores"
+    assert one.reason == "amp did not engage: no Tensor Cores"
 
 
 @pytest.mark.parametrize("dies", [PLAIN, "arm"])

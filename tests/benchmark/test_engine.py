@@ -113,7 +113,7 @@ def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_note
     )  # fmt: skip
     result = measured(world)
     assert any("other processes took 30% of the CPUs" in note for note in result.notes)
-    assert result.arm("amp").notes == ["1 of 1 techniques did not take hold: amp"]
+    assert result.arm("amp").notes == ["1 of 1 techniques did not engage: amp"]
     assert result.arm("basic").problems == ["the loss does not move"]
     assert result.arm("basic").notes == ["does not train: the loss does not move"]
 

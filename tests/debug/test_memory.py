@@ -273,7 +273,7 @@ def test_a_step_that_did_not_fit_leaves_the_page_and_the_run_goes_on(tmp_path: P
     with runs.opened(*GPT, "training.steps=3", *LOOK, folder=tmp_path) as run:
         run.objective = Limited(run.objective, 8)
         assert train(run).status == "done"
-    assert "run goes on" in (tmp_path / "debug/out_of_memory.md").read_text()
+    assert "run continues" in (tmp_path / "debug/out_of_memory.md").read_text()
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(

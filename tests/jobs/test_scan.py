@@ -53,7 +53,7 @@ def test_a_folder_is_told_apart_hostile_first_and_nothing_runs(tmp_path, folder,
     os.mkfifo(theirs / "pipe.safetensors")
     (theirs / "out").symlink_to(tmp_path / "outputs")
     (theirs / "again.pt").symlink_to("evil.pt")
-    with pytest.raises(SecurityError, match="2 of 5 things refused; the first, .*evil.pt"):
+    with pytest.raises(SecurityError, match="2 of 5 items refused; the first, .*evil.pt"):
         scan(theirs, folder)
     assert not (tmp_path / "mark").exists()
     found = written(folder)
@@ -82,7 +82,7 @@ def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder
     (run / ".hydra/config.yaml").write_text("a: 1")
     found = scan(run, folder, "security=strict")
     assert [(row.kind, row.found.trust.name) for row in found.rows] == [("checkpoint", "CHECKED")]
-    assert "nothing refused of 1 thing: 1 CHECKED" in found.verdict and found.passed_over == 1
+    assert "1 item, none refused: 1 CHECKED" in found.verdict and found.passed_over == 1
     os.rename(run, tmp_path / "moved")
     known = pinned(*(tmp_path / "moved/checkpoints/step_00000007").glob("[ms]*[st]"))
     assert scan(tmp_path / "moved", folder, "security=strict", known).rows[0].found.trust.name == (
@@ -98,7 +98,9 @@ def test_what_strict_would_not_load_is_an_error_that_names_the_digest(tmp_path, 
     np.save(path, np.arange(3))
     with pytest.raises(SecurityError, match=rf"security\.pinned=\[{hash_file(path)[0]}\]"):
         scan(path, folder, "security=strict")
-    assert scan(path, folder, "security=strict", pinned(path)).verdict.startswith("nothing refused")
+    assert scan(path, folder, "security=strict", pinned(path)).verdict.startswith(
+        "1 item, none refused"
+    )
 
 
 def test_each_file_of_a_dcp_folder_is_refused_with_the_way_out(tmp_path, folder):
@@ -106,7 +108,7 @@ def test_each_file_of_a_dcp_folder_is_refused_with_the_way_out(tmp_path, folder)
     dcp.mkdir()
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (dcp / name).write_bytes(b"\x80\x02.")
-    with pytest.raises(SecurityError, match="3 of 3 things refused"):
+    with pytest.raises(SecurityError, match="3 of 3 items refused"):
         scan(dcp, folder, pinned(dcp / ".metadata"))
     for row in written(folder)["rows"]:
         assert "dcp_to_torch_save" in json.dumps(row["reasons"])
@@ -136,7 +138,7 @@ def test_so_many_rows_are_shown_and_the_record_has_all(tmp_path, folder, capsys)
     known = pinned(*tmp_path.glob("*.npy"))
     scan(tmp_path, folder, "scan.rows=2", known)
     shown = capsys.readouterr().out
-    assert shown.count(".npy") == 2 and "and 3 things more, in scan.json" in shown
+    assert shown.count(".npy") == 2 and "and 3 items more, in scan.json" in shown
     assert len(written(folder)["rows"]) == 5
 
 
@@ -232,7 +234,7 @@ def test_token_ids_are_of_another_kind_and_a_pickle_by_the_same_name_is_not(tmp_
     live = f"cos\nmkdir\n(S'{tmp_path / 'mark'}'\ntR.".encode()
     for number, data in enumerate((live, live + b"\n", b"N0" + live, live[:-1] + b"\xff")):
         (theirs / f"val{number}.bin").write_bytes(data)
-    with pytest.raises(SecurityError, match="4 of 4 things refused; the first, .*val0.bin"):
+    with pytest.raises(SecurityError, match="4 of 4 items refused; the first, .*val0.bin"):
         scan(theirs, folder)
     assert not (tmp_path / "mark").exists()
 
@@ -259,7 +261,7 @@ def test_a_snapshot_whose_files_are_links_to_its_blobs_is_scanned(tmp_path, fold
     (snapshot / "outside.npy").symlink_to("../../../secret.npy")
     np.save(tmp_path / "secret.npy", np.arange(3))
     known = pinned(repository / "blobs/abc")
-    with pytest.raises(SecurityError, match="1 of 2 things refused; the first, .*outside.npy"):
+    with pytest.raises(SecurityError, match="1 of 2 items refused; the first, .*outside.npy"):
         scan(snapshot, folder, known)
     rows = {Path(row["path"]).name: row["trust"] for row in written(folder)["rows"]}
     assert rows == {"outside.npy": "REFUSED", "weights.npy": "PINNED"}

@@ -40,7 +40,7 @@ def test_the_worst_comes_first_and_within_a_trust_what_has_warnings():
     ]
     scan = Scan("x", SecurityLevel.standard, rows=names)
     assert [r.found.path for r in scan.worst_first] == ["bad", "odd", "plain", "own", "fine"]
-    assert scan.verdict == "1 of 5 things refused; the first, bad: a: overlaps b; get it again"
+    assert scan.verdict == "1 of 5 items refused; the first, bad: a: overlaps b; get it again"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_reason_worth_more_than_a_note_is_told_and_strict_says_what_to_type():
 
 def test_what_is_left_out_of_the_list_is_counted():
     scan = Scan("x", SecurityLevel.standard, rows=[row(f"f{n}") for n in range(1005)])
-    assert "1,003 things more" in shown(scan, 2)
+    assert "1,003 items more" in shown(scan, 2)
     assert len(scan.as_dict()["rows"]) == 1005
 
 

@@ -1,4 +1,4 @@
-"""What is held against what: the parts of the verdict, with numbers made by hand."""
+"""What is compared with what: the parts of the verdict, with numbers made by hand."""
 
 from __future__ import annotations
 

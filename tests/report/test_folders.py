@@ -94,7 +94,7 @@ def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_pa
             place.chmod(0o700)
     assert [row.status for row in found.rows] == ["done", "failed"]
     assert "Permission denied" in found.rows[1].reason
-    assert found.notes == ["t is passed over: Permission denied"]
+    assert found.notes == ["t is skipped: Permission denied"]
 
 
 ODD = {

@@ -91,4 +91,4 @@ def test_runs_that_are_equally_fast_are_not_called_the_fastest() -> None:
     text = shown(of_sweep(*levels, rates=[20_000.0, 20_100.0]))
     assert "No run was more than 5 % slower than another" in text and "fastest" not in text
     text = shown(of_sweep(*levels, rates=[20_000.0, 30_000.0]))
-    assert "optimization=basic went through samples 1.50× as fast" in text
+    assert "optimization=basic processed samples 1.50× as fast" in text

@@ -1,4 +1,4 @@
-"""Each technique shows that it took hold; its evidence says no where it did not."""
+"""Each technique shows that it engaged; its evidence says no where it did not."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_what_needs_a_gpu_says_no_where_its_switch_changes_nothing() -> None:
 def test_tf32_is_refused_on_a_cpu_with_the_reason_and_is_an_error_under_strict() -> None:
     refused = trained("tf32", *on("tf32"))
     assert refused.requested and not refused.engaged and "no TF32" in refused.reason
-    with pytest.raises(ConfigError, match=r"optimization\.tf32.*cannot take hold"):
+    with pytest.raises(ConfigError, match=r"optimization\.tf32.*cannot engage"):
         build(runs.config(*QUICK, *on("tf32"), "optimization.strict=true"))
 
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("my_package")
 
 
 def asked(summary: Summary) -> dict[str, TechniqueStatus]:
-    """The techniques asked for: each either took hold or says why not."""
+    """The techniques asked for: each either engaged or says why not."""
     assert summary.status == "done"
     rows = {row.name: row for row in summary.techniques if row.requested}
     for name, row in rows.items():

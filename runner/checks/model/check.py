@@ -105,7 +105,7 @@ class ModelCheck(Hook):
         except Exception as error:
             kind, message = "model_check_failed", f"checks.model: {type(error).__name__}: {error}"
             run.history.add(
-                kind, message, step=step, category="code", action="the run goes on", error=error
+                kind, message, step=step, category="code", action="the run continues", error=error
             )
             return None
         for reason in report.findings:

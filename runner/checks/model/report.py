@@ -19,7 +19,7 @@ WAYS_OUT = {
     "behaviour.not_finite": "debug=anomaly names the layer in which they come up",
     "behaviour.out_of_range": "is outputs= right? end with a softmax, or scale the inputs",
     "behaviour.constant": "does its input reach its output? look for dead layers, train it longer",
-    "behaviour.random": "heed self.training, and draw nothing while it is false",
+    "behaviour.random": "draw random numbers only while self.training is true",
     "behaviour.writes": "update statistics only while self.training is true",
 }
 UNKNOWN = "not known; with trained=True zero layers and constant answers are warnings"

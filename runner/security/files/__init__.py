@@ -1,1 +1,1 @@
-"""Files that somebody else may have made: digest, container rules, restricted loaders, types."""
+"""Files of unknown origin: digest, container rules, restricted loaders, types."""

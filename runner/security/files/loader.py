@@ -1,4 +1,4 @@
-"""Loading a file that somebody else may have made: digest, sandbox, then the same bytes.
+"""Loading a file of unknown origin: digest, sandbox, then the same bytes.
 
 There is no second way that is tried when the first refuses. Our own files go through the same
 restricted loaders: a manifest that was made by hand fits its files, whatever is in them.

@@ -121,7 +121,7 @@ def list_items(path: Path) -> Iterator[Item]:
 
 
 def list_folder(path: Path) -> Item:
-    """One file, or one folder judged as a whole, whatever is in it."""
+    """One file, or one folder judged as a whole."""
     if not os.path.isdir(path):
         if os.path.exists(path) and not os.path.isfile(path):
             return Item(path, odd=[_odd("file.special", path.name, SPECIAL, refused=True)])
