@@ -207,7 +207,7 @@ def _best(comparison: Comparison) -> list[str]:
         f"{metric(end)} ({listed([row.name for row in judged if row.best == end])})"
         for end in (values[0], values[-1])
     ]
-    text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in all"
+    text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
     return [f"Best {metrics[0]}: {text}."]
 
 
