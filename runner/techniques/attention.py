@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ OPERATORS = {
     "math": "aten::_scaled_dot_product_attention_math",
 }
 PRODUCTS = ("aten::bmm", "aten::baddbmm")
+UNFUSED = ("math", "plain", DEFAULT)  # what may be taken apart; torch's choice may be math
 
 
 def unavailable(knobs: Attention, device: Device) -> str | None:
@@ -53,7 +55,7 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
     with probe.untouched(draft):
         draft.model.train()
         try:
-            calls = kernels.calls_of(forward)
+            calls = kernels.calls_of(forward, draft.model)
         except Exception as error:  # such as a model that knows its batch size
             return f"the model does not take {samples} samples ({type(error).__name__})"
         if not calls:
@@ -103,14 +105,24 @@ def engaged(knobs: Attention, run: Run) -> Evidence:
     seen = probe.operators(run)
     ran = {name: n for name, start in OPERATORS.items() if (n := _count(seen, start))}
     products = sum(seen.get(name, 0) for name in PRODUCTS)
-    facts: dict[str, Any] = {"kernel": wanted, "ran": ran or {"bmm": products}}
+    apart = 0
+    if not ran and wanted in UNFUSED:
+        # compiled, math and plain are taken apart, and only their two products keep their names;
+        # other layers have products, too, so no more of them count than there are calls
+        apart = min(_step_calls(run), products // 2)
+    facts: dict[str, Any] = {"kernel": wanted, "ran": ran or ({"bmm": products} if apart else {})}
     calls = int(run.remarks["attention"]["calls"])
     others = [name for name in ran if name != wanted and wanted != DEFAULT]
     if others:
         return Evidence(False, f"{' and '.join(others)} ran in its place", facts)
-    # compiled, math and plain are taken apart, and only their two products keep their names
-    apart = products // 2 if wanted in ("math", "plain", DEFAULT) else 0
     return _share(sum(ran.values()) or apart, calls, facts)
+
+
+def _step_calls(run: Run) -> int:
+    """Attention calls of a training micro-batch, recomputed ones too; by an uncompiled step."""
+    with torch.compiler.set_stance("force_eager"):
+        step = partial(probe.dry_run_step, run, run.micro_batch)
+        return len(kernels.calls_of(step, run.model))
 
 
 def _share(ran: int, calls: int, facts: dict[str, Any]) -> Evidence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 ARGUMENTS = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
-DISPATCHED = torch.nn.functional.scaled_dot_product_attention
+Attend = Callable[..., Tensor]
+DISPATCHED: Attend = torch.nn.functional.scaled_dot_product_attention
 
 
 class Call(NamedTuple):
@@ -40,17 +41,27 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DISPATCHED:
-            arguments = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
-            query, key = arguments["query"], arguments["key"]
-            elements = prod(query.shape[:-1]) * key.shape[-2]
-            self.calls.append(Call(query.dtype, elements * query.element_size()))
+            self.note(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Add a call with these arguments."""
+        arguments = dict(zip(ARGUMENTS, args, strict=False)) | dict(kwargs)
+        query, key = arguments["query"], arguments["key"]
+        elements = prod(query.shape[:-1]) * key.shape[-2]
+        self.calls.append(Call(query.dtype, elements * query.element_size()))
 
-def calls_of(run: Callable[[], object]) -> list[Call]:
-    """The attention calls in it, in order."""
+    def plain(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`plain`, and noted."""
+        self.note(args, kwargs)
+        return plain(*args, **kwargs)
+
+
+def calls_of(run: Callable[[], object], model: nn.Module) -> list[Call]:
+    """The attention calls in it, in order; those of `plain`, too, where it is in use."""
     recorder = _Recorder()
-    with recorder:
+    with ExitStack() as stack, recorder:
+        _replace(plain, recorder.plain, model, stack)
         run()
     return recorder.calls
 
@@ -100,7 +111,7 @@ def use(name: str, model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if name == "plain":
-            _replace(model, stack)
+            _replace(DISPATCHED, plain, model, stack)
         else:
             config: Any = torch.compiler.config  # whose cache's key knows nothing of kernels
             stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
@@ -109,10 +120,10 @@ def use(name: str, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _replace(model: nn.Module, scope: ExitStack) -> None:
-    """Put `plain` in torch, and in modules of the model's classes that imported torch's by name."""
+def _replace(old: Attend, new: Attend, model: nn.Module, scope: ExitStack) -> None:
+    """Put it in torch, and in modules of the model's classes that imported torch's by name."""
     for module in {sys.modules[type(m).__module__] for m in model.modules()} | {F}:
         for name, value in list(vars(module).items()):
-            if value is DISPATCHED:
+            if value is old:
                 scope.callback(setattr, module, name, value)
-                setattr(module, name, plain)
+                setattr(module, name, new)

@@ -217,3 +217,54 @@ def test_what_a_kernel_cannot_take_is_found_out_by_trying() -> None:
     ) as run:
         row = next(row for row in run.engagements if row.name == "attention")
     assert "flash does not take the model's calls here" in row.reason and "dropout" in row.reason
+
+
+class Products(nn.Module):
+    """Multiplies matrices in `attention`, one of the three ways below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.attention(self.first(x).view(-1, 4, 4)).flatten(1))  # type: ignore[no-any-return]
+
+    def attention(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x, x).tanh(), x)
+
+
+class WrittenByHand(Products):
+    def attention(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x, x.transpose(1, 2)).div(2.0).softmax(-1), x)
+
+
+class OnlyOfFew(Products):
+    """Calls attention for the samples of the trial, and multiplies matrices in training."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        if len(x) > attention.SAMPLES:
+            return super().attention(x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+EAGER = ["optimization=none", GPT[-1]]
+LEVELS = [
+    pytest.param(EAGER, id="eager"),
+    pytest.param(["optimization=ultra"], id="ultra", marks=[needs_compiler, pytest.mark.slow]),
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("model", [Products, WrittenByHand, OnlyOfFew])
+def test_products_of_matrices_are_no_attention(model: type[nn.Module], level: list[str]) -> None:
+    data = ["data=synthetic", "data.form=tabular", "data.features=16", "training.steps=2"]
+    sizes = ["training.batch_size=32", "data.classes=10"]
+    with runs.opened(*data, *sizes, *level, given=Components(model())) as run:
+        row = runs.status(train(run), "attention")
+    assert row.requested and not row.engaged
+    if model is OnlyOfFew:
+        assert row.status == "failed"
+        assert row.reason == "no attention kernel was seen" and row.evidence["ran"] == {}
+    else:
+        assert row.status == "skipped"
+        assert row.reason == "the model does not call scaled_dot_product_attention"

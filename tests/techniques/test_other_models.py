@@ -65,7 +65,9 @@ def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: 
     rows = asked(runs.trained(*model, STEPS, f"optimization={level}"))
     if level == "ultra":
         assert rows["whole_step"].engaged, rows["whole_step"].reason
-        assert rows["attention"].engaged, rows["attention"].reason
+        row = rows["attention"]
+        # dropout rules the fused kernels out on a CPU, so each of both layers has six products
+        assert row.engaged and row.evidence["ran"] == {"bmm": 12}, (row.reason, row.evidence)
 
 
 @pytest.mark.skipif(not COMPILES, reason="compiling needs g++")

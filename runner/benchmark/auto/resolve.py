@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -256,7 +257,7 @@ def _time_steps(run: Run) -> float:
 def _find_reasons(run: Run, config: RunConfig) -> dict[str, str]:
     """Techniques that could not do anything, or must not be tried."""
     with torch.no_grad():
-        attends = kernels.calls_of(lambda: call(run.forward, run.train.at(0)[0]))
+        attends = kernels.calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
     convolves = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
     useless = {
