@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from runner import train
 from runner.techniques.config import Quantization
 from runner.techniques.quantization import (
+    LEVELS,
     Int8Linear,
     candidates,
     model_bytes,
+    product_levels,
     replace_layers,
 )
 from runner.training.evaluation import evaluate, standalone
@@ -35,6 +37,12 @@ def built(*overrides: str) -> AbstractContextManager[Run]:
 
 def off(ours: Tensor, exact: Tensor) -> float:
     return float((ours.float() - exact).norm() / exact.norm())
+
+
+def rounding(layer: Int8Linear) -> float:
+    """How far the weights may be off, by the levels that this CPU leaves them."""
+    levels = product_levels("cpu") if layer.dynamic else LEVELS
+    return {127: 0.01, 64: 0.02}[levels]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,8 @@ def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(
         with run.update.averaged():  # the averaged weights are those that are quantised
             average = live.detach().clone()
         assert isinstance(layer, Int8Linear)
-        assert off(layer.weight, average) < 0.02 < off(layer.weight, live.detach())  # or 64 levels
+        limit = rounding(layer)
+        assert off(layer.weight, average) < limit < off(layer.weight, live.detach())
     row = runs.status(summary, "quantization")
     facts: dict[str, Any] = row.evidence
     assert row.engaged
