@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from statistics import NormalDist
 
 from torch import Tensor, nn
 
@@ -24,7 +25,11 @@ from runner.training.step import forward_backward
 
 DRAWS = 96
 SIGMAS = 4.5  # a false alarm in 150,000 comparisons, were they normal
+FALSE_ALARMS = 1e-6  # of all tensors of a model together, were their statistics normal
 APART = 1000  # steps between the batch's own random numbers and those of the first draw
+
+WHOLE = ("loss", "grad_norm", "energy", "projection")
+ENERGY, PROJECTION = "energy of ", "projection of "  # of one tensor
 
 Draws = dict[str, list[float]]
 """Statistics of one batch at the same weights, each over many draws of dropout."""
@@ -57,18 +62,21 @@ def repeat_draws(run: Run, stretch: Stretch, silent: Tensors) -> Draws:
 def _statistics(gradients: Tensors, silent: Tensors) -> dict[str, float]:
     """Of gradients g: |g - g0|² / |g0|² and <g - g0, g0> / |g0|², g0 without dropout.
 
-    None of those that are hidden within one graph.
+    Of all together and of each tensor; none of those that are hidden within one graph.
     """
     if not gradients:
         return {}
-    energy = along = whole = 0.0
+    parts: dict[str, tuple[float, float, float]] = {}
     for name, value in silent.items():
         right = _double(value)
         apart = (_double(gradients[name]) if name in gradients else 0.0 * right) - right
-        energy += norm(apart) ** 2
-        along += float((apart * right).sum())
-        whole += norm(right) ** 2
-    return {"energy": energy / (whole or 1.0), "projection": along / (whole or 1.0)}
+        parts[name] = norm(apart) ** 2, float((apart * right).sum()), norm(right) ** 2
+    sums = [math.fsum(column) for column in zip(*parts.values(), strict=True)]
+    statistics = {"energy": sums[0] / (sums[2] or 1.0), "projection": sums[1] / (sums[2] or 1.0)}
+    for name, (energy, along, whole) in parts.items():
+        statistics[ENERGY + name] = energy / (whole or 1.0)
+        statistics[PROJECTION + name] = along / (whole or 1.0)
+    return statistics
 
 
 def _double(value: Tensor) -> Tensor:
@@ -78,7 +86,7 @@ def _double(value: Tensor) -> Tensor:
 def compare_draws(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Iterator[ParityRow]:
     """The mean and the spread of each statistic over many draws; `rounded` without dropout."""
     rounding = {row.kind: row.bound for row in rounded}
-    for name in [name for name in ours if name in theirs]:
+    for name in (name for name in WHOLE if name in ours and name in theirs):
         a, b = _moments(ours[name]), _moments(theirs[name])
         size = 1.0 if name == "projection" else abs(a[0]) or 1.0
         chance = SIGMAS * math.sqrt((a[1] + b[1]) / DRAWS)
@@ -90,6 +98,28 @@ def compare_draws(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Itera
         else:
             apart = 0.0 if a[1] == b[1] else math.inf
         yield _row(f"log-variance of {name}", apart, chance)
+    yield from _compare_tensors(ours, theirs, rounded)
+
+
+def _compare_tensors(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Iterator[ParityRow]:
+    """The means of each tensor's gradient: all weights together hide a fault behind few of them.
+
+    As many comparisons as there are tensors, so the limit is wider the more there are. None of a
+    tensor of which it is not known what rounding changes.
+    """
+    gradient = ErrorKind.gradient.name
+    tensors = [row for row in rounded if row.kind == gradient and ENERGY + row.name in ours]
+    tensors = [row for row in tensors if ENERGY + row.name in theirs]
+    sigmas = NormalDist().inv_cdf(1 - FALSE_ALARMS / (4 * len(tensors) or 1))
+    for row in tensors:
+        for start in (ENERGY, PROJECTION):
+            name = start + row.name
+            a, b = _moments(ours[name]), _moments(theirs[name])
+            rounding = row.bound
+            if start == ENERGY:  # |d + r|² - |d|² of a rounding r
+                rounding = row.bound * (2 * math.sqrt(a[0]) + row.bound)
+            chance = sigmas * math.sqrt((a[1] + b[1]) / DRAWS)
+            yield _row(f"mean of {name}", abs(a[0] - b[0]), chance + rounding)
 
 
 def _row(name: str, error: float, bound: float) -> ParityRow:

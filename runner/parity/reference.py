@@ -11,6 +11,7 @@ counted twice or masked wrong goes far beyond it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -161,7 +162,7 @@ class ParityReference:
         return replace(
             result,
             verdict=Agreement.fail if beyond else Agreement.explained,
-            first=beyond[0] if beyond else None,
+            first=max(beyond, key=_excess, default=None),
             rows=[*result.rows, *rows],
             notes=[*result.notes, f"it draws other random numbers: compared over {DRAWS} draws"],
             not_judged=[*result.not_judged, hidden],
@@ -299,6 +300,11 @@ def _when(row: ParityRow) -> tuple[bool, int, int]:
     """Sorts by the time of what was computed."""
     kind = ErrorKind[row.kind]
     return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
+
+
+def _excess(row: ParityRow) -> float:
+    """The error in units of its bound: draws have no order in time."""
+    return row.error / row.bound if row.bound else math.inf
 
 
 def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:

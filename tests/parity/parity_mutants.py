@@ -32,6 +32,14 @@ class Harmless(Mutant):
 
 
 @dataclass
+class OtherNumbers(Mutant):
+    """No fault: each forward draws one random number more, so all dropout is another draw."""
+
+    def apply(self, draft: RunBuilder) -> None:
+        draft.model.register_forward_pre_hook(lambda module, inputs: torch.rand(1) and None)
+
+
+@dataclass
 class NotCausal(Mutant):
     """Every token sees those after it."""
 
