@@ -86,6 +86,17 @@ def test_weights_and_moments_are_bit_equal_with_and_without(watched: Watched) ->
     assert all(torch.equal(t, watched.state[name]) for name, t in watched.plain.items())
 
 
+def test_a_step_that_is_looked_at_has_the_same_dropout(tmp_path: Path) -> None:
+    ends = []
+    for more in ([], LOOK):
+        dropout = ["training.steps=2", "model.dropout=0.1", *more]
+        with runs.opened(*GPT, *dropout, folder=tmp_path / str(len(ends))) as run:
+            train(run)
+            ends.append(state_of(run))
+    assert record(tmp_path / "1")["account"]["step"] == 2
+    assert all(torch.equal(t, ends[1][name]) for name, t in ends[0].items())
+
+
 def test_the_account_adds_up_to_the_sizes_that_are_known(watched: Watched) -> None:
     own, buffers = watched.sizes
     total = {part: sum(row[part] for row in watched.rows) for part in PARTS}
