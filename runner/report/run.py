@@ -220,10 +220,9 @@ def _speed(summary: Summary) -> Rows:
         shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
         rows.append(("its time", shares))
     if memory.peak_process_bytes:
-        device, predicted = memory.peak_device_bytes, memory.predicted_bytes
+        device = memory.peak_device_bytes
         peak = f"{size(memory.peak_process_bytes)} process"
         peak += f", {size(device)} device" if device else ""
-        peak += f" ({size(predicted)} predicted)" if predicted else ""
         rows.append(("peak memory", peak))
     name = summary.device.get("name") or summary.device.get("kind")
     return rows + ([("device", str(name))] if name else [])

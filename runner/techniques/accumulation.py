@@ -47,15 +47,13 @@ def _fitting(draft: RunBuilder) -> tuple[int, str]:
     except NotRestorable:
         raise
     except Exception as error:  # whatever a model raises for a few samples
-        return batch, f"the memory of a step cannot be predicted ({type(error).__name__}: {error})"
+        return batch, f"the memory of a step cannot be estimated ({type(error).__name__}: {error})"
     most = SHARE * free / (HOLES if cpu else 1)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
     size = next((size for size in sizes if fixed + size * per_sample <= most), 1)
     needed = fixed + size * per_sample
-    before = memory.process_bytes() if cpu else memory.peak_device_bytes(draft.device)
-    draft.predicted_bytes = before + needed
     beyond = "" if needed <= most else ", and less cannot be"
-    sides = f"{needed / MIB:,.0f} MiB predicted, {free / MIB:,.0f} MiB free"
+    sides = f"{needed / MIB:,.0f} MiB estimated, {free / MIB:,.0f} MiB free"
     return size, f"{sides} at {size} samples{beyond}"
 
 

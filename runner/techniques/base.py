@@ -101,7 +101,6 @@ class RunParts:
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
     recompute: Recomputed | None = None  # what is computed again in the backward
-    predicted_bytes: int | None = None  # peak of process or device, where one was predicted
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
     choices: list[Choice] = field(default_factory=list)

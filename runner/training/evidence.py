@@ -45,7 +45,6 @@ def build_summary(
         memory=MemoryPeaks(
             memory.peak_process_bytes(),
             memory.peak_device_bytes(run.device),
-            run.predicted_bytes,
         ),
         techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],

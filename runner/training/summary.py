@@ -41,7 +41,6 @@ class MemoryPeaks:
 
     peak_process_bytes: int = 0
     peak_device_bytes: int = 0
-    predicted_bytes: int | None = None  # of the one the model is on, where it was predicted
 
 
 @dataclass

@@ -42,9 +42,8 @@ def test_a_batch_that_fits_is_not_cut_and_the_reason_says_the_numbers() -> None:
     summary = runs.trained(*QUICK, *AUTO)
     row = runs.status(summary, "accumulation")
     assert row.requested and not row.engaged
-    assert "already fits" in row.reason and "MiB predicted" in row.reason
+    assert "already fits" in row.reason and "MiB estimated" in row.reason
     assert "MiB free" in row.reason
-    assert summary.memory.predicted_bytes and summary.memory.predicted_bytes > 0
 
 
 def test_the_batch_is_cut_into_fewer_parts_the_more_memory_is_free(free: dict[str, int]) -> None:
@@ -60,16 +59,19 @@ def test_the_batch_is_cut_into_fewer_parts_the_more_memory_is_free(free: dict[st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
-def test_what_is_predicted_is_about_what_the_gpu_held(model: str) -> None:
+def test_the_micro_batch_that_is_chosen_fits_what_the_gpu_has_free(
+    model: str, free: dict[str, int]
+) -> None:
+    free["bytes"] = 512 * MIB
     data = ["data.form=tokens", "data.sequence=512"] if model == "gpt" else []
     sizes = ["training.batch_size=256", "training.steps=3", "data.validation_samples=1"]
     asked = ["device=cuda", "data=synthetic", *data, f"model={model}", *sizes, *AUTO]
     with runs.opened("optimization=none", *asked) as run:
+        assert run.micro_batch < 256
         memory.reset_peak(run.device)
         base = torch.cuda.memory_allocated()
         peaks = train(run).memory
-    assert peaks.predicted_bytes is not None
-    assert peaks.predicted_bytes - base == pytest.approx(peaks.peak_device_bytes - base, rel=0.5)
+    assert peaks.peak_device_bytes - base <= free["bytes"]
 
 
 def test_the_gradient_is_that_of_the_batch(free: dict[str, int]) -> None:
