@@ -123,12 +123,24 @@ class BatchChecks:
             expected, usual = self.reference.get(name, (None, ()))
             if expected is None:
                 return Finding(FORM, f"{name} is new")
-            if dtype is not expected or not _fits(usual, shape, dtype):
+            if dtype is not expected or not self._fits(name, usual, shape, dtype):
                 given = f"{name} is {dtype} of shape {list(shape)} a sample"
                 message = f"{given}, expected {expected} of {list(usual)}"
                 return Finding(FORM, message.replace("torch.", ""))
         missing = self.reference.keys() - form
         return Finding(FORM, f"{min(missing)} is missing or empty") if missing else None
+
+    def _fits(
+        self, name: str, usual: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> bool:
+        """Lengths may vary; dimensions, features and channels may not."""
+        if usual == shape or len(usual) != len(shape):
+            return usual == shape
+        if not dtype.is_floating_point and not dtype.is_complex:
+            text = self.spec.vocab or name == "inputs.input_ids"
+            if text or name != _main_leaf(self.reference or {}):
+                return True  # also labels of each step, and a mask
+        return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
 
     def limits(self, tensors: Tensors) -> list[Limit]:
         """The limits of each tensor under a policy that is not off."""
@@ -246,15 +258,6 @@ def find(checks: BatchChecks, tensors: Tensors) -> list[Finding]:
     if limits:
         findings += checks.findings(limits, checks.measure(tensors, limits).tolist(), tensors)
     return findings
-
-
-def _fits(usual: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Lengths may vary; dimensions, features and channels may not."""
-    if usual == shape or len(usual) != len(shape):
-        return usual == shape
-    if dtype.is_floating_point or dtype.is_complex:
-        return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
-    return True  # texts, labels of each step, a mask: of any length
 
 
 def _main_leaf(names: Iterable[str]) -> str:

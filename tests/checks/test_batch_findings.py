@@ -85,8 +85,10 @@ def test_values_of_every_dtype_are_compared_with_the_range(dtype: str) -> None:
     (finding,) = find(checks, checks.tensors((put(x, 100), Y)))
     assert finding.check == "range"
     assert finding.bad is not None and finding.bad.nonzero().flatten().tolist() == [3]
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         assert found(checks, (put(x, math.nan), Y)) == ["not_finite", "range"]
+    if x.is_complex():  # pairs of numbers
+        assert found(checks, (put(x, complex(0, -1e4)).conj(), Y)) == ["range"]
 
 
 @pytest.mark.parametrize("scale", [1e38, 1e-30, 1.7e18])
@@ -122,8 +124,10 @@ def test_ignored_labels_pass_and_tokens_are_below_the_vocabulary() -> None:
 SHAPES: dict[str, tuple[list[list[int]], bool]] = {
     "speech, features last": ([[128, 8], [120, 8], [300, 8]], True),
     "speech, features first": ([[80, 128], [80, 90]], True),
+    "sound of one channel": ([[1, 160], [1, 150]], True),
     "images": ([[3, 32, 32], [3, 40, 48], [3, 32, 40]], True),
     "images, channels last": ([[32, 32, 3], [40, 48, 3]], True),
+    "video": ([[3, 8, 16, 16], [3, 6, 16, 16]], True),
     "features of a table": ([[10], [9]], False),
     "another dimension": ([[128, 8], [128, 8, 1]], False),
     "both ends": ([[128, 8], [120, 7]], False),
@@ -145,7 +149,10 @@ def test_texts_and_their_masks_may_be_of_any_length() -> None:
         mask = torch.ones(N, 1, length, length, dtype=torch.bool)
         return {"input_ids": ids, "attention_mask": mask}, ids.clone()
 
-    assert found(checks_after(texts(128), DataSpec(vocab=50)), texts(120)) == []
+    for spec in (DataSpec(vocab=50), DataSpec()):
+        assert found(checks_after(texts(128), spec), texts(120)) == []
+    columns = checks_after((labels(50, (128,)), Y), DataSpec())  # whole numbers are no text
+    assert found(columns, (labels(50, (120,)), Y)) == ["form"]
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,10 @@ FAULTS: dict[str, tuple[Callable[..., Any], Expected, str]] = {
         lambda m, x: (x @ m.weight).index_fill(0, torch.tensor([2]), math.nan),
         *(LOGITS, "not_finite"),
     ),
+    "an Inf in a named part": (
+        lambda m, x: {"logits": x @ m.weight, "scale": x.sum(1) / 0},
+        *(LOGITS, "not_finite"),
+    ),
     "the same for all": (lambda m, x: 0 * x @ m.weight + m.weight[0], LOGITS, "constant"),
     "one class for all": (one_class, LOGITS, "constant"),
     "probabilities that are logits": (linear, Expected("probabilities"), "out_of_range"),
@@ -224,7 +228,8 @@ def found(answer: Callable[..., Any], inputs: Any, expected: Expected) -> list[A
 def test_a_fault_of_behaviour_is_named_and_nothing_else_is(what: str) -> None:
     answer, expected, code = FAULTS[what]
     severity = FAULT if code == "not_finite" else WARNING
-    finding = (f"behaviour.{code}", severity, WHERE.get(code, ""))
+    where = "output.scale" if "named" in what else WHERE.get(code, "")
+    finding = (f"behaviour.{code}", severity, where)
     assert found(answer, probes(), expected) == [finding]
 
 
