@@ -13,7 +13,7 @@ from runner.config import RunConfig
 from runner.data.paths import existing
 from runner.errors import CheckpointError, ConfigError, StorageError
 from runner.jobs.config import JobKind
-from runner.overrides.groups import ALIASES, FOREIGN, default_options, options
+from runner.overrides.groups import ALIASES, FOREIGN, default_options, nearest, options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
 from runner.record.storage import read_record
@@ -78,7 +78,10 @@ def _names(override: CliOverride) -> list[str]:
 def _run_of(path: Path) -> Path | None:
     """The run's folder that `path` is, or lies in; None for a checkpoint on its own."""
     if not path.is_dir():
-        fix = f"; to start from weights in a file: model.weights={path}" if path.exists() else ""
+        near = nearest(path.name, (folder.name for folder in path.parent.glob("*/")))
+        fix = f"; did you mean {path.with_name(near)}?" if near else ""
+        if path.exists():
+            fix = f"; to start from weights in a file: model.weights={path}"
         raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){fix}")
     folder = path
     for pattern in (STEP, re.compile(CHECKPOINTS)):

@@ -158,6 +158,8 @@ def test_what_leads_to_no_run_is_answered_with_the_one_that_was_meant() -> None:
         ask("checkpoint.resume=")
     with pytest.raises(CheckpointError, match="the newest in it is outputs/runs/own/newer$"):
         ask("checkpoint.resume=outputs/runs/own")
+    with pytest.raises(CheckpointError, match=r"did you mean outputs/runs/own\?"):
+        ask("checkpoint.resume=outputs/runs/owm")
 
 
 def test_auto_is_not_for_a_sweep_which_goes_on_by_itself() -> None:

@@ -198,7 +198,9 @@ def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
             compose_raw(["security.trusted=[mine]"])
         with pytest.raises(SecurityError, match=r"security\.level: off is refused"):
             compose_raw(["security=off"])
-    assert source.load_config is read
+        checked = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
+    unchecked: Any = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
+    assert source.load_config is read and unchecked == checked
 
 
 @pytest.mark.parametrize(
