@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from time import perf_counter
+from functools import cache, partial
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from runner.device.device import Device
 
 T = 1e12
-SIZE, TRIES = 2048, 5
+SIZE, TRIES, SLOW_S = 2048, 5, 0.05
 
 
 def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
@@ -70,7 +70,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> PeakFlops | None:
     """The device's peak in products of `dtype`, or None where it is not known.
 
-    On a CPU it can be measured, once for each type and number of threads: half a second on a
+    On a CPU it can be measured, once for each type and number of threads: about a second on a
     quiet machine, and nothing to go by on a busy one.
     """
     name = NAMES.get(dtype)
@@ -89,13 +89,15 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
 
 @cache
 def _measure_peak(dtype: torch.dtype, threads: int) -> PeakFlops:
-    """The fastest of a few large products: what nothing on this CPU gets beyond."""
-    noise = torch.Generator().manual_seed(0)
-    a = torch.randn(SIZE, SIZE, generator=noise).to(dtype)
-    best = float("inf")
-    for _ in range(TRIES + 1):  # the first one warms up
-        start = perf_counter()
-        a @ a
-        best = min(best, perf_counter() - start)
-    source = f"measured here: the fastest of {TRIES} products of {SIZE}×{SIZE}, {threads} threads"
-    return PeakFlops(2 * SIZE**3 / best, NAMES[dtype], source)
+    """The fastest of a few products: what nothing on this CPU gets beyond.
+
+    They grow until one is slow: a CPU without 16-bit units takes minutes for a large one.
+    """
+    size, seconds, rate = 128, 0.0, 0.0
+    while size < SIZE and seconds < SLOW_S:
+        size *= 2
+        a = torch.ones(size, size, dtype=dtype)
+        seconds = min(repeat(partial(torch.mm, a, a), number=1, repeat=TRIES + 1))
+        rate = max(rate, 2 * size**3 / seconds)
+    source = f"measured here: products of up to {size}×{size}, {threads} threads"
+    return PeakFlops(rate, NAMES[dtype], source)
