@@ -34,7 +34,7 @@ def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mix
     assert statuses(mixed.sweep) == ["done", "done", "failed", "killed"], mixed.done.stderr
     assert mixed.done.returncode == 7
     assert "2 of 4 jobs failed:" in mixed.done.stderr
-    assert len(re.findall(r" #\d .*: begun\n", mixed.done.stderr)) == 4
+    assert len(re.findall(r" #\d .*: started\n", mixed.done.stderr)) == 4
     assert re.search(r"\n  #2 .*\+model.how=fail.*: told to fail", mixed.done.stderr)
     assert re.search(r"\n  #3 .*\+model.how=die.*signal 9", mixed.done.stderr)
     for word in ("Traceback", "Error executing job", "HYDRA_FULL_ERROR"):
