@@ -56,7 +56,9 @@ def masks() -> dict[str, dict[str, Any]]:
         "boolean": {"attn_mask": some},
         "added": {"attn_mask": added},
         "learned": {"attn_mask": torch.randn(4, 6, 9, requires_grad=True)},
+        "causal": {"is_causal": True},
         "scaled": {"scale": 0.5, "is_causal": True},
+        "keys": {"attn_mask": torch.tensor([[True] * 9, [True] * 4 + [False] * 5])[:, None, None]},
     }
 
 
@@ -162,6 +164,7 @@ def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
         cuda = torch.backends.cuda
         return [
             F.scaled_dot_product_attention,
+            cuda.cudnn_sdp_enabled(),
             cuda.flash_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.mem_efficient_sdp_enabled(),

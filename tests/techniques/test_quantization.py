@@ -68,11 +68,14 @@ def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
 def test_int8_products_are_exact_on_a_cpu_without_vnni() -> None:
     code = """
 import torch
-from runner.techniques.quantization import Int8Linear, product_levels
+from runner.device.capabilities import cpu_flags
+from runner.techniques.quantization import LEVELS, Int8Linear, product_levels
 levels = product_levels("cpu")
+vnni = {"avx512_vnni", "avx_vnni"} & set(cpu_flags())
 layer = Int8Linear(torch.ones(8, 64), None, dynamic=True)
 y = layer(torch.ones(4, 64))
-assert levels == 64, levels
+# limited to AVX2 such a CPU saturates; one that has none may get torch's own loop, which is exact
+assert levels == 64 or (levels == LEVELS and not vnni), levels
 assert torch.allclose(y, torch.full((4, 8), 64.0), rtol=1e-3), y
 """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -29,6 +29,12 @@ GPT = [
 CNN = [*QUICK, "data=digits", "model=cnn", "model.width=8", "training.batch_size=16"]
 
 
+CLASSIFIER = [
+    *[*QUICK, "data=stdlib_parts", "model=classifier", "model.width=16", "model.heads=2"],
+    "training.batch_size=4",
+]
+
+
 def recomputing(what: str) -> list[str]:
     return ["optimization.recompute.enabled=true", f"optimization.recompute.what={what}"]
 
@@ -46,7 +52,7 @@ def row(*overrides: str) -> TechniqueStatus:
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])
-@pytest.mark.parametrize("data", [GPT, CNN], ids=["gpt", "cnn"])
+@pytest.mark.parametrize("data", [GPT, CNN, CLASSIFIER], ids=["gpt", "cnn", "classifier"])
 def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what: str) -> None:
     plain, without = step(*data)
     same, run = step(*data, *recomputing(what))
