@@ -23,13 +23,14 @@ from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.paths import existing
+from runner.data.preprocessing import NAME as PREPROCESSING
+from runner.data.preprocessing import Opening, Preprocessing
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
+from runner.jobs.config import EVALUATING, JobKind
 from runner.models.build import build_model, refuse_lazy
-from runner.models.stored import KEY as WEIGHTS
-from runner.models.weights import start_from
 from runner.objectives.base import Objective, monitored
 from runner.objectives.build import build_objective
 from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
@@ -38,6 +39,7 @@ from runner.optim.schedule import factors
 from runner.random_state import exclusive_random_state
 from runner.record.history import History
 from runner.record.recorder import Recorder
+from runner.record.storage import read_file
 from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
 from runner.security.registry import resolve
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from runner.optim.whole_step import StepGraph
 
 log = logging.getLogger("runner")
+WEIGHTS = "model.weights"
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,9 @@ class _Build:
 
     def run(self) -> Run:
         """The steps in order; comments say why one comes after another."""
-        self.load_data()
-        self.resolve_steps()
         self.open_checkpoints()
+        self.load_data()  # as the resumed run prepared them
+        self.resolve_steps()
         self.make_model()
         self.make_objective()
         self.start_builder()
@@ -133,7 +136,8 @@ class _Build:
         self.scope.callback(run.checkpointer.wait)
         self.scope.callback(run.validation.close)
         self.scope.callback(run.train.close)
-        _resume(run, self.config.checkpoint.resume)
+        trains = self.config.job.kind not in EVALUATING
+        _resume(run, self.config.checkpoint.resume, trains)
         _warn_uncompiled(run)
         run.captures = self.make_captures()  # last: what a resume reads is no bad step
         return run
@@ -141,13 +145,41 @@ class _Build:
     def load_data(self) -> None:
         """The data, checked as a table where it is one; that may leave out columns and rows."""
         config = self.config
-        data = self.given.data or open_data(config.data, self.look_up, self.policy)
-        self.data, self.table_report = check_data_table(data, config.checks.table)
+        evaluates = config.job.kind in EVALUATING
+        fitted = self.read_preprocessing(evaluates)
+        if fitted is not None and self.given.data is None:
+            fitted.check_kind(config.data)
+        opening = Opening(
+            self.policy, fitted, evaluates, labelled=config.job.kind is not JobKind.predict
+        )
+        self.whole = opening.whole(config.data)
+        data = self.given.data or open_data(config.data, self.look_up, opening)
+        table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
+        self.data, self.table_report = check_data_table(data, table)
+        self.preprocessing = fitted or Preprocessing.of(config.data, self.data)
+        self.checkpointer.preprocessing = self.preprocessing.dump()
+
+    def read_preprocessing(self, evaluates: bool) -> Preprocessing | None:
+        """What the run that is resumed, or the evaluated weights, applied to their data."""
+        where, weights = self.config.checkpoint.resume, self.config.model.weights
+        if where != "none":
+            stored = self.checkpointer.read_preprocessing(None if where == "auto" else Path(where))
+            if stored is not None:
+                return Preprocessing.parse(stored[1], stored[0])
+        elif evaluates and weights is not None:
+            path = Path(weights).expanduser()
+            path = (path if path.is_dir() else path.parent) / PREPROCESSING
+            if path.is_file():
+                return Preprocessing.parse(read_file(path), path)
+        return None
 
     def resolve_steps(self) -> None:
         """Batch size, length of the run, and how often debug tools look at it."""
         config = self.config
-        self.batch_size, self.steps_per_epoch = resolve_batches(config, len(self.data.train))
+        samples = len(self.data.train)
+        if self.whole:  # a file of few rows is no mistake where nothing is trained
+            samples = max(samples, config.training.batch_size)
+        self.batch_size, self.steps_per_epoch = resolve_batches(config, samples)
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
         self.choices += [*choices, *debug_choices]
@@ -277,9 +309,11 @@ class _Build:
         config, data, draft = self.config.data, self.data, self.draft
         how: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
         self.train = self.training_set(**how)
-        # in a fixed random order, so that the first so many stand for all
-        shuffled = permutation(config.split_seed, 0, len(data.validation))
-        held_out = data.validation[shuffled][: config.validation_samples]
+        held_out = data.validation
+        if not self.whole:
+            # in a fixed random order, so that the first so many stand for all
+            shuffled = permutation(config.split_seed, 0, len(held_out))
+            held_out = held_out[shuffled][: config.validation_samples]
         self.validation = self.loader(
             indices=held_out, shuffle=False, repeat=False, augment=False, **how
         )
@@ -413,6 +447,8 @@ def _first_weights(
     if where == "none" or (where == "auto" and not checkpointer.has_checkpoints):
         if path is None:
             return []
+        from runner.models.weights import start_from  # only where a file is read
+
         return [start_from(model, existing(path, WEIGHTS), config.model.weights_except, policy)]
     if WEIGHTS in before:
         return [Choice(WEIGHTS, before[WEIGHTS], "as before the run was resumed")]
@@ -423,10 +459,10 @@ def _first_weights(
     return [Choice(WEIGHTS, path, reason)]
 
 
-def _resume(run: Run, where: str) -> None:
+def _resume(run: Run, where: str, trains: bool) -> None:
     """Continue from `where`; `auto` is the run's own folder, if it has checkpoints."""
     if where == "auto":
-        if not restore(run, None):
+        if not restore(run, None, trains):
             log.info("checkpoint.resume=auto: nothing to continue here; starting afresh")
     elif where != "none":
-        restore(run, Path(where))
+        restore(run, Path(where), trains)

@@ -31,6 +31,7 @@ SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
 """Groups with a schema per option, so that an option has its own keys and no others."""
 FOLDERS = {
     JobKind.evaluate: "evaluations",
+    JobKind.predict: "predictions",
     JobKind.verify: "verifications",
     JobKind.replay: "replays",
     JobKind.benchmark: "benchmarks",

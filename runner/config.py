@@ -22,10 +22,12 @@ from runner.debug.config import DebugConfig
 from runner.device.config import DeviceConfig
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import (
+    EVALUATING,
     EvaluateConfig,
     ExportKind,
     JobConfig,
     JobKind,
+    PredictConfig,
     ReplayConfig,
     ScanConfig,
     VerifyConfig,
@@ -75,6 +77,7 @@ class RunConfig:
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
     job: JobConfig = field(default_factory=JobConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    predict: PredictConfig = field(default_factory=PredictConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     scan: ScanConfig = field(default_factory=ScanConfig)
@@ -117,9 +120,9 @@ class RunConfig:
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind
-        if job is JobKind.evaluate and resume in ("none", "auto") and self.model.weights is None:
+        if job in EVALUATING and resume in ("none", "auto") and self.model.weights is None:
             fix = "name a run's folder or one of its checkpoints/step_… folders; for weights alone"
-            problem = "job=evaluate needs to know which model"
+            problem = f"job={job.name} needs to know which model"
             raise ConfigError("checkpoint.resume", problem, f"{fix}, model.weights=FILE")
         for kind, key, what in (
             (JobKind.replay, "replay.path", "which step: a run's debug/captures/step_… folder"),
@@ -193,7 +196,17 @@ def _validate_part(part: Any) -> None:
             check()
 
 
-NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "scan", "benchmark", "sweep", "security")
+NOT_OF_THE_RUN = (
+    "job",
+    "evaluate",
+    "predict",
+    "verify",
+    "replay",
+    "scan",
+    "benchmark",
+    "sweep",
+    "security",
+)
 OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 

@@ -42,6 +42,7 @@ NEEDS = {
     ("model", "gpt"): ["data=stdlib_text"],
     ("model", "classifier"): ["data=stdlib_parts"],
     ("job", "evaluate"): ["checkpoint.resume=x"],
+    ("job", "predict"): ["checkpoint.resume=x"],
     ("job", "replay"): ["replay.path=x"],
     ("job", "scan"): ["scan.path=x"],
 }

@@ -46,6 +46,7 @@ class Checkpointer:
         self._policy = policy
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
+        self.preprocessing = b""  # of the data, written into every checkpoint
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
@@ -149,13 +150,37 @@ class Checkpointer:
 
     def recorded(self, where: Path | None = None) -> dict[str, Any]:
         """The choices in the newest readable manifest of what `restore` would read, if any."""
-        root = self._root if where is None else folders.root_of(where)
-        saved = {} if root is None else folders.steps(root)
-        newest_first = [saved[step] for step in sorted(saved, reverse=True)]
-        for folder in [where] if where is not None and _is_step(where) else newest_first:
+        for folder in self._readable(where):
             with suppress(CheckpointError):
                 return read_manifest(folder).choices
         return {}
+
+    def read_preprocessing(self, where: Path | None = None) -> tuple[Path, bytes] | None:
+        """The file of the newest intact one of what `restore` would read; None: it has none.
+
+        Raises CheckpointError where it is damaged in each.
+        """
+        damaged: CheckpointError | None = None
+        for folder in self._readable(where):
+            try:
+                facts = read_manifest(folder)
+                if manifest.PREPROCESSING not in facts.files:
+                    return None
+                path = folder / manifest.PREPROCESSING
+                return path, folders.read_preprocessing(folder, facts)
+            except CheckpointError as error:
+                damaged = error
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def _readable(self, where: Path | None) -> list[Path]:
+        """The checkpoints that `restore` tries, in its order."""
+        if where is not None and _is_step(where):
+            return [where]
+        root = self._root if where is None else folders.root_of(where)
+        saved = {} if root is None else folders.steps(root)
+        return [saved[step] for step in sorted(saved, reverse=True)]
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -208,10 +233,14 @@ class Checkpointer:
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         parts = {manifest.MODEL: write_tensors, manifest.STATE: write_state}
         write = storage.write_file
+        files = {n: write(folder / n, partial(f, snapshot)) for n, f in parts.items()}
+        if data := self.preprocessing:
+            name = manifest.PREPROCESSING
+            files[name] = write(folder / name, partial(_write_bytes, data))
         facts = Manifest(
             step=step,
             best=best,
-            files={n: write(folder / n, partial(f, snapshot)) for n, f in parts.items()},
+            files=files,
             config_hash=self._config_hash,
             created_by=__version__,
             torch=torch.__version__,
@@ -226,6 +255,10 @@ class Checkpointer:
 
 def _is_step(where: Path) -> bool:
     return bool(folders.STEP.fullmatch(where.resolve().name)) or folders.is_checkpoint(where)
+
+
+def _write_bytes(data: bytes, file: storage.HashedFile) -> None:
+    file.write(data)
 
 
 def _reason(error: OSError | None) -> str:

@@ -8,6 +8,7 @@ decided by the step and never by a clock.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -107,6 +108,8 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
     named = STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:
         raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
+    if manifest.PREPROCESSING in facts.files:
+        read_preprocessing(folder, facts)
     model: dict[str, Any] = {}
     model.update(read_tensors(folder / manifest.MODEL, facts.files[manifest.MODEL].sha256))
     content = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
@@ -130,6 +133,15 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         sha256=facts.files[manifest.MODEL].sha256,
         trust=trust,
     )
+
+
+def read_preprocessing(folder: Path, facts: manifest.Manifest) -> bytes:
+    """The checkpoint's preprocessing.json; CheckpointError where it is not what was written."""
+    path = folder / manifest.PREPROCESSING
+    data = storage.read_file(path)
+    if hashlib.sha256(data).hexdigest() != facts.files[manifest.PREPROCESSING].sha256:
+        raise CheckpointError(f"{path}: damaged: its sha256 is not the manifest's")
+    return data
 
 
 def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:

@@ -13,6 +13,7 @@ from runner.security.sealed import read_sealed, sealed
 NAME = "manifest.json"
 MODEL = "model.safetensors"
 STATE = "state.pt"
+PREPROCESSING = "preprocessing.json"
 FORMAT = 1
 
 
@@ -46,6 +47,6 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(files=files, **body)
     except (TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
-    if set(files) != {MODEL, STATE}:  # names in the file are never used as paths
+    if set(files) - {PREPROCESSING} != {MODEL, STATE}:  # names in it are never used as paths
         raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
     return manifest

@@ -134,7 +134,7 @@ def _stop(findings: TableFindings, config: TableConfig) -> None:
 def _value(column: Column, value: np.float32) -> str:
     """A value of a column as it was read."""
     if column.values:
-        return repr(column.values[int(value) if column.width > 1 else 0])
+        return repr(dict(enumerate(column.values)).get(int(value), "a category of no training row"))
     return f"{value * column.deviation + column.mean:.6g}"
 
 

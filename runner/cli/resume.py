@@ -12,7 +12,7 @@ from runner.checkpoint.lock import is_locked
 from runner.config import RunConfig
 from runner.data.paths import existing
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.jobs.config import JobKind
+from runner.jobs.config import EVALUATING, JobKind
 from runner.overrides.groups import ALIASES, FOREIGN, default_options, nearest, options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
@@ -23,7 +23,7 @@ WORDS = ("none", "auto", "None")
 STEP = re.compile(r"step_\d+|last|best")
 CHECKPOINTS = "checkpoints"
 ENDED = ("done", "stopped")
-BUILDS = (JobKind.train, JobKind.evaluate, JobKind.benchmark, JobKind.verify)
+BUILDS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
 
 
 @dataclass(frozen=True)

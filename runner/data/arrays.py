@@ -12,17 +12,18 @@ import torch
 from runner.data.batch import Sizes
 from runner.data.config import Arrays
 from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
-from runner.data.order import split
 from runner.data.paths import existing, suggestion
+from runner.data.preprocessing import Opening
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
+PLAIN = Opening()
 TABLES = (".csv", ".tsv", ".parquet")
 
 
-def arrays(config: Arrays, policy: FilePolicy | None = None) -> Tensors:
+def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     """Inputs as they are, but for these: floats become float32, and uint8 images 0 to 1.
 
     Images are [samples, channels, height, width] or [samples, height, width]; whole numbers
@@ -35,26 +36,55 @@ def arrays(config: Arrays, policy: FilePolicy | None = None) -> Tensors:
     path = existing(config.path)
     if path.suffix.lower() in TABLES:
         raise ConfigError("data.path", f"{path} is a table and no .npz", "use data=tabular")
-    content = read_arrays(path, policy or FilePolicy())
+    content = read_arrays(path, opening.policy or FilePolicy())
     x = _pick(content, path, config.inputs, "data.inputs")
-    y = _pick(content, path, config.target, "data.target")
-    if len(x) != len(y):
-        problem = f"{config.inputs!r} has {len(x):,} samples and {config.target!r} has {len(y):,}"
-        raise DataError(f"{path}: {problem}; the first dimension of both is the sample")
-    task, reason = _task(x, y, config.task)
-    _check_values(
-        y, f"{path}: {config.target!r}", ids=y.dtype.kind in "iu" and task != "regression"
-    )
-    _check_values(x, f"{path}: {config.inputs!r}", ids=x.dtype.kind in "iu" and x.ndim == 2)
+    where, fitted = f"{path}: {config.inputs!r}", opening.fitted
+    _check_values(x, where, ids=x.dtype.kind in "iu" and x.ndim == 2)
     inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
-    target, sizes = _target(inputs, replace(shape, task=task), y, f"{path}: {config.target!r}")
-    parts = split(len(inputs), config.validation, config.split_seed, str(path))
-    choices = (Choice("data.task", task, reason),) if config.task == "auto" else ()
-    if task == "regression":
-        mean, deviation, choice = scale_of(target, parts[0])
-        sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
-        choices = (*choices, choice)
-    return Tensors(torch.from_numpy(inputs), torch.from_numpy(target), sizes, parts, choices)
+    if fitted is not None:
+        _check_trained(shape, fitted.sizes, where)
+    *parts, choices = opening.split(len(inputs), config, str(path))
+    if opening.labelled or fitted is None:
+        y = _pick(content, path, config.target, "data.target")
+        if len(x) != len(y):
+            problem = f"{config.inputs!r} has {len(x):,} samples and {config.target!r} {len(y):,}"
+            raise DataError(f"{path}: {problem}; the first dimension of both is the sample")
+        asked = config.task if fitted is None else fitted.sizes.task
+        task, reason = _task(x, y, asked)
+        where = f"{path}: {config.target!r}"
+        _check_values(y, where, ids=y.dtype.kind in "iu" and task != "regression")
+        target, sizes = _target(inputs, replace(shape, task=task), y, where)
+    else:
+        target, sizes = np.zeros(len(inputs), np.int64), fitted.sizes
+    if fitted is not None:
+        if (sizes.classes or 0) > (fitted.sizes.classes or 0):
+            problem = (
+                f"has {sizes.classes} classes or targets, and the model {fitted.sizes.classes}"
+            )
+            raise DataError(f"{path}: {config.target!r} {problem}; it was trained on so many")
+        sizes = fitted.sizes
+    else:
+        if task == "classification":
+            check_classes([str(label) for label in range(sizes.classes or 0)], where)
+        if asked == "auto":
+            choices = (*choices, Choice("data.task", task, reason))
+        if task == "regression":
+            mean, deviation, choice = scale_of(target, parts[0])
+            sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
+            choices = (*choices, choice)
+    tensors = torch.from_numpy(inputs), torch.from_numpy(target)
+    return Tensors(*tensors, sizes, (parts[0], parts[1]), choices)
+
+
+def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:
+    """Raise DataError for inputs of another shape than those that the model was trained on."""
+    for key in ("in_features", "in_channels", "image_size", "sequence"):
+        size, wanted = getattr(shape, key), getattr(trained, key)
+        if size != wanted:
+            raise DataError(f"{where}: has {key} {size}, and the model was trained on {wanted}")
+    if shape.vocab is not None and shape.vocab > (trained.vocab or 0):
+        problem = f"has the id {shape.vocab - 1}, and the model was trained on ids below"
+        raise DataError(f"{where}: {problem} {trained.vocab}")
 
 
 def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
@@ -124,9 +154,7 @@ def _target(x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str) -> tuple[np.n
         or not 0 <= y.min() <= y.max() < MOST
     ):
         raise DataError(f"{problem}; classification needs one whole number from 0 per sample")
-    classes = int(y.max()) + 1
-    check_classes([str(label) for label in range(classes)], what)
-    return y.astype(np.int64), replace(sizes, classes=classes)
+    return y.astype(np.int64), replace(sizes, classes=int(y.max()) + 1)
 
 
 def _task(x: np.ndarray, y: np.ndarray, asked: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -39,13 +39,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table as it was read, and how much of the inputs came of it."""
+    """A column of a table, and what the model gets of it, as fitted on the training rows."""
 
     name: str
-    width: int = 1  # of the inputs: one, or one for each category
-    mean: float = 0.0  # taken off what was read …
-    deviation: float = 1.0  # … which was then divided by this
+    mean: float = 0.0  # taken off a number …
+    deviation: float = 1.0  # … which is then divided by this
     values: tuple[str, ...] = ()  # the categories; none: a number
+
+    @property
+    def width(self) -> int:
+        """How many of the inputs: one for each category and one for any other, or the number."""
+        return len(self.values) + 1 if self.values else 1
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,12 @@ class RowNames:
 
     word: str = "sample"
     numbers: NDArray[Any] | None = None  # by sample; None: they count from 0, as samples do
+    names: Sequence[str] = ()  # of files, in place of numbers
 
     def __call__(self, index: int) -> str:
         """The name of that sample."""
+        if self.names:
+            return self.names[index]
         number = index if self.numbers is None else int(self.numbers[index])
         return f"{self.word} {number}"
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from runner.data.batch import Batch, Sizes
+from runner.data.batch import Batch, Column, RowNames, Sizes
 from runner.techniques.base import Choice
 
 
@@ -24,6 +24,8 @@ class Dataset(ABC):
     augments: bool = False  # fetch reads the seeds it is given
     sample_seconds: float | None = None  # what one sample took to fetch, where it was measured
     choices: tuple[Choice, ...] = ()  # what was inferred about the data, and from what
+    columns: tuple[Column, ...] = ()  # of a table, as fitted
+    rows: RowNames = RowNames()  # what a message calls a sample
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:

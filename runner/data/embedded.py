@@ -45,5 +45,5 @@ def cancer(config: Cancer) -> Tensors:
         torch.from_numpy(labels.astype(np.int64)),
         Sizes("classification", 30, classes=2, class_names=("malignant", "benign")),
         parts,
-        columns=tuple(Column(name, 1, mean, deviation) for name, mean, deviation in columns),
+        columns=tuple(Column(name, mean, deviation) for name, mean, deviation in columns),
     )

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from runner.data.batch import Batch, Sizes
+from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.config import Images
 from runner.data.dataset import Dataset
-from runner.data.order import split
-from runner.data.paths import class_files, existing
+from runner.data.folders import labelled_files
+from runner.data.paths import existing
+from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError
-from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded, under any name: others contain programs, such as PostScript's."""
 HEADS = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop
+PLAIN = Opening()
 
 
 class ImageFolder(Dataset):
@@ -38,36 +39,38 @@ class ImageFolder(Dataset):
 
     in_memory = False
 
-    def __init__(self, config: Images, policy: FilePolicy | None = None) -> None:
+    def __init__(self, config: Images, opening: Opening = PLAIN) -> None:
         root = existing(config.path)
         if not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
-        self.size, self.mode = config.image_size, "RGB" if config.channels == 3 else "L"
-        self.augments = config.augment
-        classes = class_files(root, policy)
-        files = [(file, label) for label, inside in enumerate(classes.values()) for file in inside]
-        images = [(file, label) for file, label in files if file.suffix.lower() in SUFFIXES]
-        self.files, self.labels = [f for f, _ in images], torch.tensor([n for _, n in images])
-        for label, folder in enumerate(classes):
-            if not (self.labels == label).any():
-                kinds = ", ".join(sorted(SUFFIXES))
-                raise DataError(f"{folder}: the class has no images ({kinds})")
-        if others := len(files) - len(images):
-            reason = f"left out: files that are no images: {others:,}"
-            self.choices = (Choice("data.path", str(root), reason),)
-        for number in np.linspace(0, len(images) - 1, min(HEADS, len(images))).astype(int):
-            with self._named_errors(self.files[number]):
-                _open(self.files[number]).close()
-        parts = split(len(images), config.validation, config.split_seed, str(root))
-        self.train, self.validation = parts
-        self.sizes = Sizes(
-            "classification",
-            in_features=config.channels * self.size**2,
-            in_channels=config.channels,
-            image_size=self.size,
-            classes=len(classes),
-            class_names=tuple(folder.name for folder in classes),
-        )
+        fitted = opening.fitted
+        self.size, channels = config.image_size, config.channels
+        if fitted is not None:
+            self.size = fitted.sizes.image_size or self.size
+            channels = fitted.sizes.in_channels or channels
+        self.mode, self.augments = "RGB" if channels == 3 else "L", config.augment
+        others = []
+
+        def takes(file: Path) -> bool:
+            image = file.suffix.lower() in SUFFIXES
+            others.extend([] if image else [file])
+            return image
+
+        kinds = ", ".join(sorted(SUFFIXES))
+        files, labels, names = labelled_files(root, opening, takes, f"images ({kinds})")
+        self.files, self.labels = files, torch.from_numpy(labels)
+        self.rows = RowNames(names=[str(file.relative_to(root)) for file in files])
+        for number in np.linspace(0, len(files) - 1, min(HEADS, len(files))).astype(int):
+            with self._named_errors(files[number]):
+                _open(files[number]).close()
+        self.train, self.validation, self.choices = opening.split(len(files), config, str(root))
+        if others:
+            reason = f"left out: files that are no images: {len(others):,}"
+            self.choices = (Choice("data.path", str(root), reason), *self.choices)
+        features = channels * self.size**2
+        shape = {"in_channels": channels, "image_size": self.size}
+        known = Sizes("classification", features, **shape, classes=len(names), class_names=names)
+        self.sizes = known if fitted is None else fitted.sizes
 
     @staticmethod
     @contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
+from runner.data.preprocessing import Opening
 from runner.errors import ConfigError
-from runner.security.files.policy import FilePolicy
 from runner.security.registry import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
@@ -26,25 +26,24 @@ OPENERS = {
     "tokens": ("tokens", "tokens"),
     "arrays": ("arrays", "arrays"),
 }
-WITH_POLICY = ("images", "text", "tokens", "arrays")
+FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
 
 
 def open_data(
-    config: DataConfig, resolve: Callable[[str, str], Any], policy: FilePolicy | None = None
+    config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening | None = None
 ) -> Dataset:
     """The data set that `config` names: one of ours, or the user's own by `_target_`.
-
-    `policy` decides about files of arrays and links out of a folder; None is the standard one.
 
     Raises ConfigError or DataError for what can be checked without reading every sample on disk,
     and SecurityError for a `_target_` that is not trusted.
     """
+    opening = opening or Opening()
     if config._target_ is not None:
         from runner.data.user_dataset import UserDataset
 
         factory = resolve(config._target_, "data._target_")
         dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")
-        return UserDataset(dataset, config._target_, config.validation, config.split_seed)
+        return UserDataset(dataset, config._target_, config, opening)
     if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
         key = f"data.{missing[0]}"
         raise ConfigError(key, f"data={config.kind} needs it", f"{key}=…")
@@ -52,5 +51,5 @@ def open_data(
         raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
     module, function = OPENERS[config.kind]
     opener = getattr(import_module(f"runner.data.{module}"), function)
-    source: Dataset = opener(config, policy) if config.kind in WITH_POLICY else opener(config)
+    source: Dataset = opener(config, opening) if config.kind in FROM_FILES else opener(config)
     return source

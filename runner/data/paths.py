@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -44,22 +44,3 @@ def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:
         problem = f"{path} is refused: it is a link to {path.resolve()}, outside of {root}"
         raise SecurityError(f"data.path: {problem}; copy the files there, or use security=off")
     return path
-
-
-def class_files(root: Path, policy: FilePolicy | None) -> dict[Path, list[Path]]:
-    """The folders in `root`, one for each class, and their files at any depth, sorted by name.
-
-    SecurityError for a link out of `root`.
-    """
-    folders = _inside(root, root.iterdir(), policy, Path.is_dir)
-    if len(folders) < 2:
-        fix = "put the files of each class into a folder with its name, two or more of them"
-        raise ConfigError("data.path", f"{root} has {len(folders)} folders in it", fix)
-    return {f: _inside(root, f.rglob("*"), policy, Path.is_file) for f in folders}
-
-
-def _inside(
-    root: Path, paths: Iterable[Path], policy: FilePolicy | None, kind: Callable[[Path], bool]
-) -> list[Path]:
-    shown = (path for path in paths if kind(path) and not path.name.startswith("."))
-    return sorted(check_link(path, root, policy) for path in shown)

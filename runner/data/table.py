@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import numpy as np
 
 from runner.data.batch import RowNames
 from runner.data.config import BadSamples, DataConfig, Tabular, Text
+from runner.data.labels import class_name
 from runner.data.paths import existing, suggestion
+from runner.data.preprocessing import Preprocessing
 from runner.device import memory
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
@@ -49,6 +52,7 @@ class Table:
     columns: dict[str, Values]
     rows: RowNames  # what a message calls a row, such as `line 17`
     choices: tuple[Choice, ...]  # which rows were left out
+    size: int  # rows
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,34 @@ class _Content:
     malformed: dict[int, str]
 
 
+class Kind(Enum):
+    """What the cells of a column are read as."""
+
+    any = "any"  # numbers, where it holds numbers
+    numbers = "numbers"
+    texts = "texts"
+
+
 Select = Callable[[Sequence[str]], list[str]]
 """Given the columns of a file, returns those to read."""
 
 
 def read_table(
-    config: Tabular | Text, needed: dict[str, str], ignore: Sequence[str] | None = None
+    config: Tabular | Text,
+    needed: dict[str, str],
+    ignore: Sequence[str] | None = None,
+    fitted: Preprocessing | None = None,
 ) -> Table:
     """The columns `needed` (by config key) of the table at `data.path`, all as texts.
 
-    With `ignore`, every column but those, as numbers where it holds numbers. A row with a cell
-    that cannot be used is a DataError, or is left out with `data.bad_samples=drop`.
+    With `ignore`, every column but those, as numbers where it holds numbers; with `fitted`, its
+    columns as what they were fitted as, in any order. A row with a cell that cannot be used is a
+    DataError, or is left out with `data.bad_samples=drop`.
     """
-    path, all_texts = existing(config.path), ignore is None
+    path = existing(config.path)
     if path.is_dir():
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
+    kinds = {} if fitted is None else _fitted_kinds(fitted)
 
     def select(names: Sequence[str]) -> list[str]:
         for name, count in Counter(names).items():
@@ -84,15 +101,28 @@ def read_table(
                 raise DataError(
                     f"{path}: {problem}; each needs a name of its own in the first line"
                 )
+        wanted = list(needed.values())
+        if fitted is not None and fitted.columns:
+            trained = [column.name for column in fitted.columns]
+            if missing := [
+                name for name in dict.fromkeys([*trained, *wanted]) if name not in names
+            ]:
+                listed = ", ".join(repr(name[:LONGEST]) for name in missing[:NAMED])
+                more = f", … ({len(missing)} in all)" if len(missing) > NAMED else ""
+                problem = f"lacks {listed}{more}, which the model was trained on"
+                raise DataError(f"{path} {problem}; {suggestion(missing[0], names, 'it has')}")
+            return list(dict.fromkeys([*trained, *wanted]))
         for key, name in [*needed.items(), *(("data.ignore", name) for name in ignore or ())]:
             if name not in names:
                 near = suggestion(name, names, "its columns are")
                 raise ConfigError(key, f"{path} has no column {name!r}", near)
-        wanted = list(needed.values())
         return wanted if ignore is None else [n for n in names if n in wanted or n not in ignore]
 
+    def kind(name: str) -> Kind:
+        return Kind.texts if ignore is None else kinds.get(name, Kind.any)
+
     read = _read_parquet if path.suffix in (".parquet", ".pq") else _read_csv
-    content = read(path, select, all_texts)
+    content = read(path, select, kind)
     total = len(content.numbers) + len(content.malformed)
     if not total:
         raise DataError(f"data.path: {path} has no rows below its header")
@@ -100,7 +130,7 @@ def read_table(
     problems, values = dict(content.malformed), {}
     for name in list(content.columns):
         # its memory is free once it is parsed
-        values[name], bad = _parse(content.columns.pop(name), name, path, share, all_texts)
+        values[name], bad = _parse(content.columns.pop(name), name, path, share, kind(name))
         for row, problem in bad.items():
             problems.setdefault(int(content.numbers[row]), f", column {name!r}: {problem}")
     texts = {number: f"{content.word} {number}{text}" for number, text in problems.items()}
@@ -108,7 +138,15 @@ def read_table(
     usable = ~np.isin(content.numbers, list(problems)) if problems else slice(None)
     rows = RowNames(content.word, content.numbers[usable])
     columns = {name: _select_rows(column, usable) for name, column in values.items()}
-    return Table(path, columns, rows, choices)
+    return Table(path, columns, rows, choices, total - len(problems))
+
+
+def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
+    """What the columns were fitted as: a new file may hold fewer, or other, cells than that one."""
+    kinds = {c.name: Kind.texts if c.values else Kind.numbers for c in fitted.columns}
+    if any(class_name(_number(name)) != name for name in fitted.sizes.class_names):
+        kinds[fitted.target] = Kind.texts
+    return kinds
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -142,7 +180,7 @@ def _without(
 
 
 def _parse(
-    column: Any, name: str, path: Path, share: float, all_texts: bool
+    column: Any, name: str, path: Path, share: float, kind: Kind
 ) -> tuple[Values, dict[int, str]]:
     """Numbers or texts, and what is wrong with each row that cannot be used.
 
@@ -151,7 +189,7 @@ def _parse(
     """
     import pyarrow
 
-    if not all_texts and NUMBERS.match(str(column.type)):
+    if kind is not Kind.texts and NUMBERS.match(str(column.type)):
         numbers = column.cast(pyarrow.float64(), safe=False).to_numpy()
         return numbers, {row: _problem(numbers[row]) for row in _not_float32(numbers)}
     try:
@@ -161,9 +199,10 @@ def _parse(
         fix = f"convert it, or leave it out with data.ignore=[{name}]"
         raise DataError(f"{path}: {problem}; {fix}") from None
     parsed = np.array([_number(word) for word in words])
-    if not all_texts and not np.isnan(parsed[codes]).all():
+    numeric = kind is Kind.numbers
+    if numeric or (kind is Kind.any and not np.isnan(parsed[codes]).all()):
         text = [np.isnan(n) and not _is_missing(w) for n, w in zip(parsed, words, strict=True)]
-        if np.array(text)[codes].mean() <= share:
+        if numeric or np.array(text)[codes].mean() <= share:
             numbers = parsed[codes]
             bad = _not_float32(numbers)
             return numbers, {row: _problem(numbers[row], words[codes[row]]) for row in bad}
@@ -221,7 +260,7 @@ def _problem(number: float, word: str | None = None) -> str:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
+def _read_csv(path: Path, select: Select, kind: Callable[[str], Kind]) -> _Content:
     from pyarrow import ArrowInvalid, csv, string
 
     size = path.stat().st_size
@@ -238,7 +277,7 @@ def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
 
     forms = [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
     convert = csv.ConvertOptions(
-        column_types=dict.fromkeys(used, string()) if all_texts else {},
+        column_types={name: string() for name in used if kind(name) is Kind.texts},
         include_columns=used,
         true_values=[],
         false_values=[],
@@ -280,7 +319,7 @@ def _scan(path: Path) -> tuple[list[str], str, int, int]:
     return names, separator, lines + (not part.endswith(b"\n")), quotes
 
 
-def _read_parquet(path: Path, select: Select, all_texts: bool) -> _Content:
+def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> _Content:
     """The columns; what the footer says, and what is then decoded, must fit into memory."""
     import pyarrow
     from pyarrow import parquet

@@ -9,18 +9,19 @@ from typing import cast
 import numpy as np
 import torch
 
-from runner.data.batch import Batch, Sizes
+from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.config import Text
 from runner.data.dataset import Dataset
+from runner.data.folders import labelled_files
 from runner.data.labels import check_classes
-from runner.data.order import split
-from runner.data.paths import class_files, existing
+from runner.data.paths import existing
+from runner.data.preprocessing import Opening, trained_labels
 from runner.data.table import Texts, read_table
 from runner.errors import DataError
-from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
+PLAIN = Opening()
 
 
 class TextClassificationDataset(Dataset):
@@ -37,7 +38,9 @@ class TextClassificationDataset(Dataset):
         sequence: int,
         parts: tuple[np.ndarray, np.ndarray],
         choices: tuple[Choice, ...] = (),
+        names: RowNames | None = None,
     ) -> None:
+        self.rows = names or RowNames()
         rows = np.full((len(texts), sequence), PADDING, np.int16)  # a quarter of int64
         lengths = np.empty(len(texts), np.int64)
         for row, text in enumerate(texts):
@@ -67,40 +70,52 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
-def text(config: Text, policy: FilePolicy | None = None) -> TextClassificationDataset:
+def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
     path = existing(config.path)
-    read = _from_folders(path, policy) if path.is_dir() else _from_table(config)
-    texts, labels, classes, choices = read
-    check_classes(classes, str(path))
-    if longer := sum(len(content) > config.sequence for content in texts):
+    read = _from_folders(path, opening) if path.is_dir() else _from_table(config, opening)
+    texts, labels, classes, rows, choices = read
+    sequence = config.sequence
+    if opening.fitted is None:
+        check_classes(classes, str(path))
+    else:
+        classes = opening.fitted.sizes.class_names
+        sequence = opening.fitted.sizes.sequence or sequence
+    if longer := sum(len(content) > sequence for content in texts):
         reason = f"{longer:,} of {len(texts):,} texts are longer; only their beginning is read"
-        choices = (*choices, Choice("data.sequence", config.sequence, reason))
-    parts = split(len(texts), config.validation, config.split_seed, str(path))
-    return TextClassificationDataset(texts, labels, classes, config.sequence, parts, choices)
+        choices = (*choices, Choice("data.sequence", sequence, reason))
+    *parts, more = opening.split(len(texts), config, str(path))
+    known = ((parts[0], parts[1]), (*choices, *more), rows)
+    return TextClassificationDataset(texts, labels, classes, sequence, *known)
 
 
-Labelled = tuple[list[bytes], np.ndarray, tuple[str, ...], tuple[Choice, ...]]
-"""Texts, their labels, the names of the classes, and what was left out."""
+Labelled = tuple[list[bytes], np.ndarray, tuple[str, ...], RowNames, tuple[Choice, ...]]
+"""Texts, their labels, the names of the classes, those of the texts, and what was left out."""
 
 
-def _from_table(config: Text) -> Labelled:
-    table = read_table(config, {"data.text": config.text, "data.target": config.target})
-    texts, labels = (cast("Texts", table.columns[name]) for name in (config.text, config.target))
+def _from_table(config: Text, opening: Opening) -> Labelled:
+    needed = {"data.text": config.text}
+    if opening.labelled:
+        needed["data.target"] = config.target
+    table = read_table(config, needed)
+    texts = cast("Texts", table.columns[config.text])
     encoded = [word.encode() for word in texts.words]
     contents = [encoded[code] for code in texts.codes.tolist()]
-    return contents, labels.codes, labels.words, table.choices
+    if not opening.labelled:
+        return contents, np.zeros(len(contents), np.int64), (), table.rows, table.choices
+    target = cast("Texts", table.columns[config.target])
+    labels = target.codes
+    if opening.fitted is not None:
+        what = f"{table.path}: column {config.target!r}"
+        labels = trained_labels(target.words, labels, opening.fitted.sizes.class_names, what)
+    return contents, labels, target.words, table.rows, table.choices
 
 
-def _from_folders(root: Path, policy: FilePolicy | None) -> Labelled:
-    folders = class_files(root, policy)
-    texts, labels = [], []
-    for label, (folder, files) in enumerate(folders.items()):
-        if not files:
-            raise DataError(f"{folder}: the class has no files")
-        for file in files:
-            texts.append(file.read_bytes())
-            labels.append(label)
-            if not texts[-1].strip():
-                raise DataError(f"{file}: the text is empty; fill or remove the file")
-    return texts, np.array(labels), tuple(folder.name for folder in folders), ()
+def _from_folders(root: Path, opening: Opening) -> Labelled:
+    files, labels, names = labelled_files(root, opening, lambda file: True, "files")
+    texts = [file.read_bytes() for file in files]
+    for file, content in zip(files, texts, strict=True):
+        if not content.strip():
+            raise DataError(f"{file}: the text is empty; fill or remove the file")
+    rows = RowNames(names=[str(file.relative_to(root)) for file in files])
+    return texts, labels, names, rows, ()

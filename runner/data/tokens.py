@@ -12,9 +12,10 @@ from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
 from runner.data.paths import check_link, existing
+from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError
-from runner.security.files.policy import FilePolicy
 
+PLAIN = Opening()
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
 
@@ -70,7 +71,7 @@ class TokenWindows(Dataset):
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def tokens(config: Tokens, policy: FilePolicy | None = None) -> TokenWindows:
+def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
     """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
     if config.vocab < 2:
         raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")
@@ -78,13 +79,15 @@ def tokens(config: Tokens, policy: FilePolicy | None = None) -> TokenWindows:
         raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
     kind, path = np.dtype(config.dtype), existing(config.path)
     if path.is_dir():
-        files = [check_link(existing(f"{path}/{n}.bin"), path, policy) for n in ("train", "val")]
+        files = [
+            check_link(existing(f"{path}/{n}.bin"), path, opening.policy) for n in ("train", "val")
+        ]
         train, validation = (TokenStream(_map(file, kind), str(file)) for file in files)
     else:
         ids = _map(path, kind)
-        cut = len(ids) - round(len(ids) * config.validation)
-        train = TokenStream(ids[:cut], str(path))
+        cut = 0 if opening.whole(config) else len(ids) - round(len(ids) * config.validation)
         validation = TokenStream(ids[cut:], str(path), cut)
+        train = TokenStream(ids[:cut], str(path)) if cut else validation
     return TokenWindows(train, validation, vocab=config.vocab, sequence=config.sequence)
 
 

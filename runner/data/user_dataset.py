@@ -14,14 +14,17 @@ import torch
 
 from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
+from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
-from runner.data.order import sample_seeds, split
+from runner.data.order import sample_seeds
+from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError, RunnerError
 
 TIMED = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # of a sample, after which no other is timed
+PLAIN = Opening()
 
 
 class UserDataset(Dataset):
@@ -34,15 +37,22 @@ class UserDataset(Dataset):
     in_memory = False
     augments = True
 
-    def __init__(self, dataset: Any, target: str, validation: float, split_seed: int) -> None:
+    def __init__(
+        self, dataset: Any, target: str, config: DataConfig, opening: Opening = PLAIN
+    ) -> None:
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
                 problem = f"{target} has no {method}, so its samples cannot be fetched by index"
                 fix = "give it __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset = dataset
-        self.train, self.validation = split(len(dataset), validation, split_seed, target)
-        self.sizes, self.choices = infer_sizes(dataset, target, self._timed_sample)
+        self.train, self.validation, choices = opening.split(len(dataset), config, target)
+        if opening.fitted is None:
+            self.sizes, found = infer_sizes(dataset, target, self._timed_sample)
+            choices = (*choices, *found)
+        else:
+            self.sizes = opening.fitted.sizes
+        self.choices = choices
         if self.sample_seconds is not None:  # infer_sizes read one
             for index in range(1, min(TIMED, len(dataset))):
                 if self.sample_seconds < SLOW_S:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +10,8 @@ from torch import Tensor
 from runner.checks.config import OutputsConfig
 from runner.checks.outputs import described, sanitise
 from runner.data.batch import Batch, call, rows
-from runner.models import modes
 from runner.record import markdown
+from runner.training.evaluation import inference
 from runner.training.run import Run
 
 SHOWN = 12
@@ -38,7 +35,9 @@ class Predictions:
             # fetched once: starting the loader's workers again costs more than the predictions
             self.batch = rows(next(run.validation.batches(0)), slice(SHOWN))
         inputs, target = self.batch
-        with _inference(run):
+        device = run.device.torch
+        # the random state is put back; each step seeds the device again anyway
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), inference(run):
             output = call(run.model, inputs)
         if isinstance(output, Tensor) and isinstance(target, Tensor):
             text = self._table(run, step, inputs, output.float().cpu(), target.cpu())
@@ -74,26 +73,6 @@ class Predictions:
             action="put in order for show",
         )
         return clean, f"\n\nPut in order for show: {changed}."
-
-
-@contextmanager
-def _inference(run: Run) -> Iterator[None]:
-    """The model as validation sees it; the run's random state and modes are restored.
-
-    Compiled models run eagerly here: compiling for another batch size takes seconds.
-    """
-    device = run.device.torch
-    with ExitStack() as stack:
-        # each step seeds the device again anyway
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # importing it takes a second
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(run.update.averaged())
-        for context in run.contexts:
-            stack.enter_context(context())
-        stack.enter_context(modes.evaluation_mode(run.model))
-        yield
 
 
 def _classes(run: Run, inputs: Any, shares: Tensor, target: Tensor) -> str:

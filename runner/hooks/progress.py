@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.record.config import MonitoringConfig
-from runner.record.console import console
+from runner.record.console import console, takes_live_display
 from runner.record.text import escape_control_chars
 from runner.training.hook import Evaluation, Hook, Report
 from runner.training.run import Run
@@ -46,7 +46,7 @@ class ProgressDisplay(Hook):
         self.logged = time.monotonic()
         self.pace_start = (self.logged, run.progress.step)
         screen = console()
-        if screen.is_terminal and not screen.is_dumb_terminal:
+        if takes_live_display(screen):
             live = Live(console=screen, auto_refresh=False, transient=True)
             with suppress(OSError, ValueError):  # the terminal has gone
                 live.start()

@@ -18,6 +18,7 @@ Job = Callable[["RunConfig", Path], object]
 JOBS: dict[JobKind, str] = {
     JobKind.train: "runner.jobs.train",
     JobKind.evaluate: "runner.jobs.evaluate",
+    JobKind.predict: "runner.jobs.predict",
     JobKind.doctor: "runner.jobs.doctor",
     JobKind.verify: "runner.jobs.verify",
     JobKind.replay: "runner.jobs.replay",

@@ -14,11 +14,23 @@ class JobKind(Enum):
 
     train = "train"
     evaluate = "evaluate"
+    predict = "predict"
     doctor = "doctor"
     verify = "verify"
     replay = "replay"
     benchmark = "benchmark"
     scan = "scan"
+
+
+EVALUATING = (JobKind.evaluate, JobKind.predict)
+"""Jobs that read a trained model and train nothing."""
+
+
+class PredictFormat(Enum):
+    """The file of predictions."""
+
+    csv = "csv"
+    parquet = "parquet"
 
 
 class ExportKind(Enum):
@@ -50,6 +62,13 @@ class EvaluateConfig:
     """What job=evaluate leaves behind besides the metrics."""
 
     export: ExportKind = ExportKind.none
+
+
+@dataclass
+class PredictConfig:
+    """What job=predict writes."""
+
+    format: PredictFormat = PredictFormat.csv
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
     """
     kind = config.evaluate.export
     check(kind)
-    config = copy(config)  # debug tools look at steps, of which there are none
-    config.debug = DebugConfig(hooks=config.debug.hooks)
-    given = None
-    if config.optimization.level == "auto":  # what the model was trained with, or nothing
-        from runner.benchmark.auto.resolve import resolve_auto
-
-        given = resolve_auto(config, search=False)
-    with build(config, folder, given) as run:
+    with build_trained(config, folder) as run:
         run.recorder.open(run.progress.step)
         run.progress.metrics = _evaluate(run, config.checks.outputs).metrics
         run.progress.validated_step = run.progress.step
@@ -66,6 +60,19 @@ def main(config: RunConfig, folder: Path) -> Summary:
             summary.write(folder)
             report.write(summary, folder)
     return summary
+
+
+def build_trained(config: RunConfig, folder: Path) -> Run:
+    """The run whose weights are read: with what it was trained with, and without debug tools."""
+    config = copy(config)
+    config.debug = DebugConfig(hooks=config.debug.hooks)  # tools look at steps: there are none
+    config.data = replace(config.data, drop_last=False)
+    given = None
+    if config.optimization.level == "auto":  # what the model was trained with, or nothing
+        from runner.benchmark.auto.resolve import resolve_auto
+
+        given = resolve_auto(config, search=False)
+    return build(config, folder, given)
 
 
 def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:

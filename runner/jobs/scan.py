@@ -20,7 +20,7 @@ from rich.text import Text
 
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
-from runner.record.console import console, plain_text, print_stdout
+from runner.record.console import console, plain_text, print_stdout, takes_live_display
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
 from runner.report.format import size
@@ -264,7 +264,7 @@ def _write(scan: Scan, folder: Path, rows: int) -> None:
 def _progress(config: RunConfig, items: list[Item]) -> Iterator[Callable[[Item, int], None]]:
     """How far it is, on a terminal; nothing elsewhere."""
     screen = console()
-    if not config.monitoring.progress or not screen.is_terminal or screen.is_dumb_terminal:
+    if not config.monitoring.progress or not takes_live_display(screen):
         yield lambda item, size: None
         return
     columns = (BarColumn(), DownloadColumn(), TextColumn("{task.description}", markup=False))

@@ -155,7 +155,7 @@ def make_dataset(
         whole = ConcatDataset([data, validation])
         stated = {name: getattr(data, name, None) for name in ("classes", "vocab", "sizes")}
         vars(whole).update({name: value for name, value in stated.items() if value is not None})
-    source = UserDataset(whole, name_of(data), config.data.validation, config.data.split_seed)
+    source = UserDataset(whole, name_of(data), config.data)
     if validation is not None:
         source.train, source.validation = np.split(np.arange(len(whole)), [len(data)])
     return source

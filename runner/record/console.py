@@ -84,6 +84,11 @@ def console() -> Screen:
     return _console(stream)  # a new one when the stream was replaced
 
 
+def takes_live_display(screen: Screen) -> bool:
+    """Whether it is a terminal on which lines can be drawn anew."""
+    return screen.is_terminal and not screen.is_dumb_terminal
+
+
 def plain_text(value: object, style: str = "") -> Text:
     """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
 

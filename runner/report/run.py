@@ -33,6 +33,8 @@ USEFUL = ("result", "faults", "debug tools", "files")  # of a run that failed; r
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
 # keys of what was left out because the config says so: it is under the faults, with the count
 ASKED_FOR = ("data.bad_samples", "checks.table.")
+VERBS = {"evaluate": "evaluated", "predict": "predicted"}
+"""What was done, of jobs that do not train."""
 
 
 def terminal(summary: Summary, folder: Path | None) -> RenderableType:
@@ -169,8 +171,8 @@ def _result(summary: Summary, full: bool) -> Rows:
     classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
     values = {name: metric(x) for name, x in summary.metrics.items() if full or name not in classes}
     rows: Rows = []
-    evaluates = summary.job == "evaluate"
-    if summary.best is not None and not evaluates:
+    verb = VERBS.get(summary.job)
+    if summary.best is not None and verb is None:
         finite = summary.faults.get("validation_not_finite")
         of = " (of validations with a finite loss)" if finite else ""
         best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
@@ -184,9 +186,9 @@ def _result(summary: Summary, full: bool) -> Rows:
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
     took = f"in {seconds(summary.wall_seconds)}"
-    if evaluates:
+    if verb is not None:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
-        return [*rows, ("evaluated", f"{of}{took}")]
+        return [*rows, (verb, f"{of}{took}")]
     return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:.2f} epochs {took}")]
 
 
@@ -236,7 +238,8 @@ def _files(summary: Summary, folder: Path) -> Rows:
     if exported := summary.export:
         off = exported.get("largest_difference")
         by = f", off by {off:.2g} at most" if off is not None else ""
-        rows.append(("export", f"{exported['file']} ({size(exported['bytes'])}{by})"))
+        count = f"{exported['rows']:,} rows, " if "rows" in exported else ""
+        rows.append(("written", f"{exported['file']} ({count}{size(exported['bytes'])}{by})"))
     debug = sorted(folder.glob("debug/[!.]*"))
     inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]

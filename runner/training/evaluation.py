@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -19,29 +20,36 @@ from runner.training.run import Run, check_run
 
 
 @exclusive_random_state("evaluate")
-@torch.no_grad()
 def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     """One pass over the validation set, with the averaged weights if there are any.
 
     A `model` is evaluated in place of the run's. Raises UsageError while another thread trains.
     """
     check_run("evaluate", run)
-    evaluated = run.model if model is None else model
-    forward = run.forward if model is None else model
     totals: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        stack.enter_context(modes.evaluation_mode(evaluated))
-        # a second graph, for eval mode, would take as long to compile as the first
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if model is None:
-            stack.enter_context(run.update.averaged())
-        for context in run.contexts:
-            stack.enter_context(context())
+    with inference(run, model) as forward:
         for batch in run.validation.batches(0):
             totals = _add(totals, _tally(run, forward, batch))
     metrics = {f"val/{name}": x for name, x in run.objective.metrics(totals).items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
+
+
+@contextmanager
+def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[..., Any]]:
+    """While entered, what it yields calls the model, or the run's with its averaged weights."""
+    evaluated = run.model if model is None else model
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(modes.evaluation_mode(evaluated))
+        if "torch._dynamo" in sys.modules:  # importing it takes a second
+            # a second graph, for eval mode, would take as long to compile as the first
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if model is None:
+            stack.enter_context(run.update.averaged())
+        for context in run.contexts:
+            stack.enter_context(context())
+        yield run.forward if model is None else model
 
 
 def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from runner.training.run import Progress, Run
 log = logging.getLogger("runner")
 
 
-OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export")
+OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export", "predict.format")
 MISFITS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
 
@@ -97,12 +97,12 @@ def _state(run: Run) -> dict[str, Any]:
     }
 
 
-def restore(run: Run, where: Path | None) -> bool:
+def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     """Restore the newest usable checkpoint; False if there is none.
 
-    `where` is a run's folder or one of its step folders; None is the run's own folder. Raises
-    CheckpointError, before the run's folder is changed, if the state is not one that `save`
-    writes or does not fit this run.
+    `where` is a run's folder or one of its step folders; None is the run's own folder. With
+    `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
+    the run's folder is changed, if the state is not one that `save` writes or does not fit.
     """
     restored = run.checkpointer.restore(where, check_state)
     if restored is None:
@@ -116,14 +116,14 @@ def restore(run: Run, where: Path | None) -> bool:
         run.guardian.load(state["stability"], run.progress.step)
         if run.inputs is not None and state.get("inputs") is not None:
             run.inputs.load(state["inputs"])
-    if state["config_hash"] != run.config_hash:
+    if trains and state["config_hash"] != run.config_hash:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]
         log.warning(
             "the config is not the one of %s: %s", restored.path,
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed[:8]),
         )  # fmt: skip
-    if state["steps_per_epoch"] != run.train.steps_per_epoch:
+    if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
             "the data or the batch size changed: an epoch had %d steps", state["steps_per_epoch"]
         )

@@ -311,7 +311,7 @@ def test_floats_are_quantities_and_what_makes_classes_of_them_is_said(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"x": X, "y": np.arange(11)}, "'x' has 12 samples and 'y' has 11"),
+        ({"x": X, "y": np.arange(11)}, "'x' has 12 samples and 'y' 11"),
         ({"x": X, "y": np.array(["a"] * 12)}, r"'y' is of type <U1.*np.unique"),
         ({"x": X[:0], "y": np.arange(0)}, "'x' of shape .* holds no samples"),
         ({"x": X, "y": np.zeros(12, int)}, "nothing to tell apart"),

@@ -12,6 +12,7 @@ import pytest
 from runner.data.config import DataConfig, Images, Text, Tokens
 from runner.data.dataset import Dataset
 from runner.data.open import open_data
+from runner.data.preprocessing import Opening
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs symbolic links
 
 
 def opened(config: DataConfig, level: SecurityLevel = SecurityLevel.standard) -> Dataset:
-    return open_data(config, lambda name, key: name, FilePolicy(level))
+    return open_data(config, lambda name, key: name, Opening(FilePolicy(level)))
 
 
 def write_text(path: Path, number: int) -> None:

@@ -39,7 +39,7 @@ class Made:
 
 
 def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> UserDataset:
-    return UserDataset(Made(make, samples, **attributes), "my_package.Made", 0.2, 0)
+    return UserDataset(Made(make, samples, **attributes), "my_package.Made", DataConfig(kind="own"))
 
 
 def features(index: int) -> tuple[torch.Tensor, int]:
@@ -76,13 +76,13 @@ def test_what_the_data_set_states_goes_first() -> None:
 
 def test_a_data_set_that_states_its_task_is_not_looked_into() -> None:
     dataset = Made(features, sizes={"task": "classification", "in_features": 3, "classes": 4})
-    UserDataset(dataset, "my_package.Made", 0.2, 0)
+    UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
     assert dataset.asked == []
 
 
 def test_labels_in_an_attribute_save_the_scan() -> None:
     dataset = Made(features, targets=[0, 6] * 10)
-    source = UserDataset(dataset, "my_package.Made", 0.2, 0)
+    source = UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
     assert (source.sizes.classes, dataset.asked) == (7, [0, 1, 2, 3])  # which are timed
     assert "largest of my_package.Made.targets" in source.choices[0].reason
 
@@ -144,7 +144,7 @@ def test_a_class_that_is_no_data_set_is_refused() -> None:
             return iter(())
 
     with pytest.raises(ConfigError, match=r"data._target_: my_package.Stream has no __len__"):
-        UserDataset(Stream(), "my_package.Stream", 0.2, 0)
+        UserDataset(Stream(), "my_package.Stream", DataConfig(kind="own"))
     with pytest.raises(DataError, match="my_package.Made: 0 samples"):
         opened(features, samples=0)
 

@@ -59,7 +59,7 @@ def stop_iteration(index: int) -> Any:
 
 
 def workers(load: Load, at: Callable[[int], Any], count: int = 2, **changes: Any) -> BatchLoader:
-    source = UserDataset(Faulty(at), "Faulty", 0.2, 0)
+    source = UserDataset(Faulty(at), "Faulty", DataConfig(kind="own"))
     return load(source, DataConfig(kind="any", workers=count, **changes), batch_size=4)
 
 

@@ -1,0 +1,122 @@
+"""job=predict: what a trained model makes of each sample of the data, in a file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.config import RunConfig
+from runner.data.batch import RowNames, Sizes, call, count
+from runner.errors import ConfigError, StorageError
+from runner.jobs.config import PredictFormat
+from runner.jobs.evaluate import build_trained
+from runner.objectives.model_output import logits
+from runner.record.console import console, takes_live_display
+from runner.report import run as report
+from runner.training.evaluation import inference
+from runner.training.evidence import build_summary
+from runner.training.run import Run
+from runner.training.summary import Summary
+
+log = logging.getLogger("runner")
+
+TASKS = ("classification", "regression")
+
+
+def main(config: RunConfig, folder: Path) -> Summary:
+    """Predict with the weights of `checkpoint.resume` or `model.weights` into `folder`."""
+    with build_trained(config, folder) as run:
+        task = run.sizes.task
+        if task not in TASKS:
+            raise ConfigError("job", f"predict is for {' and '.join(TASKS)}, and this is {task}")
+        kind = config.predict.format
+        path = folder / f"predictions.{kind.name}"
+        try:
+            rows = write_predictions(run, path, kind)
+            size = path.stat().st_size
+        except OSError as error:
+            raise StorageError(f"{path}: not written: {error.strerror or error}") from error
+        run.progress.metrics, run.techniques = {}, []  # which are about training
+        summary = build_summary(run, "done", job="predict")
+        summary.export = {"file": path.name, "rows": rows, "bytes": size}
+        summary.write(folder)
+        report.write(summary, folder)
+    return summary
+
+
+def predictions(run: Run) -> Iterator[dict[str, np.ndarray]]:
+    """For each batch: which samples they are, the predicted class or value, and probabilities.
+
+    Columns by name, [samples] each: the samples' names, `prediction`, and with classes
+    `probability <class>` of each.
+    """
+    source = run.validation.fetch.source
+    order = run.validation.fetch.order.indices
+    at = 0
+    with inference(run) as forward:
+        for batch in run.validation.batches(0):
+            output = logits(call(forward, batch[0])).detach()
+            samples = order[at : at + count(batch[1])]
+            at += len(samples)
+            yield {**_names(source.rows, samples), **_predicted(output.cpu(), run.sizes)}
+
+
+def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
+    """Write them as they are made, and return how many; the file appears when it is whole."""
+    import pyarrow
+    from pyarrow import csv, parquet
+    from rich.progress import track
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    writer: Any = None
+    rows, screen = 0, console()
+    batches = track(
+        predictions(run),
+        "predicting",
+        total=run.validation.steps_per_epoch,
+        console=screen,
+        transient=True,
+        disable=not takes_live_display(screen),
+    )
+    try:
+        for columns in batches:
+            table = pyarrow.table(columns)
+            if writer is None:
+                make = csv.CSVWriter if kind is PredictFormat.csv else parquet.ParquetWriter
+                writer = make(str(temporary), table.schema)
+            writer.write_table(table)
+            rows += len(table)
+        if writer is not None:
+            writer.close()
+        temporary.replace(path)
+    finally:
+        if writer is not None:
+            writer.close()
+        temporary.unlink(missing_ok=True)
+    log.info("%s: %s rows", path.name, f"{rows:,}")
+    return rows
+
+
+def _names(rows: RowNames, samples: np.ndarray) -> dict[str, np.ndarray]:
+    if rows.names:
+        return {"file": np.array([rows.names[i] for i in samples.tolist()], dtype=object)}
+    return {rows.word: samples if rows.numbers is None else rows.numbers[samples]}
+
+
+def _predicted(output: torch.Tensor, sizes: Sizes) -> dict[str, np.ndarray]:
+    if sizes.task == "regression":
+        values = output.double() * sizes.target_deviation + sizes.target_mean
+        values = values.reshape(len(values), -1)
+        if values.shape[1] == 1:
+            return {"prediction": values[:, 0].numpy()}
+        return {f"prediction {i}": values[:, i].numpy() for i in range(values.shape[1])}
+    names = sizes.class_names or tuple(map(str, range(output.shape[1])))
+    probability = output.double().softmax(1)
+    predicted = np.array(names, dtype=object)[probability.argmax(1).numpy()]
+    each = {f"probability {name}": probability[:, i].numpy() for i, name in enumerate(names)}
+    return {"prediction": predicted, **each}
