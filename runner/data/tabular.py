@@ -15,7 +15,8 @@ from runner.data.batch import Column, Sizes
 from runner.data.config import Tabular
 from runner.data.labels import check_classes, check_task, class_name, guess_task
 from runner.data.preprocessing import Opening, trained_labels
-from runner.data.table import LONGEST, NAMED, Table, Texts, Values, check_memory, read_table
+from runner.data.table import LONGEST, NAMED, Table, Texts, Values, read_table
+from runner.data.table_files import check_memory
 from runner.data.tensors import Tensors, fit_scale, scale, scale_of
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
