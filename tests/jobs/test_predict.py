@@ -11,45 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from pyarrow import parquet
-from safetensors.numpy import load_file
 
 from runner.errors import CheckpointError, ConfigError, DataError, RunnerError
 from runner.jobs import evaluate, predict
 from tests import runs
-
-CITIES = ("Bonn", "Oslo", "Rome")
-Rows = list[dict[str, Any]]
-
-
-def people(count: int, shift: float = 0.0, cities: tuple[str, ...] = CITIES) -> Rows:
-    """Rows whose label follows from age, income and city."""
-    rng = np.random.default_rng(int(shift * 10) + count)
-    rows = []
-    for age, income, place in zip(
-        rng.normal(40 + shift, 9, count),
-        rng.normal(-3, 200, count),
-        rng.integers(0, 9, count),
-        strict=True,
-    ):
-        city = cities[place % len(cities)]
-        likes = 10 * (age - 40) + income + 90 * (city == "Rome") > 0
-        rows.append({"age": age, "income": income, "city": city, "buys": "yes" if likes else "no"})
-    return rows
-
-
-def write(path: Path, rows: Rows, *columns: str) -> str:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns or [*rows[0]], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    return str(path)
+from tests.data.strangers import CITIES, Rows, people, table_probabilities, write_csv
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a run on `people.csv`."""
     folder = tmp_path_factory.mktemp("people")
-    write(folder / "people.csv", people(300))
+    write_csv(folder / "people.csv", people(300))
     runs.trained(*data(folder / "people.csv"), "training.steps=60", folder=folder / "run")
     yield folder
 
@@ -72,28 +45,6 @@ def predicted(trained: Path, path: Path | str, folder: Path, *more: str) -> Rows
         return list(csv.DictReader(file))
 
 
-def by_hand(trained: Path, rows: Rows) -> np.ndarray:
-    """The probabilities of (no, yes), from the files of the checkpoint, in float64."""
-    known = json.loads((trained / "run/checkpoints/last/preprocessing.json").read_text())
-    x = []
-    for column in known["columns"]:
-        cells = [row[column["name"]] for row in rows]
-        if column["values"]:
-            places = [*column["values"], None]
-            one_hot = [[float(c == p) for p in places] for c in cells]
-            x += np.array([row if any(row) else [*row[:-1], 1.0] for row in one_hot]).T.tolist()
-        else:
-            x.append((np.array(cells) - column["mean"]) / column["deviation"])
-    state = load_file(trained / "run/checkpoints/last/model.safetensors")
-    layers = sorted({name.rpartition(".")[0] for name in state}, key=lambda n: int(n.split(".")[1]))
-    hidden = np.array(x).T
-    for layer in layers:
-        hidden = hidden @ state[f"{layer}.weight"].T.astype(float) + state[f"{layer}.bias"]
-        hidden = hidden if layer == layers[-1] else np.maximum(hidden, 0)
-    powers = np.exp(hidden - hidden.max(1, keepdims=True))
-    return powers / powers.sum(1, keepdims=True)
-
-
 @pytest.mark.parametrize(
     ("shift", "cities", "columns"),
     [
@@ -107,12 +58,12 @@ def test_other_data_are_prepared_as_in_training(
     trained: Path, tmp_path: Path, shift: float, cities: tuple[str, ...], columns: tuple[str, ...]
 ) -> None:
     rows = people(90, shift, cities)
-    path = write(tmp_path / "new.csv", rows, *columns)
-    expected = by_hand(trained, rows)
+    path = write_csv(tmp_path / "new.csv", rows, *columns)
+    expected = table_probabilities(trained / "run", rows)
     summary = evaluate.main(asked(trained, "evaluate", path), tmp_path / "evaluated")
     labels = np.array([row["buys"] == "yes" for row in rows])
     assert summary.metrics["val/accuracy"] == np.mean((expected.argmax(1) == 1) == labels)
-    unlabelled = write(tmp_path / "new.csv", rows, *(c for c in columns if c != "buys"))
+    unlabelled = write_csv(tmp_path / "new.csv", rows, *(c for c in columns if c != "buys"))
     answers = predicted(trained, unlabelled, tmp_path / "predicted")
     assert [row["prediction"] for row in answers] == [
         "no yes".split()[i] for i in expected.argmax(1)
@@ -131,13 +82,17 @@ def test_other_data_are_prepared_as_in_training(
 
 def test_a_single_row_and_parquet_are_predicted(trained: Path, tmp_path: Path) -> None:
     rows = people(40)
-    path = write(tmp_path / "one.csv", rows[:1])
+    path = write_csv(tmp_path / "one.csv", rows[:1])
     assert len(predicted(trained, path, tmp_path / "one")) == 1
-    config = asked(trained, "predict", write(tmp_path / "all.csv", rows), "predict.format=parquet")
+    config = asked(
+        trained, "predict", write_csv(tmp_path / "all.csv", rows), "predict.format=parquet"
+    )
     summary = predict.main(config, tmp_path / "all")
     table = parquet.read_table(tmp_path / "all" / "predictions.parquet")
     assert summary.export["rows"] == len(table) == 40
-    np.testing.assert_allclose(table["probability yes"], by_hand(trained, rows)[:, 1], atol=1e-5)
+    np.testing.assert_allclose(
+        table["probability yes"], table_probabilities(trained / "run", rows)[:, 1], atol=1e-5
+    )
 
 
 def refused(trained: Path, path: str, job: str, folder: Path, *more: str) -> RunnerError:
@@ -149,14 +104,14 @@ def refused(trained: Path, path: str, job: str, folder: Path, *more: str) -> Run
 
 def test_what_does_not_fit_the_training_is_named(trained: Path, tmp_path: Path) -> None:
     rows, folder = people(30), tmp_path / "job"
-    path = write(tmp_path / "lacks.csv", rows, "age")
+    path = write_csv(tmp_path / "lacks.csv", rows, "age")
     text = str(refused(trained, path, "evaluate", folder))
     assert "lacks 'income', 'city', 'buys', which the model was trained on" in text
     other = [{**row, "buys": "maybe" if i % 3 else row["buys"]} for i, row in enumerate(rows)]
-    text = str(refused(trained, write(tmp_path / "other.csv", other), "evaluate", folder))
+    text = str(refused(trained, write_csv(tmp_path / "other.csv", other), "evaluate", folder))
     assert "20 of 30 samples have a class that the model was not trained on: 'maybe'" in text
     words = [{**row, "age": "old" if i == 4 else row["age"]} for i, row in enumerate(rows)]
-    text = str(refused(trained, write(tmp_path / "words.csv", words), "predict", folder))
+    text = str(refused(trained, write_csv(tmp_path / "words.csv", words), "predict", folder))
     assert "line 6, column 'age': old is not a finite number" in text
     table = f"data.path={path}", "data.target=buys", "model=mlp", "job=predict"
     with pytest.raises(
@@ -172,7 +127,7 @@ def test_a_damaged_preprocessing_is_noticed(trained: Path, tmp_path: Path) -> No
     try:
         for path in paths:
             path.write_bytes(whole.replace(b"Oslo", b"Rome"))
-        new = write(tmp_path / "new.csv", people(10))
+        new = write_csv(tmp_path / "new.csv", people(10))
         text = str(refused(trained, new, "predict", tmp_path / "job"))
         assert "preprocessing.json: damaged: its sha256 is not the manifest's" in text
     finally:

@@ -1,0 +1,63 @@
+"""Files as people have them are trained on, evaluated and predicted as computed independently."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.jobs import evaluate, predict
+from tests import runs
+from tests.data.strangers import STRANGERS, Stranger, known, probabilities
+
+STEPS = 12
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda stranger: stranger.name)
+def test_new_rows_get_what_was_computed_independently(stranger: Stranger, tmp_path: Path) -> None:
+    def asked(part: str, *more: str) -> list[str]:
+        path = stranger.write(tmp_path, part)
+        return [
+            *stranger.overrides, f"data.path={path}", f"data.target={stranger.target}",
+            "data.workers=0", "optimization=none", "training.batch_size=32", *more,
+        ]  # fmt: skip
+
+    run = tmp_path / "run"
+    steps = f"training.steps={STEPS}", f"checkpoint.every={STEPS}"
+    runs.trained(*asked("train", *steps), folder=run)
+    fitted, rows = known(run), stranger.rows("new")
+    inputs = stranger.inputs(fitted, rows)
+    outputs = stranger.outputs(run, inputs, asked("train", *steps))
+    assert np.isfinite(outputs).all() and len(outputs) == len(rows)
+
+    new = asked("new", *steps, f"checkpoint.resume={run}")
+    if stranger.labelled:
+        summary = evaluate.main(runs.config(*new, "job=evaluate"), tmp_path / "evaluated")
+        reasons = [choice.reason for choice in summary.choices]
+        assert any(stranger.said in reason for reason in reasons), reasons
+    predict.main(runs.config(*new, "job=predict"), tmp_path / "predicted")
+    with (tmp_path / "predicted" / "predictions.csv").open(newline="") as file:
+        answers = list(csv.DictReader(file))
+    sizes, targets = fitted["sizes"], [row.get(stranger.target) for row in rows]
+    if sizes["task"] == "regression":
+        values = outputs[:, 0] * sizes["target_deviation"] + sizes["target_mean"]
+        predicted = [float(answer["prediction"]) for answer in answers]
+        np.testing.assert_allclose(predicted, values, rtol=1e-4, atol=1e-4 * values.std())
+        if stranger.labelled:
+            error = np.abs(values - np.array(targets)).mean()
+            assert summary.metrics["val/mae"] == pytest.approx(error, rel=1e-4)
+        return
+    names = sizes["class_names"]
+    shares = probabilities(outputs)
+    assert len({*shares.argmax(1)}) > 1, "the model says the same of all: the test shows little"
+    assert [answer["prediction"] for answer in answers] == [names[i] for i in shares.argmax(1)]
+    for place, name in enumerate(names):
+        column = [float(answer[f"probability {name}"]) for answer in answers]
+        np.testing.assert_allclose(column, shares[:, place], atol=1e-5)
+    if stranger.labelled:
+        right = np.mean(
+            [names[i] == str(t) for i, t in zip(shares.argmax(1), targets, strict=True)]
+        )
+        assert summary.metrics["val/accuracy"] == right
