@@ -40,11 +40,11 @@ class Objective(ABC):
         """How many items the mean is over; a tensor where counting needs the device."""
 
     @abstractmethod
-    def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums over this batch from which `metrics` is computed."""
+    def tally(self, output: Any, target: Any) -> dict[str, Any]:
+        """Tensors over this batch, or others with `+`, from which `metrics` is computed."""
 
     @abstractmethod
-    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """The metrics of everything tallied, by bare names (`loss`, `accuracy`)."""
 
     def metric_names(self) -> list[str] | None:
@@ -57,7 +57,7 @@ class Objective(ABC):
             return self.higher_is_better
         return metric.rpartition("/")[2] not in ERRORS
 
-    def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
+    def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """Counts [true class, predicted class], where that makes sense."""
         return None
 

@@ -17,7 +17,7 @@ MATRIX = 200  # classes up to which all pairs are counted
 
 
 class Classification(Objective):
-    """Cross-entropy, accuracy, top-k accuracy, accuracy per class, and the confusion matrix.
+    """Cross-entropy, accuracies (top-k, per class), macro-F1, AUROC, and the confusion matrix.
 
     Output: logits [batch, classes, …]; target: class indices [batch, …].
     """
@@ -49,13 +49,13 @@ class Classification(Objective):
         """How many targets count."""
         return self.loss.weight(target)
 
-    def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums of the loss and of what was right, and the confusion matrix's counts."""
+    def tally(self, output: Any, target: Any) -> dict[str, Any]:
+        """Sums of the loss and of what was right, the confusion matrix's counts, and the logits."""
         logits = self._logits(output)
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         counts = self.loss.counts(target)
         predicted = logits.argmax(1)
-        sums = {
+        sums: dict[str, Any] = {
             "loss": model_output.total(self.loss.each(logits, target)),
             "count": counts.sum(),
             "correct": ((predicted == target) & counts).sum(),
@@ -69,27 +69,51 @@ class Classification(Objective):
             matrix = torch.zeros(self.classes**2, dtype=torch.int64, device=logits.device)
             matrix = matrix.index_add_(0, pair, counts.long())
             sums["confusion"] = matrix.view(self.classes, self.classes)
+            sums["scores"] = model_output.Rows(logits, target)
         return sums
 
     def metric_names(self) -> list[str]:
         """Those of `metrics`; each class's accuracy last."""
         top = [] if self.top_k is None else [f"top{self.top_k}"]
         named = self.class_names if self.classes <= NAMED else ()
-        return ["loss", "accuracy", *top, *(f"accuracy/{name}" for name in named)]
+        more = ["f1", "auroc"] if self.classes <= MATRIX else []
+        return ["loss", "accuracy", *top, *more, *(f"accuracy/{name}" for name in named)]
 
-    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """`loss`, `accuracy`, `top<k>`, and `accuracy/<class>` of each class that occurred."""
+    def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
+        """`loss`, `accuracy`, `top<k>`, `f1`, `auroc`, `accuracy/<class>` of classes that occurred.
+
+        `f1` is the mean over the classes that occur or were predicted, `auroc` that of class 1 of
+        two and the mean of one-vs-rest of more, over classes that occur; exact, ties count half. It
+        is absent where it is undefined, and above `model_output.KEPT` scores.
+        """
         count = model_output.require_count(totals)
         values = {"loss": totals["loss"].item() / count, "accuracy": int(totals["correct"]) / count}
         if self.top_k is not None:
             values[f"top{self.top_k}"] = int(totals["top_k_correct"]) / count
+        if self.classes <= MATRIX:
+            values["f1"] = macro_f1(totals["confusion"])
+            if (area := self._auroc(*totals["scores"].whole())) is not None:
+                values["auroc"] = area
         if self.classes <= NAMED:
             for i, row in enumerate(totals["confusion"].tolist()):
                 if sum(row):
                     values[f"accuracy/{self.class_names[i]}"] = row[i] / sum(row)
         return values
 
-    def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
+    def _auroc(self, logits: Tensor | None = None, target: Tensor | None = None) -> float | None:
+        if logits is None or target is None:
+            return None
+        counts = self.loss.counts(target)
+        logits, target = logits[counts].float(), target[counts]
+        if self.classes == 2:
+            return auroc(logits[:, 1] - logits[:, 0], target == 1)
+        # in logarithms, so that fewer probabilities are rounded to the same 0
+        scores = logits.log_softmax(1)
+        areas = [auroc(scores[:, c], target == c) for c in range(self.classes)]
+        defined = [area for area in areas if area is not None]
+        return sum(defined) / len(defined) if defined else None
+
+    def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """Counts [true class, predicted class], on the host; None above 200 classes."""
         matrix = totals.get("confusion")
         return None if matrix is None else matrix.cpu()
@@ -103,3 +127,33 @@ class Classification(Objective):
             fix = "name `classes` in its constructor and size the last layer by it"
             raise ConfigError("model", f"{problem}classes", fix)
         return logits
+
+
+def macro_f1(confusion: Tensor) -> float:
+    """The mean of 2·TP / (2·TP + FP + FN) over the classes that occur or were predicted."""
+    occurrences = (confusion.sum(0) + confusion.sum(1)).cpu()
+    seen = occurrences > 0
+    return float((2 * confusion.diagonal().cpu()[seen] / occurrences[seen]).double().mean())
+
+
+def auroc(score: Tensor, positive: Tensor) -> float | None:
+    """The chance that a positive scores above a negative, a tie being half a chance.
+
+    The Mann-Whitney statistic in whole numbers (Hanley and McNeil 1982,
+    doi:10.1148/radiology.143.1.7063747), so exact; NaN for NaN scores, None without both kinds.
+    """
+    positives = int(positive.sum())
+    pairs = positives * (len(positive) - positives)
+    if not pairs:
+        return None
+    if bool(score.isnan().any()):
+        return float("nan")
+    ordered, order = score.sort()
+    group = torch.zeros_like(order)
+    group[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+    sizes, above = torch.zeros((2, len(order)), dtype=torch.int64, device=order.device)
+    sizes.index_add_(0, group, torch.ones_like(group))
+    above.index_add_(0, group, positive[order].long())
+    below = sizes - above  # negatives of each score
+    wins = above * (2 * (below.cumsum(0) - below) + below)
+    return int(wins.sum()) / (2 * pairs)

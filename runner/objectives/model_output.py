@@ -11,6 +11,7 @@ from runner.errors import ConfigError, DataError
 from runner.objectives.deferred_logits import DeferredLogits, find_logits
 
 HALVES = (torch.float16, torch.bfloat16)
+KEPT = 2**22  # values that `Rows` keeps: 16 MB
 
 
 def logits(output: Any) -> Tensor:
@@ -43,6 +44,29 @@ def total(values: Tensor) -> Tensor:
     if values.device.type == "mps":  # has no float64; the host waits for the copy
         values = values.cpu()
     return values.detach().sum(dtype=torch.float64)
+
+
+class Rows:
+    """The rows of some tensors over batches, for metrics that are no sums; on their device.
+
+    Beyond `KEPT` values they are given up, so that memory is bounded.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.values = sum(tensor.numel() for tensor in tensors)
+        # copies: the output of a captured graph is overwritten by its next call
+        copies = (tuple(tensor.detach().clone() for tensor in tensors),)
+        self.parts: tuple[tuple[Tensor, ...], ...] = copies if self.values <= KEPT else ()
+
+    def __add__(self, other: Rows) -> Rows:
+        sums = Rows()
+        sums.values = self.values + other.values
+        sums.parts = self.parts + other.parts if sums.values <= KEPT else ()
+        return sums
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The tensors over all batches; none where there were too many values."""
+        return tuple(torch.cat(part) for part in zip(*self.parts, strict=True))
 
 
 def require_count(totals: dict[str, Tensor]) -> int:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from runner.data.batch import Batch, call, count, rows, split
 from runner.models import modes
@@ -26,7 +26,7 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     A `model` is evaluated in place of the run's. Raises UsageError while another thread trains.
     """
     check_run("evaluate", run)
-    totals: dict[str, Tensor] = {}
+    totals: dict[str, Any] = {}
     with inference(run, model) as forward:
         for batch in run.validation.batches(0):
             totals = _add(totals, _tally(run, forward, batch))
@@ -52,12 +52,12 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
         yield run.forward if model is None else model
 
 
-def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:
+def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Any]:
     """The sums over a batch, in parts that fit the memory."""
     samples = count(batch[1])
     while True:
         size = run.evaluation_batch or samples
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, Any] = {}
         try:
             for which in split(samples, size):
                 part = rows(batch, which) if size < samples else batch
@@ -68,7 +68,7 @@ def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Ten
                 raise
 
 
-def _add(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
     return {name: totals[name] + x for name, x in sums.items()} if totals else sums
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from runner.objectives.base import Objective
@@ -9,11 +11,9 @@ from runner.objectives.base import Objective
 CUTS = ([16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples
 
 
-def totals(
-    objective: Objective, output: Tensor, target: Tensor, cuts: list[int]
-) -> dict[str, Tensor]:
+def totals(objective: Objective, output: Tensor, target: Tensor, cuts: list[int]) -> dict[str, Any]:
     """What the batches add up to."""
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Any] = {}
     for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
         batch = objective.tally(o, t)
         sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError
-from runner.objectives.classification import Classification
+from runner.objectives import model_output
+from runner.objectives.classification import Classification, auroc
 from tests.objectives.sums import CUTS, totals, weighted_loss
 
 
@@ -27,13 +29,24 @@ def samples(classes: int, count: int = 37) -> tuple[Tensor, Tensor]:
     return torch.randn(count, classes) + 1.5 * F.one_hot(target, classes), target
 
 
+def chance(score: np.ndarray, positive: np.ndarray) -> float:
+    """That a positive scores above a negative, pair by pair."""
+    differences = score[positive][:, None] - score[~positive][None]
+    return float(((differences > 0) + 0.5 * (differences == 0)).mean())
+
+
 def reference(logits: np.ndarray, target: np.ndarray, k: int, smoothing: float) -> dict[str, Any]:
     logits = logits.astype(np.float64)
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     truth = np.eye(logits.shape[1])[target] * (1 - smoothing) + smoothing / logits.shape[1]
     predicted = logits.argmax(1)
     best = np.argsort(-logits, axis=1)[:, :k]
+    classes = np.arange(logits.shape[1])
+    true, chosen = (x[:, None] == classes for x in (target, predicted))
+    sizes, seen = true.sum(0) + chosen.sum(0), (true | chosen).any(0)
     return {
+        "f1": float((2 * (true & chosen).sum(0)[seen] / sizes[seen]).mean()),
+        "auroc": float(np.mean([chance(log_p[:, c], target == c) for c in np.unique(target)])),
         "loss": float(-(truth * log_p).sum(1).mean()),
         "accuracy": float((predicted == target).mean()),
         f"top{k}": float(np.mean([t in row for t, row in zip(target, best, strict=True)])),
@@ -61,6 +74,47 @@ def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], smoothi
     confusion = objective.confusion(sums)
     assert confusion is not None
     assert confusion.tolist() == pairs
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("step", [0.0, 0.5, 4.0], ids=["no ties", "ties", "mostly ties"])
+def test_f1_and_auroc_of_two_classes_are_those_of_numpy(cuts: list[int], step: float) -> None:
+    logits, target = samples(2)
+    if step:
+        logits = (logits / step).round() * step
+    logits = logits + 40 * torch.eye(2)[target]  # float32 probabilities would all be 0 and 1
+    logits[::3] = logits[::3].flip(1)
+    objective = Classification(2)
+    metrics = objective.metrics(totals(objective, logits, target, cuts))
+    score = (logits[:, 1] - logits[:, 0]).numpy()
+    assert metrics["auroc"] == pytest.approx(chance(score, target.numpy() == 1), rel=1e-12)
+    assert metrics["f1"] == pytest.approx(
+        reference(logits.numpy(), target.numpy(), 1, 0.0)["f1"], rel=1e-6
+    )
+
+
+def test_equal_infinities_are_ties_and_nan_makes_nan() -> None:
+    scores = torch.tensor([-torch.inf, -torch.inf, 1.0])
+    positive = torch.tensor([True, False, True])
+    assert auroc(scores, positive) == 0.75
+    assert math.isnan(auroc(scores * 0, positive) or 0.0)
+
+
+def test_auroc_is_absent_where_it_is_undefined_and_above_a_number_of_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objective = Classification(3)
+    one_class = objective.metrics(objective.tally(torch.eye(3), torch.tensor([1, 1, 1])))
+    assert "auroc" not in one_class
+    assert one_class["f1"] == pytest.approx((0 + 2 / 4 + 0) / 3)
+    assert set(objective.metric_names()) > {"f1", "auroc"}
+    logits, target = samples(3)
+    assert "auroc" in objective.metrics(totals(objective, logits, target, [16, 16, 5]))
+    monkeypatch.setattr(model_output, "KEPT", 37 * 4 - 1)
+    sums = totals(objective, logits, target, [16, 16, 5])
+    assert not sums["scores"].parts
+    assert objective.metrics(sums).keys() >= {"f1", "accuracy"}
+    assert "auroc" not in objective.metrics(sums)
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
