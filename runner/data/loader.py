@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,11 @@ from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.nested import tensors, tree_map
 from runner.data.order import BatchSampler
-from runner.data.workers import Key, Workers
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
+
+if TYPE_CHECKING:
+    from runner.data.workers import Key, Workers
 
 MOST_WORKERS = 4  # that an automatic choice takes
 QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
@@ -81,6 +83,8 @@ def make_loader(
     placements = [*([move] if move else []), *placements]
     loader = BatchLoader(source, order, repeat, placements, [*source.choices, *choices])
     if workers:
+        from runner.data.workers import Workers
+
         ahead = config.prefetch or PREFETCH
         loader.pool = Workers(loader.fetch, workers, ahead, config.timeout_s)
         loader.persistent = config.persistent_workers is not False
