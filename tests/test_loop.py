@@ -109,7 +109,9 @@ def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path)
 @pytest.mark.parametrize("asked", ["val/acuracy", "accuracy", "train/loss"])
 def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: str) -> None:
     near = "" if asked == "train/loss" else r"did you mean training.monitor=val/accuracy\? "
-    with pytest.raises(ConfigError, match=f"{near}there are val/loss, val/accuracy, val/f1, val/auroc$"):
+    with pytest.raises(
+        ConfigError, match=f"{near}there are val/loss, val/accuracy, val/f1, val/auroc$"
+    ):
         trained("data=cancer", "training.steps=2", f"training.monitor={asked}")
 
 
