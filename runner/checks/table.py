@@ -72,13 +72,13 @@ class TableFindings:
         self, kind: str, table: CheckedTable, number: int, text: str, drop: bool
     ) -> None:
         """Record a finding about a column."""
-        name = table.columns[number].name
+        name, title = table.columns[number].name, table.columns[number].title
         severity = Severity.NOTE if kind == "constant" else Severity.WARNING
         key = f"{table.ignore}=[{name}] or " if table.ignore else ""
         known = "if it is not known before the label is, " if kind == "leak" else ""
         way_out = "" if drop else f"{known}leave it out with {key}checks.table.{kind}=drop"
-        reason = Reason(f"table.{kind}", severity, f"column {name!r}", text, way_out)
-        self.add(reason, "left out of the inputs" if drop else "", f"without {name}")
+        reason = Reason(f"table.{kind}", severity, f"column {title!r}", text, way_out)
+        self.add(reason, "left out of the inputs" if drop else "", f"without {title}")
         self.drop_columns += [number] if drop else []
 
 
@@ -110,7 +110,7 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
         "rows": len(table.inputs),
         "rows_judged": len(sample),
         "columns": [
-            {"name": column.name, "skill": skill}
+            {"name": column.title, "skill": skill}
             for column, skill in zip(table.columns, skills, strict=False)
         ],
         "findings": [
@@ -150,7 +150,7 @@ def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[in
     """The columns that give the label away, with what speaks for it."""
     limit = LEAK[table.classes is not None]
     best, name = max(
-        ((s, c.name) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
+        ((s, c.title) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
         default=(0.0, ""),
     )
     text = "alone explains {:.4%} of how the target is ordered"

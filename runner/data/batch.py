@@ -39,17 +39,28 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, and what the model gets of it, as fitted on the training rows."""
+    """What the model gets of a table's column, as fitted on the training rows.
+
+    A date, or a column with missing values, has several of the same name.
+    """
 
     name: str
     mean: float = 0.0  # taken off a number …
     deviation: float = 1.0  # … which is then divided by this
-    values: tuple[str, ...] = ()  # the categories; none: a number
+    values: tuple[str, ...] = ()  # the categories ("": missing); none: a number
+    part: str = ""  # which number of a date, or `missing`: 1 where there is no value
+    fill: float | None = None  # in place of a missing number; None: the mean
+    missing: tuple[str, ...] = ()  # texts among the numbers that were read as missing
 
     @property
     def width(self) -> int:
         """How many of the inputs: one for each category and one for any other, or the number."""
         return len(self.values) + 1 if self.values else 1
+
+    @property
+    def title(self) -> str:
+        """What a message calls it: `bought (month)`."""
+        return f"{self.name} ({self.part})" if self.part else self.name
 
 
 @dataclass(frozen=True)

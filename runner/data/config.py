@@ -27,6 +27,25 @@ class BadSamples(Enum):
     drop = "drop"  # they are counted, named and left out, before the split
 
 
+class Missing(Enum):
+    """What is done about missing values among the inputs of a table."""
+
+    mean = "mean"  # a number becomes the mean of the training rows, and one more input tells so …
+    median = "median"  # … or their median; a missing text is a category of its own
+    category = "category"  # as mean: the input that tells so makes it a group of its own
+    drop = "drop"  # such rows are left out, before the split
+    error = "error"  # the first ones are an error that names them
+
+
+class ColumnType(Enum):
+    """What a column of a table is read as."""
+
+    number = "number"
+    text = "text"  # a category
+    date = "date"
+    id = "id"  # no input; names the rows in predictions
+
+
 @dataclass
 class DataConfig:
     """What every data set has: how it is split, ordered and loaded."""
@@ -123,7 +142,10 @@ class Tabular(DataConfig):
     path: str = MISSING
     target: str = MISSING  # the column to predict
     task: str = "auto"  # classification | regression | auto (by the target's values)
-    ignore: list[str] = field(default_factory=list)  # columns to leave out, such as an id
+    ignore: list[str] = field(default_factory=list)  # columns to leave out
+    missing: Missing = Missing.mean  # values; what is filled in is fitted on training rows
+    types: dict[str, ColumnType] = field(default_factory=dict)  # of columns; else recognised
+    categories: int = bounded(256, min=1)  # of a column with an input each; others share one
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -153,7 +153,9 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return tuple(_typed(get_args(kind)[0], item, where) for item in value)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        if not isinstance(value, dict) or value.keys() != hints.keys():
+        # a field that came later has a default
+        needed = {f.name for f in fields(kind) if f.default is MISSING}
+        if not isinstance(value, dict) or not needed <= value.keys() <= hints.keys():
             raise ValueError(f"{where} must have the keys {sorted(hints)}")
         return kind(**{n: _typed(hints[n], item, f"{where}.{n}") for n, item in value.items()})
     if type(value) is not kind and not (kind is float and type(value) is int):

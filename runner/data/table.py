@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from runner.data.batch import RowNames
-from runner.data.config import BadSamples, DataConfig, Tabular, Text
+from runner.data.cells import (
+    LONGEST,
+    ODD_CELLS,
+    PARTS,
+    ParsedColumn,
+    Values,
+    number,
+    parse_column,
+    select_rows,
+)
+from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular, Text
 from runner.data.labels import class_name
 from runner.data.paths import existing, suggestion
 from runner.data.preprocessing import Preprocessing
-from runner.data.table_files import MISSING, Kind, read_content
+from runner.data.table_files import Content, Kind, read_content
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 KEY = "data.bad_samples"
+GAPS = "data.missing"
+TYPES = "data.types"
 NAMED = 5  # bad rows, in a message
-LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
-LONGEST = 40  # characters of a cell, in a message
-NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
-
-
-@dataclass(frozen=True)
-class Texts:
-    """A column of texts: the different ones, sorted, and which of them each row has."""
-
-    words: tuple[str, ...]
-    codes: np.ndarray
-
-
-Values = np.ndarray | Texts
-"""A column: float64 numbers that float32 can hold, or texts."""
+MOST_WORDS = 100  # texts read as missing that are saved for other data
+KINDS = {
+    ColumnType.number: Kind.numbers,
+    ColumnType.text: Kind.texts,
+    ColumnType.date: Kind.times,
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Table:
     path: Path
     columns: dict[str, Values]
     rows: RowNames  # what a message calls a row, such as `line 17`
-    choices: tuple[Choice, ...]  # which rows were left out
+    choices: tuple[Choice, ...]  # which rows were left out, and what columns were read as
     size: int  # rows
+    odd: dict[str, tuple[str, ...]]  # by column, the texts among numbers that are read as missing
 
 
 def read_table(
@@ -59,13 +61,17 @@ def read_table(
     """The columns `needed` (by config key) of the table at `data.path`, all as texts.
 
     With `ignore`, every column but those, as numbers where it holds numbers; with `fitted`, its
-    columns as what they were fitted as, in any order. A row with a cell that cannot be used is a
-    DataError, or is left out with `data.bad_samples=drop`.
+    columns as what they were fitted as, in any order. A row with a cell that cannot be used, or
+    none in a `needed` column, is a DataError, or is left out with `data.bad_samples=drop`; rows
+    with other missing cells likewise with `data.missing=error` and `drop`.
     """
     path = existing(config.path)
     if path.is_dir():
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
-    kinds = {} if fitted is None else _fitted_kinds(fitted)
+    declared = config.types if isinstance(config, Tabular) and fitted is None else {}
+    kinds = {name: KINDS[kind] for name, kind in declared.items()}
+    if fitted is not None:
+        kinds = _fitted_kinds(fitted)
 
     def select(names: Sequence[str]) -> list[str]:
         for name, count in Counter(names).items():
@@ -85,7 +91,9 @@ def read_table(
                 problem = f"lacks {listed}{more}, which the model was trained on"
                 raise DataError(f"{path} {problem}; {suggestion(missing[0], names, 'it has')}")
             return list(dict.fromkeys([*trained, *wanted]))
-        for key, name in [*needed.items(), *(("data.ignore", name) for name in ignore or ())]:
+        others = {"data.ignore": ignore or (), TYPES: declared}
+        asked = [(key, name) for key, columns in others.items() for name in columns]
+        for key, name in [*needed.items(), *asked]:
             if name not in names:
                 near = suggestion(name, names, "its columns are")
                 raise ConfigError(key, f"{path} has no column {name!r}", near)
@@ -98,123 +106,95 @@ def read_table(
     total = len(content.numbers) + len(content.malformed)
     if not total:
         raise DataError(f"data.path: {path} has no rows below its header")
+    policy = config.missing if isinstance(config, Tabular) else None
     share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
-    problems, values = dict(content.malformed), {}
+    words = {} if fitted is None else {c.name: c.missing for c in fitted.columns}
+    columns = dict[str, ParsedColumn]()
+    bad, gaps = dict(content.malformed), dict[int, str]()
     for name in list(content.columns):
-        # its memory is free once it is parsed
-        values[name], bad = _parse(content.columns.pop(name), name, path, share, kind(name))
-        for row, problem in bad.items():
-            problems.setdefault(int(content.numbers[row]), f", column {name!r}: {problem}")
-    texts = {number: f"{content.word} {number}{text}" for number, text in problems.items()}
-    choices = _without(texts, total, config, path)
-    usable = ~np.isin(content.numbers, list(problems)) if problems else slice(None)
+        columns[name] = column = parse_column(
+            content.columns.pop(name),  # its memory is free once it is parsed
+            name,
+            f"{path}: column {name!r}",
+            kind(name),
+            odd_share=1.0 if name in declared else ODD_CELLS,
+            bad_share=share,
+            missing=words.get(name, ()),
+        )
+        problems = [(bad, column.bad)]
+        if name in needed.values():
+            problems.append((bad, column.missing()))
+        elif policy in (Missing.drop, Missing.error):
+            problems.append((gaps, column.missing()))
+        for collected, cells in problems:
+            for row, problem in cells.items():
+                text = f", column {name!r}: {problem}"
+                collected.setdefault(int(content.numbers[row]), text)
+    choices = _without(
+        path, content.word, bad, total, config.bad_samples is BadSamples.drop, config, KEY
+    )
+    for line in bad:
+        gaps.pop(line, None)
+    choices += _without(path, content.word, gaps, total, policy is Missing.drop, config, GAPS)
+    choices += tuple(_type_choices(columns, content))
+    left_out = [*bad, *gaps]
+    usable = ~np.isin(content.numbers, left_out) if left_out else slice(None)
     rows = RowNames(content.word, content.numbers[usable])
-    columns = {name: _select_rows(column, usable) for name, column in values.items()}
-    return Table(path, columns, rows, choices, total - len(problems))
+    odd = {n: tuple(sorted({*column.odd.values()}))[:MOST_WORDS] for n, column in columns.items()}
+    values = {name: select_rows(column.values, usable) for name, column in columns.items()}
+    return Table(path, values, rows, choices, total - len(left_out), odd)
 
 
 def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
     """What the columns were fitted as: a new file may hold fewer, or other, cells than that one."""
-    kinds = {c.name: Kind.texts if c.values else Kind.numbers for c in fitted.columns}
-    if any(class_name(_number(name)) != name for name in fitted.sizes.class_names):
+    kinds = dict[str, Kind]()
+    for column in fitted.columns:
+        kind = Kind.texts if column.values else Kind.times if column.part in PARTS else Kind.numbers
+        kinds.setdefault(column.name, kind)
+    if any(class_name(number(name)) != name for name in fitted.sizes.class_names):
         kinds[fitted.target] = Kind.texts
     return kinds
 
 
 def _without(
-    problems: Mapping[int, str], total: int, config: DataConfig, path: Path
+    path: Path,
+    word: str,
+    problems: Mapping[int, str],
+    total: int,
+    drops: bool,
+    config: DataConfig,
+    key: str,
 ) -> tuple[Choice, ...]:
-    """What is said of the bad rows that are left out; the first one is an error without `drop`."""
+    """What is said of the rows that `key` leaves out; the first is an error unless it `drops`."""
     if not problems:
         return ()
-    texts = [problems[number] for number in sorted(problems)]
-    if config.bad_samples is not BadSamples.drop:
-        fix = f"correct it, leave such rows out with {KEY}=drop, or the column with data.ignore"
+    texts = [f"{word} {number}{problems[number]}" for number in sorted(problems)]
+    if not drops:
+        fill = f"fill such cells with {GAPS}=mean, " if key == GAPS else "correct it, "
+        fix = f"{fill}leave such rows out with {key}=drop, or the column with data.ignore"
         raise DataError(f"{path}: {texts[0]}; {fix}")
     more = f"; and {len(texts) - NAMED:,} more" if len(texts) > NAMED else ""
     examples = "; ".join(texts[:NAMED]) + more
     if len(texts) / total > config.most_bad:
         problem = f"{len(texts):,} of {total:,} rows cannot be used, more than data.most_bad="
         raise DataError(f"{path}: {problem}{config.most_bad:g}: {examples}")
-    return (Choice(KEY, f"{len(texts):,} of {total:,} left out", examples),)
+    return (Choice(key, f"{len(texts):,} of {total:,} left out", examples),)
 
 
-# -- cells -----------------------------------------------------------------------------------------
-
-
-def _parse(
-    column: Any, name: str, path: Path, share: float, kind: Kind
-) -> tuple[Values, dict[int, str]]:
-    """Numbers or texts, and what is wrong with each row that cannot be used.
-
-    A column of texts holds numbers where at most `share` of its cells is neither a number nor
-    missing. Texts such as NA are missing among numbers only: elsewhere they may be a category.
-    """
-    import pyarrow
-
-    if kind is not Kind.texts and NUMBERS.match(str(column.type)):
-        numbers = column.cast(pyarrow.float64(), safe=False).to_numpy()
-        return numbers, {row: _problem(numbers[row]) for row in _not_float32(numbers)}
-    try:
-        words, codes = _encode(column)
-    except (pyarrow.ArrowException, UnicodeDecodeError):
-        problem = f"column {name!r} is of type {column.type}, neither numbers nor UTF-8 texts"
-        fix = f"convert it, or leave it out with data.ignore=[{name}]"
-        raise DataError(f"{path}: {problem}; {fix}") from None
-    parsed = np.array([_number(word) for word in words])
-    numeric = kind is Kind.numbers
-    if numeric or (kind is Kind.any and not np.isnan(parsed[codes]).all()):
-        text = [np.isnan(n) and not _is_missing(w) for n, w in zip(parsed, words, strict=True)]
-        if numeric or np.array(text)[codes].mean() <= share:
-            numbers = parsed[codes]
-            bad = _not_float32(numbers)
-            return numbers, {row: _problem(numbers[row], words[codes[row]]) for row in bad}
-    empty = [code for code, word in enumerate(words) if not word.strip()]
-    rows = np.flatnonzero(np.isin(codes, empty)).tolist()
-    return Texts(tuple(words), codes), dict.fromkeys(rows, "the value is missing")
-
-
-def _encode(column: Any) -> tuple[list[str], np.ndarray]:
-    """The different texts of a column, and which of them each row has; no value is ""."""
-    import pyarrow
-
-    if not pyarrow.types.is_dictionary(column.type):
-        column = column.cast(pyarrow.string()).dictionary_encode()
-    encoded = column.combine_chunks()
-    words = [word or "" for word in encoded.dictionary.to_pylist()]
-    codes = encoded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
-    return [*words, ""], codes
-
-
-def _select_rows(values: Values, rows: np.ndarray | slice) -> Values:
-    """The column at those rows; of texts only the words that occur, sorted."""
-    if isinstance(values, np.ndarray):
-        return values[rows]
-    codes = values.codes[rows]
-    words = sorted({values.words[code] for code in np.unique(codes).tolist()})
-    place = {word: number for number, word in enumerate(words)}
-    return Texts(tuple(words), np.array([place.get(word, 0) for word in values.words])[codes])
-
-
-def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        return float("nan")
-
-
-def _is_missing(word: str) -> bool:
-    return word.strip().lower() in MISSING
-
-
-def _not_float32(numbers: np.ndarray) -> list[int]:
-    rows: list[int] = np.flatnonzero(~(np.abs(numbers) <= LARGEST)).tolist()  # NaN is not
-    return rows
-
-
-def _problem(number: float, word: str | None = None) -> str:
-    word = f"{number:g}" if word is None else word
-    if _is_missing(word):
-        return "the value is missing"
-    what = "too large for float32" if np.isfinite(number) else "not a finite number"
-    return f"{word[:LONGEST]} is {what}"
+def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iterator[Choice]:
+    """What is said of cells that do not fit the type of their column."""
+    for name, column in columns.items():
+        if column.odd:
+            rows = list(column.odd)[:NAMED]
+            cells = [
+                f"{column.odd[row][:LONGEST]!r} in {content.word} {content.numbers[row]}"
+                for row in rows
+            ]
+            more = ", …" if len(column.odd) > NAMED else ""
+            value = (
+                f"{len(column.odd):,} of {len(content.numbers):,} cells of {name!r} read as missing"
+            )
+            yield Choice(GAPS, value, f"not {column.kind.value}: {', '.join(cells)}{more}")
+        if column.note:
+            reason = f"{column.note}; with {TYPES}={{{name}: number}} those are missing values"
+            yield Choice(TYPES, f"{name}: text", reason)

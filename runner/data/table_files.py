@@ -30,11 +30,12 @@ class Content:
 
 
 class Kind(Enum):
-    """What the cells of a column are read as."""
+    """What the cells of a column are read as; in a message, `12a is not a finite number`."""
 
-    any = "any"  # numbers, where it holds numbers
-    numbers = "numbers"
-    texts = "texts"
+    any = "anything"  # numbers or dates, where it holds such
+    numbers = "a finite number"
+    times = "a date"
+    texts = "a text"
 
 
 Select = Callable[[Sequence[str]], list[str]]

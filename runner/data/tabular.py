@@ -1,27 +1,30 @@
-"""A user's table: numbers are standardised, texts become one input per category.
+"""A user's table: numbers and parts of dates are standardised, texts become an input per category.
+
+Missing numbers are filled in and get an input of their own; a missing text is a category.
 
 `fit_columns` learns what is made of each column, from training rows; `encode` applies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from runner.data.batch import Column, Sizes
-from runner.data.config import Tabular
+from runner.data.cells import GAP, LONGEST, PARTS, Texts, Values, missing_cells, part_of
+from runner.data.config import Missing, Tabular
 from runner.data.labels import check_classes, check_task, class_name, guess_task
 from runner.data.preprocessing import Opening, trained_labels
-from runner.data.table import LONGEST, NAMED, Table, Texts, Values, read_table
+from runner.data.table import GAPS, NAMED, TYPES, Table, read_table
 from runner.data.table_files import check_memory
 from runner.data.tensors import Tensors, fit_scale, scale, scale_of
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
-MOST_CATEGORIES = 256
 FEATURE = 4  # bytes of a float32
 UNKNOWN = "data.unknown_categories"
 PLAIN = Opening()
@@ -37,8 +40,13 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
     *parts, choices = opening.split(table.size, config, str(table.path))
-    columns = fit_columns(table, parts[0]) if fitted is None else fitted.columns
-    encoded, unknown = encode(table, columns)
+    if fitted is None:
+        columns = fit_columns(table, parts[0], config)
+        encoded, unknown = encode(table, columns, config.missing.value)
+        choices = (*choices, *date_choices(columns))
+    else:
+        columns = fitted.columns
+        encoded, unknown = encode(table, columns)
     choices = (*table.choices, *choices, *unknown)
     if fitted is not None:
         labels, sizes = _trained_target(target, fitted.sizes, config, table), fitted.sizes
@@ -51,15 +59,30 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     return Tensors(inputs, targets, sizes, (parts[0], parts[1]), *known)
 
 
-def fit_columns(table: Table, train: np.ndarray) -> tuple[Column, ...]:
+def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
     """What becomes of each column: mean and deviation over the rows `train`, or its categories."""
-    return tuple(_fit(table, name, values, train) for name, values in table.columns.items())
+    return tuple(
+        column
+        for name, values in table.columns.items()
+        for column in _fit(name, values, train, config, table.odd.get(name, ()))
+    )
 
 
-def encode(table: Table, columns: Sequence[Column]) -> tuple[np.ndarray, tuple[Choice, ...]]:
-    """The fitted columns as float32 [rows, features], and which rows have unknown categories.
+def date_choices(columns: Sequence[Column]) -> Iterator[Choice]:
+    """Which numbers dates become."""
+    for name, same in groupby(columns, key=lambda column: column.name):
+        if parts := [column.part for column in same if column.part in PARTS]:
+            reason = "the numbers of a date that vary, in UTC; days since the first one"
+            yield Choice(TYPES, f"{name}: {', '.join(parts)}", reason)
 
-    The columns are taken out of the table, so that their memory is free.
+
+def encode(
+    table: Table, columns: Sequence[Column], fill: str = "as in training"
+) -> tuple[np.ndarray, tuple[Choice, ...]]:
+    """The fitted columns as float32 [rows, features], and what became of unknown and missing cells.
+
+    The columns are taken out of the table, so that their memory is free. `fill` says how missing
+    numbers are filled in.
     """
     width = sum(column.width for column in columns)
     widest = max(columns, key=lambda column: column.width)
@@ -68,36 +91,67 @@ def encode(table: Table, columns: Sequence[Column]) -> tuple[np.ndarray, tuple[C
     check_memory(table.path, FEATURE * table.size * width, what, fix)
     inputs = np.zeros((table.size, width), np.float32)
     rows, at = np.arange(len(inputs)), 0
-    choices: list[Choice] = []
-    for column in columns:
-        values = table.columns.pop(column.name)
-        if isinstance(values, Texts):
-            places, unknown = _places(column, values)
-            inputs[rows, at + places] = 1.0
-            choices += unknown
-        else:
-            inputs[:, at] = _standardised(table, column, values)
-        at += column.width
-    return inputs, tuple(choices)
+    choices, gaps = list[Choice](), dict[str, int]()
+    for name, parts in groupby(columns, key=lambda column: column.name):
+        values = table.columns.pop(name)
+        missing = missing_cells(values)
+        gaps[name] = int(missing.sum())
+        for column in parts:
+            if isinstance(values, Texts):
+                places, unknown = _places(column, values, missing)
+                inputs[rows, at + places] = 1.0
+                choices += unknown
+            else:
+                inputs[:, at] = _standardised(table, column, part_of(values, column.part))
+            at += column.width
+    return inputs, (*choices, *_gap_choices(gaps, fill))
 
 
-def _fit(table: Table, name: str, values: Values, train: np.ndarray) -> Column:
-    if isinstance(values, np.ndarray):
-        mean, deviation = fit_scale(values[:, None], train)
-        return Column(name, float(mean[0]), float(deviation[0]))
-    words = tuple(values.words[code] for code in np.unique(values.codes[train]).tolist())
-    if len(words) > MOST_CATEGORIES:
-        problem = f"column {name!r} has {len(words):,} different texts, more than"
-        fix = f"{MOST_CATEGORIES} categories; leave it out with data.ignore=[{name}]"
-        raise DataError(f"{table.path}: {problem} {fix}")
-    return Column(name, values=words)
+def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
+    if total := sum(gaps.values()):
+        filled = [f"{name!r} ({count:,})" for name, count in gaps.items() if count]
+        listed = ", ".join(filled[:NAMED])
+        more = f", … ({len(filled)} columns)" if len(filled) > NAMED else ""
+        how = "numbers are filled in with what training rows gave, and texts are a category"
+        yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed}{more}: {how}")
 
 
-def _places(column: Column, values: Texts) -> tuple[np.ndarray, list[Choice]]:
+def _fit(
+    name: str, values: Values, train: np.ndarray, config: Tabular, odd: tuple[str, ...]
+) -> Iterator[Column]:
+    if isinstance(values, Texts):
+        words = tuple(values.words[code] for code in np.unique(values.codes[train]).tolist())
+        if len(words) > config.categories:
+            problem = f"column {name!r} has {len(words):,} different texts, more than"
+            fix = f"{config.categories} categories; leave it out with data.ignore=[{name}]"
+            raise DataError(f"{config.path}: {problem} {fix}")
+        yield Column(name, values=words)
+        return
+    parts = [""]
+    if values.dtype.kind == "M":
+        varies = [part for part in PARTS if len(np.unique(_known(values, part, train))) > 1]
+        parts = varies or ["days"]
+    for part in parts:
+        known = _known(values, part, train)
+        mean, deviation = fit_scale(known[:, None], np.arange(len(known)))
+        fill = float(np.median(known) if config.missing is Missing.median else mean[0])
+        yield Column(name, float(mean[0]), float(deviation[0]), (), part, fill, odd)
+    if missing_cells(values)[train].any():
+        yield Column(name, part=GAP, missing=odd)
+
+
+def _known(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
+    """That part of the training rows that have one; 0 where none has."""
+    numbers = part_of(values[train], part)
+    numbers = numbers[~np.isnan(numbers)]
+    return numbers if len(numbers) else np.zeros(1)
+
+
+def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndarray, list[Choice]]:
     """Which of the column's inputs each row sets; the last one for a category not trained on."""
     known = {word: place for place, word in enumerate(column.values)}
     places = np.array([known.get(word, len(known)) for word in values.words])[values.codes]
-    unknown = places == len(known)
+    unknown = (places == len(known)) & ~missing
     if not unknown.any():
         return places, []
     words = [values.words[code][:LONGEST] for code in np.unique(values.codes[unknown]).tolist()]
@@ -108,13 +162,14 @@ def _places(column: Column, values: Texts) -> tuple[np.ndarray, list[Choice]]:
 
 
 def _standardised(table: Table, column: Column, values: np.ndarray) -> np.ndarray:
+    fill = column.mean if column.fill is None else column.fill
     with np.errstate(all="ignore"):  # infinities are an error below
-        scaled = scale(values, column.mean, column.deviation)
+        scaled = scale(np.where(np.isnan(values), fill, values), column.mean, column.deviation)
     if len(far := np.flatnonzero(~np.isfinite(scaled))):
         row = int(far[0])
         problem = f"{values[row]:g} is too far from the rest, which differ by {column.deviation:g}"
         fix = f"correct it, or leave the column out with data.ignore=[{column.name}]"
-        where = f"{table.rows(row)}, column {column.name!r}"
+        where = f"{table.rows(row)}, column {column.title!r}"
         raise DataError(f"{table.path}: {where}: {problem}; {fix}")
     return scaled
 
@@ -154,6 +209,9 @@ def _trained_target(
 
 def _task(target: Values, config: Tabular) -> tuple[str, str]:
     """The task, and why."""
+    if isinstance(target, np.ndarray) and target.dtype.kind == "M":
+        problem = f"column {config.target!r} holds dates, which cannot be predicted"
+        raise ConfigError("data.target", problem, "name another column, or make numbers of it")
     if isinstance(target, Texts):
         if config.task == "regression":
             problem = f"column {config.target!r} holds texts such as {target.words[0][:LONGEST]!r}"

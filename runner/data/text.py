@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from runner.data.batch import Batch, RowNames, Sizes
+from runner.data.cells import Texts
 from runner.data.config import Text
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files
 from runner.data.labels import check_classes
 from runner.data.paths import existing
 from runner.data.preprocessing import Opening, trained_labels
-from runner.data.table import Texts, read_table
+from runner.data.table import read_table
 from runner.errors import DataError
 from runner.techniques.base import Choice
 

@@ -1,0 +1,248 @@
+"""Cells of a table's column as numbers, times or texts; which are missing or cannot be used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from runner.data.table_files import MISSING, Kind
+from runner.errors import DataError
+
+LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
+LONGEST = 40  # characters of a cell, in a message
+NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
+ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # of a second
+ODD_CELLS = 0.01
+"""Of a column's cells, those that may be no number (or date) without making it one of texts: a
+mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A column of texts: the different ones, sorted, and which of them each row has."""
+
+    words: tuple[str, ...]
+    codes: np.ndarray
+
+
+Values = np.ndarray | Texts
+"""A column: float64 numbers that float32 can hold, datetime64[us], or texts.
+
+A missing value is NaN, NaT or ""."""
+
+
+@dataclass(frozen=True)
+class ParsedColumn:
+    """The values of a column, and the cells that are none; each by row."""
+
+    values: Values
+    bad: dict[int, str] = field(default_factory=dict)  # what is wrong with the cell
+    odd: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
+    note: str = ""  # why many numbers were read as texts
+
+    @property
+    def kind(self) -> Kind:
+        """What the values are."""
+        if isinstance(self.values, Texts):
+            return Kind.texts
+        return Kind.numbers if self.values.dtype.kind == "f" else Kind.times
+
+    def missing(self) -> dict[int, str]:
+        """By row, what is wrong where there must be a value."""
+        rows = np.flatnonzero(missing_cells(self.values)).tolist()
+        problems = dict.fromkeys(rows, "the value is missing")
+        wrong = {
+            row: f"{text[:LONGEST]} is not {self.kind.value}" for row, text in self.odd.items()
+        }
+        return problems | wrong
+
+
+def parse_column(
+    column: Any,
+    name: str,
+    where: str,
+    kind: Kind,
+    *,
+    odd_share: float = ODD_CELLS,
+    bad_share: float = 0.0,
+    missing: Sequence[str] = (),
+) -> ParsedColumn:
+    """The cells of an arrow column as what `kind` says, or as what nearly all of them are.
+
+    Among numbers and dates, texts are missing values if they are in `missing` or at most
+    `odd_share` of the cells, and cannot be used if they are more; a column of no `kind` is then one
+    of texts, unless they are at most `bad_share`. Texts such as NA are missing among numbers and
+    dates only: elsewhere they may be a category.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(column.type) and not _is_text(column.type.value_type):
+        column = column.cast(column.type.value_type)
+    values = None if kind is Kind.texts else _typed_values(column, kind)
+    if values is not None:
+        bad = {row: _problem(values[row]) for row in _not_float32(values)}
+        return ParsedColumn(values, bad)
+    try:
+        words, codes = _encode(column)
+    except (pyarrow.ArrowException, UnicodeDecodeError):
+        problem = f"is of type {column.type}, neither numbers, dates nor UTF-8 texts"
+        fix = f"convert it, or leave it out with data.ignore=[{name}]"
+        raise DataError(f"{where} {problem}; {fix}") from None
+    note = ""
+    for form, read in READ.items():
+        if kind is form or kind is Kind.any:
+            parsed = np.array([read(word) for word in words])
+            empty = np.array([_is_missing(word) or word in missing for word in words])
+            odd = np.flatnonzero((_is_none(parsed) & ~empty)[codes])
+            present = len(codes) - int(empty[codes].sum())
+            limit = max(odd_share * present, bad_share * len(codes))
+            if kind is form or len(odd) <= limit and len(odd) < present:
+                texts = {row: words[codes[row]] for row in odd.tolist()}
+                bad = {}
+                if len(odd) > odd_share * present:
+                    bad = {
+                        row: f"{text[:LONGEST]} is not {form.value}" for row, text in texts.items()
+                    }
+                    texts = {}
+                for row in _not_float32(parsed[codes]):
+                    bad[row] = _problem(parsed[codes[row]], words[codes[row]])
+                return ParsedColumn(parsed[codes], bad, texts)
+            if 2 * len(odd) < present:
+                example = words[codes[odd[0]]][:LONGEST]
+                note = (
+                    f"{len(odd):,} of {present:,} cells, such as {example!r}, are not {form.value}"
+                )
+    stripped = tuple(word if word.strip() else "" for word in words)
+    return ParsedColumn(Texts(stripped, codes), note=note)
+
+
+def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
+    """The values of an arrow column of numbers, dates or durations (in seconds)."""
+    import pyarrow
+    from pyarrow import types
+
+    arrow = column.type
+    if types.is_date(arrow) or types.is_timestamp(arrow):
+        if kind is Kind.numbers:
+            return None
+        times: np.ndarray = column.cast(pyarrow.timestamp("us"), safe=False).to_numpy()
+        return times
+    per_second = 1.0
+    if types.is_time(arrow) or types.is_duration(arrow):
+        column = column.cast(pyarrow.int32() if types.is_time32(arrow) else pyarrow.int64())
+        per_second = UNITS[arrow.unit]
+    numeric = NUMBERS.match(str(column.type)) and kind is not Kind.times
+    if not numeric or (kind is Kind.any and types.is_boolean(arrow)):
+        return None
+    numbers: np.ndarray = column.cast(pyarrow.float64(), safe=False).to_numpy() / per_second
+    return numbers
+
+
+def missing_cells(values: Values) -> np.ndarray:
+    """Which rows have no value."""
+    if isinstance(values, Texts):
+        empty = np.array([not word for word in values.words])
+        return np.asarray(empty[values.codes])
+    return _is_none(values)
+
+
+def select_rows(values: Values, rows: np.ndarray | slice) -> Values:
+    """The column at those rows; of texts only the words that occur, sorted."""
+    if isinstance(values, np.ndarray):
+        return values[rows]
+    codes = values.codes[rows]
+    words = sorted({values.words[code] for code in np.unique(codes).tolist()})
+    place = {word: number for number, word in enumerate(words)}
+    return Texts(tuple(words), np.array([place.get(word, 0) for word in values.words])[codes])
+
+
+def number(word: str) -> float:
+    """The number that a text says; NaN: none."""
+    try:
+        return float(word)
+    except ValueError:
+        return float("nan")
+
+
+def _time(word: str) -> np.datetime64:
+    """The date or time that a text says as ISO 8601, in UTC; NaT: none."""
+    if ISO_DATE.match(word.strip()):
+        try:
+            time = datetime.fromisoformat(word.strip())
+        except ValueError:
+            return np.datetime64("NaT", "us")
+        return np.datetime64(
+            time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo else time, "us"
+        )
+    return np.datetime64("NaT", "us")
+
+
+PARTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "year": lambda times: times.astype("M8[Y]").astype(int) + 1970,
+    "month": lambda times: times.astype("M8[M]").astype(int) % 12 + 1,
+    "weekday": lambda times: (times.astype("M8[D]").astype(int) + 3) % 7,  # Monday: 0
+    "hour": lambda times: times.astype("M8[h]").astype(int) % 24,
+    "days": lambda times: times.astype("M8[D]").astype(int),  # since 1970
+}
+"""The numbers that a date becomes, from datetime64."""
+GAP = "missing"  # the part that is 1 where there is no value
+
+
+def part_of(values: np.ndarray, part: str) -> np.ndarray:
+    """That part of each date, or the numbers themselves, float64; NaN: missing."""
+    if part == GAP:
+        return missing_cells(values).astype(np.float64)
+    if part not in PARTS:
+        return values
+    numbers: np.ndarray = np.where(np.isnat(values), np.nan, PARTS[part](values))
+    return numbers
+
+
+READ: dict[Kind, Callable[[str], Any]] = {Kind.numbers: number, Kind.times: _time}
+
+
+def _is_none(values: np.ndarray) -> np.ndarray:
+    none: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
+    return none
+
+
+def _is_text(arrow: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(arrow) or types.is_large_string(arrow))
+
+
+def _encode(column: Any) -> tuple[list[str], np.ndarray]:
+    """The different texts of a column, and which of them each row has; no value is ""."""
+    import pyarrow
+
+    if not pyarrow.types.is_dictionary(column.type):
+        column = column.cast(pyarrow.string()).dictionary_encode()
+    encoded = column.combine_chunks()
+    words = [word or "" for word in encoded.dictionary.to_pylist()]
+    codes = encoded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
+    return [*words, ""], codes
+
+
+def _is_missing(word: str) -> bool:
+    return word.strip().lower() in MISSING
+
+
+def _not_float32(numbers: np.ndarray) -> list[int]:
+    if numbers.dtype.kind == "M":
+        return []
+    rows: list[int] = np.flatnonzero(np.abs(numbers) > LARGEST).tolist()  # a NaN is missing
+    return rows
+
+
+def _problem(value: float, word: str | None = None) -> str:
+    word = f"{value:g}" if word is None else word
+    what = "too large for float32" if np.isfinite(value) else "not a finite number"
+    return f"{word[:LONGEST]} is {what}"

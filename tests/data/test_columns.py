@@ -1,0 +1,247 @@
+"""What a table's columns are taken for, and what a model gets of missing values and dates."""
+
+from __future__ import annotations
+
+from datetime import date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from runner.data.config import BadSamples, ColumnType, Missing, Tabular
+from runner.data.preprocessing import Opening, Preprocessing
+from runner.data.tabular import tabular
+from runner.data.tensors import Tensors
+from runner.errors import ConfigError, DataError
+
+Columns = dict[str, list[Any]]
+ROWS = 240
+
+
+def write(path: Path, columns: Columns) -> Path:
+    """As csv or parquet, with a target `y`."""
+    columns = {**columns, "y": ["no", "yes"] * (len(next(iter(columns.values()))) // 2)}
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.table(columns), path)
+        return path
+    cells = [["" if cell is None else str(cell) for cell in column] for column in columns.values()]
+    lines = [",".join(row) for row in zip(*cells, strict=True)]
+    path.write_text("\n".join([",".join(columns), *lines, ""]))
+    return path
+
+
+def opened(path: Path, **changes: Any) -> Tensors:
+    return tabular(Tabular(path=str(path), target="y", **changes))
+
+
+def applied(source: Tensors, path: Path, **changes: Any) -> Tensors:
+    """Other data as those that `source` was fitted on."""
+    config = Tabular(path=str(path), target="y", **changes)
+    saved = Preprocessing.of(Tabular(path="train", target="y"), source).dump()
+    return tabular(config, Opening(fitted=Preprocessing.parse(saved, path), evaluates=True))
+
+
+def said(source: Tensors, key: str) -> str:
+    return "; ".join(f"{c.value}: {c.reason}" for c in source.choices if c.key == key)
+
+
+def numbers(seed: int = 0) -> list[Any]:
+    drawn: list[Any] = np.random.default_rng(seed).normal(40, 9, ROWS).round(3).tolist()
+    return drawn
+
+
+# -- types -----------------------------------------------------------------------------------------
+
+
+def test_a_few_texts_among_numbers_are_missing_values_whose_lines_are_named(tmp_path: Path) -> None:
+    ages = numbers()
+    ages[11] = ages[200] = "unknown"
+    source = opened(write(tmp_path / "a.csv", {"age": ages}))
+    assert [column.title for column in source.columns] == ["age", "age (missing)"]
+    assert source.columns[0].missing == ("unknown",)
+    text = said(source, "data.missing")
+    assert "2 of 240 cells of 'age' read as missing" in text
+    assert "'unknown' in line 13, 'unknown' in line 202" in text
+    gone = [11, 200]
+    assert source.inputs[gone, 1].tolist() == [1, 1] and source.inputs[:, 1].sum() == 2
+    train = [i for i in source.train.tolist() if i not in gone]
+    expected = np.array([ages[i] for i in train])
+    assert source.columns[0].mean == pytest.approx(expected.mean())
+    assert source.columns[0].deviation == pytest.approx(expected.std())
+    assert np.allclose(source.inputs[gone, 0], 0, atol=1e-6)
+
+
+def test_more_texts_among_numbers_make_a_column_of_texts_unless_its_type_is_declared(
+    tmp_path: Path,
+) -> None:
+    ages = [round(age) for age in numbers()]
+    ages[::40] = ["unknown"] * 6
+    path = write(tmp_path / "a.csv", {"age": ages})
+    source = opened(path)
+    assert len(source.columns) == 1 and "unknown" in source.columns[0].values
+    assert "6 of 240 cells, such as 'unknown'" in said(source, "data.types")
+    assert "data.types={age: number}" in said(source, "data.types")
+    declared = opened(path, types={"age": ColumnType.number})
+    assert [column.title for column in declared.columns] == ["age", "age (missing)"]
+    assert declared.inputs[:, 1].sum() == 6
+    with pytest.raises(ConfigError, match="data.types: .*no column 'agee'"):
+        opened(path, types={"agee": ColumnType.number})
+    ages[::40] = [40] * 6
+    as_text = opened(write(path, {"age": ages}), types={"age": ColumnType.text})
+    assert set(as_text.columns[0].values) == {str(ages[i]) for i in as_text.train.tolist()}
+
+
+def test_a_text_in_other_data_is_missing_where_it_was_in_training_and_else_where_it_is_rare(
+    tmp_path: Path,
+) -> None:
+    ages = numbers()
+    ages[11] = "unknown"
+    source = opened(write(tmp_path / "a.csv", {"age": ages}))
+    new = applied(source, write(tmp_path / "b.csv", {"age": ["unknown", 4]}))
+    assert new.inputs[:, 1].tolist() == [1, 0]
+    ages[20] = "none of it"
+    assert applied(source, write(tmp_path / "b.csv", {"age": ages})).inputs[:, 1].sum() == 2
+    with pytest.raises(DataError, match="line 2, column 'age': other is not a finite number"):
+        applied(source, write(tmp_path / "b.csv", {"age": ["other", 4]}))
+
+
+def test_the_target_has_no_missing_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", {"age": numbers()})
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:9], lines[9].split(",")[0] + ",", *lines[10:], ""]))
+    with pytest.raises(DataError, match="line 10, column 'y': the value is missing"):
+        opened(path)
+    assert len(opened(path, bad_samples=BadSamples.drop).target) == ROWS - 1
+
+
+def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
+    cells = [True, False, None] * (ROWS // 3)
+    source = opened(write(tmp_path / "a.parquet", {"paid": cells}))
+    assert source.columns[0].values == ("", "false", "true")
+    assert source.inputs[:3].argmax(1).tolist() == [2, 1, 0]
+
+
+# -- missing values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Missing.mean, Missing.median, Missing.category])
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_missing_values_are_filled_in_from_training_rows_and_marked(
+    tmp_path: Path, policy: Missing, suffix: str
+) -> None:
+    rng = np.random.default_rng(1)
+    gaps = rng.random((3, ROWS)) < 0.08
+    income = np.exp(np.array(numbers(1)) / 9)
+    cells = [*zip(numbers(), gaps[0], strict=True)], [*zip(income.tolist(), gaps[1], strict=True)]
+    columns: Columns = {
+        "age": [None if gap else x for x, gap in cells[0]],
+        "income": [None if gap else x for x, gap in cells[1]],
+        "full": numbers(2),
+        "city": [None if gap else "Bonn" if i % 3 else "Oslo" for i, gap in enumerate(gaps[2])],
+    }
+    source = opened(write(tmp_path / f"a.{suffix}", columns), missing=policy)
+    titles = ["age", "age (missing)", "income", "income (missing)", "full", "city"]
+    assert [column.title for column in source.columns] == titles
+    assert len(source.target) == ROWS and source.inputs.shape == (ROWS, 9)
+    for place, name in ((0, "age"), (2, "income")):
+        values = np.array([np.nan if x is None else x for x in columns[name]])
+        seen = values[source.train][~np.isnan(values[source.train])]
+        fill = np.median(seen) if policy is Missing.median else seen.mean()
+        expected = (np.where(np.isnan(values), fill, values) - seen.mean()) / seen.std()
+        assert np.allclose(source.inputs[:, place], expected, atol=1e-5)
+        assert source.inputs[:, place + 1].tolist() == np.isnan(values).astype(float).tolist()
+    assert source.columns[-1].values == ("", "Bonn", "Oslo")
+    assert source.inputs[:, 5].tolist() == [float(cell is None) for cell in columns["city"]]
+    text = said(source, "data.missing")
+    assert f"{policy.value}: {gaps.sum()} cells are missing" in text
+    assert f"'age' ({gaps[0].sum()}), 'income' ({gaps[1].sum()}), 'city' ({gaps[2].sum()})" in text
+
+
+def test_other_data_are_filled_in_as_training_data_were(tmp_path: Path) -> None:
+    ages, cities = numbers(), ["Bonn", "Oslo"] * (ROWS // 2)
+    columns = {"age": [None, *ages[1:]], "size": numbers(3), "city": cities}
+    source = opened(write(tmp_path / "a.csv", columns), missing=Missing.median)
+    new: Columns = {"age": [None, 90.0], "size": [None, 7.0], "city": [None, "Oslo"]}
+    answer = applied(source, write(tmp_path / "b.csv", new))
+    ages_known = [x for i in source.train.tolist() if (x := columns["age"][i]) is not None]
+    age, _, size, _ = source.columns
+    fills = [(np.median(ages_known) - age.mean) / age.deviation]
+    fills += [(np.median(np.array(columns["size"])[source.train]) - size.mean) / size.deviation]
+    indicator = source.train.tolist().count(0)  # line 2 may be held out
+    assert indicator, "another seed of the split"
+    assert np.allclose(answer.inputs[0], [fills[0], 1, fills[1], 0, 0, 1], atol=1e-5)
+    assert "3 cells are missing, of 'age' (1), 'size' (1), 'city' (1)" in said(
+        answer, "data.missing"
+    )
+    assert not said(answer, "data.unknown_categories")
+    assert len(applied(source, tmp_path / "b.csv", missing=Missing.drop, most_bad=0.5).target) == 1
+
+
+def test_preprocessing_without_newer_fields_is_read(tmp_path: Path) -> None:
+    source = opened(write(tmp_path / "a.csv", {"age": numbers()}))
+    config = Tabular(path="train", target="y")
+    text = Preprocessing.of(config, source).dump().decode()
+    for field in ("part", "fill", "missing"):
+        text = "\n".join(x for x in text.splitlines() if not x.strip().startswith(f'"{field}"'))
+    text = text.replace('"values": [],\n', '"values": []\n')
+    old = Preprocessing.parse(text.encode(), tmp_path)
+    assert old.columns[0].fill is None and old.columns[0].mean == source.columns[0].mean
+    path = write(tmp_path / "b.csv", {"age": [None, 4]})
+    new = tabular(Tabular(path=str(path), target="y"), Opening(fitted=old, evaluates=True))
+    assert new.inputs[0].tolist() == [0]
+
+
+# -- dates -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["dates.csv", "times.csv", "odd.csv", "zone.parquet", "d.parquet"])
+def test_dates_become_the_numbers_that_vary(tmp_path: Path, form: str) -> None:
+    first = datetime(2023, 11, 20, 0, 30)
+    times = [first + timedelta(hours=31 * i) for i in range(ROWS)]
+    cells: list[Any] = list(times)
+    if form in ("dates.csv", "d.parquet"):
+        times = [datetime(t.year, t.month, t.day) for t in times]
+        cells = [date(t.year, t.month, t.day) for t in times]
+    if form == "odd.csv":
+        cells[7] = "soon"
+    if form == "zone.parquet":
+        cells = pyarrow.array(times, pyarrow.timestamp("ns", "UTC")).to_pylist()
+    source = opened(write(tmp_path / form, {"when": cells}))
+    parts = ["year", "month", "weekday", "hour", "days"]
+    if form in ("dates.csv", "d.parquet"):
+        parts.remove("hour")
+    odd = form == "odd.csv" and 7 in source.train
+    assert [c.part for c in source.columns] == [*parts, *["missing"] * odd]
+    known = [i for i in range(ROWS) if form != "odd.csv" or i != 7]
+    for place, part in enumerate(parts):
+        values = np.array(
+            [
+                {
+                    "year": t.year,
+                    "month": t.month,
+                    "weekday": t.weekday(),
+                    "hour": t.hour,
+                    "days": (t.date() - date(2023, 11, 20)).days,
+                }[part]
+                for t in times
+            ]
+        )
+        seen = values[[i for i in source.train.tolist() if i in known]]
+        expected = (values - seen.mean()) / seen.std()
+        assert np.allclose(source.inputs[known, place], expected[known], atol=1e-4)
+    assert f"when: {', '.join(parts)}" in said(source, "data.types")
+    later: Columns = {"when": ["2031-05-04T13:00:00+00:00", "2031-05-04"]}
+    new = applied(source, write(tmp_path / "later.csv", later))
+    year = source.columns[0]
+    assert new.inputs[0, 0] == pytest.approx((2031 - year.mean) / year.deviation)
+    with pytest.raises(DataError, match="line 2, column 'when': 12 is not a date"):
+        applied(source, write(tmp_path / "later.csv", {"when": ["12", "13"]}))
+
+
+def test_a_date_is_no_target(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", {"when": ["2020-01-01", "2020-01-02"] * 40})
+    with pytest.raises(ConfigError, match="data.target: .*'when' holds dates"):
+        tabular(Tabular(path=str(path), target="when"))
