@@ -24,7 +24,7 @@ from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.paths import existing
 from runner.data.preprocessing import NAME as PREPROCESSING
-from runner.data.preprocessing import Opening, Preprocessing
+from runner.data.preprocessing import Opening, Preprocessing, check_predicts
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
@@ -52,7 +52,7 @@ from runner.training.hook import Hook
 from runner.training.length import micro_batch, resolve_batches, resolve_every, resolve_steps
 from runner.training.metrics import Reader
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch, translate_oom
-from runner.training.resume import restore
+from runner.training.resume import check_own_data, restore
 from runner.training.run import Run
 from runner.training.timing import Stopwatch
 
@@ -149,9 +149,10 @@ class _Build:
         fitted = self.read_preprocessing(evaluates)
         if fitted is not None and self.given.data is None:
             fitted.check_kind(config.data)
-        opening = Opening(
-            self.policy, fitted, evaluates, labelled=config.job.kind is not JobKind.predict
-        )
+        predicts = config.job.kind is JobKind.predict
+        if predicts:
+            check_predicts(fitted)
+        opening = Opening(self.policy, fitted, evaluates, labelled=not predicts)
         self.whole = opening.whole(config.data)
         data = self.given.data or open_data(config.data, self.look_up, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
@@ -163,9 +164,12 @@ class _Build:
         """What the run that is resumed, or the evaluated weights, applied to their data."""
         where, weights = self.config.checkpoint.resume, self.config.model.weights
         if where != "none":
-            stored = self.checkpointer.read_preprocessing(None if where == "auto" else Path(where))
+            path = None if where == "auto" else Path(where)
+            stored = self.checkpointer.read_preprocessing(path)
             if stored is not None:
                 return Preprocessing.parse(stored[1], stored[0])
+            if evaluates:
+                check_own_data(self.checkpointer.restore(path), self.settings)
         elif evaluates and weights is not None:
             path = Path(weights).expanduser()
             path = (path if path.is_dir() else path.parent) / PREPROCESSING

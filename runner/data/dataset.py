@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Dataset(ABC):
     choices: tuple[Choice, ...] = ()  # what was inferred about the data, and from what
     columns: tuple[Column, ...] = ()  # of a table, as fitted
     rows: RowNames = RowNames()  # what a message calls a sample
+    ids: Mapping[str, np.ndarray] = {}  # columns that name the samples, by name; not trained on
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runner.data.batch import RowNames
 from runner.data.paths import check_link
 from runner.data.preprocessing import Opening, trained_labels
 from runner.errors import ConfigError, DataError
@@ -21,9 +22,10 @@ def labelled_files(
     class without files; `what` names those that are taken.
     """
     if not opening.labelled:
-        files = [
-            file for file in _inside(root, root.rglob("*"), opening, Path.is_file) if takes(file)
-        ]
+        found = [root]  # one file
+        if root.is_dir():
+            found = _inside(root, root.rglob("*"), opening, Path.is_file)
+        files = [file for file in found if takes(file)]
         if not files:
             raise DataError(f"{root}: has no {what}")
         return files, np.zeros(len(files), np.int64), ()
@@ -45,6 +47,12 @@ def labelled_files(
         return files, np.array(labels), names
     trained = opening.fitted.sizes.class_names
     return files, trained_labels(names, np.array(labels), trained, str(root)), trained
+
+
+def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
+    """The files' paths within `root`, or the name of the one file that `root` is."""
+    folder = root if root.is_dir() else root.parent
+    return RowNames(names=[str(file.relative_to(folder)) for file in files])
 
 
 def _inside(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from runner.data.batch import Batch, RowNames, Sizes
+from runner.data.batch import Batch, Sizes
 from runner.data.config import Images
 from runner.data.dataset import Dataset
-from runner.data.folders import labelled_files
+from runner.data.folders import labelled_files, relative_names
 from runner.data.paths import existing
 from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ class ImageFolder(Dataset):
 
     def __init__(self, config: Images, opening: Opening = PLAIN) -> None:
         root = existing(config.path)
-        if not root.is_dir():
+        if opening.labelled and not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
         fitted = opening.fitted
         self.size, channels = config.image_size, config.channels
@@ -59,7 +59,7 @@ class ImageFolder(Dataset):
         kinds = ", ".join(sorted(SUFFIXES))
         files, labels, names = labelled_files(root, opening, takes, f"images ({kinds})")
         self.files, self.labels = files, torch.from_numpy(labels)
-        self.rows = RowNames(names=[str(file.relative_to(root)) for file in files])
+        self.rows = relative_names(root, files)
         for number in np.linspace(0, len(files) - 1, min(HEADS, len(files))).astype(int):
             with self._named_errors(files[number]):
                 _open(files[number]).close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "preprocessing.json"
 FORMAT = 1
+PREDICTED = ("classification", "regression")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,16 @@ class Opening:
         if self.fitted is None or not self.evaluates:
             return False
         return not self.labelled or self.fitted.source != source_of(config)
+
+
+def check_predicts(fitted: Preprocessing | None) -> None:
+    """Raise ConfigError where there is no model, or its answers are not one for each sample."""
+    if fitted is None:
+        problem = "predict needs a trained model with its preprocessing"
+        raise ConfigError("job", problem, "name a run: checkpoint.resume=RUN")
+    if fitted.sizes.task not in PREDICTED:
+        problem = f"predict is for {' and '.join(PREDICTED)}, and this is {fitted.sizes.task}"
+        raise ConfigError("job", problem, "use job=evaluate")
 
 
 def kind_of(config: DataConfig) -> str:

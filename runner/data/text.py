@@ -13,7 +13,7 @@ from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.cells import Texts
 from runner.data.config import Text
 from runner.data.dataset import Dataset
-from runner.data.folders import labelled_files
+from runner.data.folders import labelled_files, relative_names
 from runner.data.labels import check_classes
 from runner.data.paths import existing
 from runner.data.preprocessing import Opening, trained_labels
@@ -48,7 +48,7 @@ class TextClassificationDataset(Dataset):
             ids = np.frombuffer(text, np.uint8)[:sequence]
             rows[row, : len(ids)] = ids
             lengths[row] = len(ids)
-        self.ids, self.lengths = torch.from_numpy(rows), torch.from_numpy(lengths)
+        self.tokens, self.lengths = torch.from_numpy(rows), torch.from_numpy(lengths)
         self.labels = torch.from_numpy(labels.astype(np.int64))
         self.positions = torch.arange(sequence)
         self.train, self.validation = parts
@@ -60,7 +60,7 @@ class TextClassificationDataset(Dataset):
         """A copy of the rows."""
         rows = torch.from_numpy(indices)
         mask = self.positions < self.lengths[rows, None]
-        inputs = {"input_ids": self.ids[rows].long(), "attention_mask": mask.long()}
+        inputs = {"input_ids": self.tokens[rows].long(), "attention_mask": mask.long()}
         return inputs, self.labels[rows]
 
 
@@ -74,7 +74,8 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
 def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
     path = existing(config.path)
-    read = _from_folders(path, opening) if path.is_dir() else _from_table(config, opening)
+    passages = path.is_dir() or (path.suffix == ".txt" and not opening.labelled)
+    read = _from_folders(path, opening) if passages else _from_table(config, opening)
     texts, labels, classes, rows, choices = read
     sequence = config.sequence
     if opening.fitted is None:
@@ -118,5 +119,4 @@ def _from_folders(root: Path, opening: Opening) -> Labelled:
     for file, content in zip(files, texts, strict=True):
         if not content.strip():
             raise DataError(f"{file}: the text is empty; fill or remove the file")
-    rows = RowNames(names=[str(file.relative_to(root)) for file in files])
-    return texts, labels, names, rows, ()
+    return texts, labels, names, relative_names(root, files), ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from runner.config import RunConfig
-from runner.data.batch import RowNames, Sizes, call, count
-from runner.errors import ConfigError, StorageError
+from runner.data.batch import Sizes, call, count
+from runner.data.dataset import Dataset
+from runner.errors import StorageError
 from runner.jobs.config import PredictFormat
 from runner.jobs.evaluate import build_trained
 from runner.objectives.model_output import logits
@@ -25,15 +26,12 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-TASKS = ("classification", "regression")
+Columns = dict[str, np.ndarray]
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
     """Predict with the weights of `checkpoint.resume` or `model.weights` into `folder`."""
     with build_trained(config, folder) as run:
-        task = run.sizes.task
-        if task not in TASKS:
-            raise ConfigError("job", f"predict is for {' and '.join(TASKS)}, and this is {task}")
         kind = config.predict.format
         path = folder / f"predictions.{kind.name}"
         try:
@@ -49,10 +47,10 @@ def main(config: RunConfig, folder: Path) -> Summary:
     return summary
 
 
-def predictions(run: Run) -> Iterator[dict[str, np.ndarray]]:
+def predictions(run: Run) -> Iterator[Columns]:
     """For each batch: which samples they are, the predicted class or value, and probabilities.
 
-    Columns by name, [samples] each: the samples' names, `prediction`, and with classes
+    Columns by name, [samples] each: the samples' names and ids, `prediction`, and with classes
     `probability <class>` of each.
     """
     source = run.validation.fetch.source
@@ -63,7 +61,8 @@ def predictions(run: Run) -> Iterator[dict[str, np.ndarray]]:
             output = logits(call(forward, batch[0])).detach()
             samples = order[at : at + count(batch[1])]
             at += len(samples)
-            yield {**_names(source.rows, samples), **_predicted(output.cpu(), run.sizes)}
+            answers = _predicted(output.cpu(), run.sizes)
+            yield {**_names(source, samples, answers), **answers}
 
 
 def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
@@ -102,13 +101,19 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
     return rows
 
 
-def _names(rows: RowNames, samples: np.ndarray) -> dict[str, np.ndarray]:
+def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Columns:
+    """What the samples are called, and their ids; an id is renamed where an answer has its name."""
+    rows = source.rows
     if rows.names:
-        return {"file": np.array([rows.names[i] for i in samples.tolist()], dtype=object)}
-    return {rows.word: samples if rows.numbers is None else rows.numbers[samples]}
+        names = {"file": np.array([rows.names[i] for i in samples.tolist()], dtype=object)}
+    else:
+        names = {rows.word: samples if rows.numbers is None else rows.numbers[samples]}
+    for name, ids in source.ids.items():
+        names[f"id {name}" if name in names or name in answers else name] = ids[samples]
+    return names
 
 
-def _predicted(output: torch.Tensor, sizes: Sizes) -> dict[str, np.ndarray]:
+def _predicted(output: torch.Tensor, sizes: Sizes) -> Columns:
     if sizes.task == "regression":
         values = output.double() * sizes.target_deviation + sizes.target_mean
         values = values.reshape(len(values), -1)

@@ -17,6 +17,7 @@ import torch
 from runner.checkpoint.content import check_state, state_error
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
+from runner.data.config import LOADING
 from runner.errors import CheckpointError
 from runner.record.text import shorten
 from runner.techniques.base import Choice
@@ -226,6 +227,23 @@ def _last_good(run: Run) -> Restored | None:
         where = None if step is None else run.checkpointer.before(step)
         if where is None:
             return None if second is None else second[1]
+
+
+def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a checkpoint without preprocessing meets other data.
+
+    On its own data the same is fitted again, as the split is the same.
+    """
+    if restored is None:
+        return
+    before, now = restored.state["settings"], _plain(settings)
+    loading = {f"data.{key}" for key in (*LOADING, "drop_last", "shuffle")}
+    keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading
+    others = [key for key in keys if before[key] != now[key]]
+    if others or settings["job.kind"] == "predict":
+        what = f", and {min(others)} differs" if others else ""
+        problem = f"{restored.path}: was written before preprocessing was kept{what}"
+        raise CheckpointError(f"{problem}; train again or evaluate on its own data")
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from pyarrow import parquet
 
+from runner.checkpoint import manifest
+from runner.data.tensors import Tensors
 from runner.errors import CheckpointError, ConfigError, DataError, RunnerError
 from runner.jobs import evaluate, predict
+from runner.record.storage import write_file
 from tests import runs
-from tests.data.strangers import CITIES, Rows, people, table_probabilities, write_csv
+from tests.data.strangers import (
+    CITIES,
+    STRANGERS,
+    Rows,
+    known,
+    mlp_outputs,
+    people,
+    probabilities,
+    table_probabilities,
+    write_csv,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +62,7 @@ def asked(trained: Path, job: str, path: Path | str, *more: str) -> Any:
 
 def predicted(trained: Path, path: Path | str, folder: Path, *more: str) -> Rows:
     predict.main(asked(trained, "predict", path, *more), folder)
-    with (folder / "predictions.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return answers(folder)
 
 
 @pytest.mark.parametrize(
@@ -145,3 +165,163 @@ def test_rows_of_the_training_file_stay_held_out(trained: Path, tmp_path: Path) 
 def runs_metrics(trained: Path) -> dict[str, float]:
     metrics: dict[str, float] = json.loads((trained / "run/summary.json").read_text())["metrics"]
     return metrics
+
+
+def answers(folder: Path) -> Rows:
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+SHORT = (
+    "data.workers=0", "optimization=none", "training.batch_size=8", "training.steps=4",
+    "checkpoint.every=4",
+)  # fmt: skip
+
+
+def test_images_are_predicted_from_a_folder_and_from_a_single_file(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(24):
+        path = tmp_path / "train" / ("dark", "light")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 100, (9, 9, 3)) + 150 * (number % 2)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    (tmp_path / "new" / "day").mkdir(parents=True)
+    for name, value in (("a.png", 30), ("day/b.png", 220)):
+        Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(tmp_path / "new" / name)
+    usual = "data=images", "data.image_size=8", "model=mlp", "optimizer.lr=1e-2", *SHORT
+    run = tmp_path / "run"
+    runs.trained(f"data.path={tmp_path / 'train'}", *usual, folder=run)
+    fitted, inputs = known(run), np.stack([np.full(192, 30.0), np.full(192, 220.0)]) / 255
+    shares = probabilities(mlp_outputs(run, inputs))
+    for path, expected, names in (
+        (tmp_path / "new", shares, ["a.png", "day/b.png"]),
+        (tmp_path / "new" / "day" / "b.png", shares[1:], ["b.png"]),
+    ):
+        resume = f"checkpoint.resume={run}"
+        config = runs.config(f"data.path={path}", *usual, resume, "job=predict")
+        predict.main(config, tmp_path / names[-1])
+        rows = answers(tmp_path / names[-1])
+        assert [row["file"] for row in rows] == names
+        classes = fitted["sizes"]["class_names"]
+        assert [row["prediction"] for row in rows] == [classes[i] for i in expected.argmax(1)]
+        dark = [float(row["probability dark"]) for row in rows]
+        np.testing.assert_allclose(dark, expected[:, 0], atol=1e-5)
+
+
+def test_texts_are_predicted_from_files_and_from_a_table_without_labels(tmp_path: Path) -> None:
+    stranger = next(stranger for stranger in STRANGERS if stranger.name == "reviews")
+    path, run = stranger.write(tmp_path, "train"), tmp_path / "run"
+    usual = *stranger.overrides, *SHORT
+    runs.trained(*usual, f"data.path={path}", folder=run)
+    rows = stranger.rows("new")
+    table = write_csv(tmp_path / "new.csv", rows, "text")
+    (tmp_path / "files" / "more").mkdir(parents=True)
+    for number, row in enumerate(rows):
+        (tmp_path / "files" / "more" / f"{number:02d}.txt").write_text(row["text"])
+    outputs = stranger.outputs(
+        run, stranger.inputs(known(run), rows), [*usual, f"data.path={path}"]
+    )
+    expected = probabilities(outputs)[:, 1]
+    single = tmp_path / "files" / "more" / "07.txt"
+    for number, (new, part) in enumerate(
+        ((table, slice(None)), (tmp_path / "files", slice(None)), (single, slice(7, 8)))
+    ):
+        resume, folder = f"checkpoint.resume={run}", tmp_path / f"job{number}"
+        predict.main(runs.config(*usual, f"data.path={new}", resume, "job=predict"), folder)
+        good = [float(row["probability good"]) for row in answers(folder)]
+        np.testing.assert_allclose(good, expected[part], atol=1e-5)
+    assert answers(tmp_path / "job1")[3]["file"] == "more/03.txt"
+    assert answers(tmp_path / "job2")[0]["file"] == "07.txt"
+
+
+@pytest.mark.usefixtures("my_package")
+def test_data_of_the_users_own_class_are_predicted_in_the_targets_unit(tmp_path: Path) -> None:
+    usual = *runs.OURS, "data._target_=my_package.Line", "model._target_=my_package.Net", *SHORT
+    run = tmp_path / "run"
+    runs.trained(*usual, folder=run)
+    resume = f"checkpoint.resume={run}"
+    predict.main(runs.config(*usual, resume, "job=predict"), tmp_path / "job")
+    rows, sizes = answers(tmp_path / "job"), known(run)["sizes"]
+    assert [row["sample"] for row in rows] == [str(i) for i in range(200)]
+    with runs.opened(*usual, resume, "job=predict") as trained, torch.no_grad():
+        x = torch.stack([trained.validation.fetch.source.dataset[i][0] for i in range(200)])
+        outputs = trained.model.eval()(x)[:, 0].numpy().astype(float)
+    values = outputs * sizes["target_deviation"] + sizes["target_mean"]
+    np.testing.assert_allclose([float(r["prediction"]) for r in rows], values, rtol=1e-4, atol=1e-5)
+
+
+def test_ids_stand_beside_the_predictions(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = people(20)
+    path = write_csv(tmp_path / "new.csv", rows)
+    numbers = np.array([f"c-{i:03d}" for i in range(20)], dtype=object)
+    ids = {"customer": numbers, "prediction": numbers}
+    monkeypatch.setattr(Tensors, "ids", ids)
+    for number, row in enumerate(predicted(trained, path, tmp_path / "job")):
+        assert row["customer"] == row["id prediction"] == f"c-{number:03d}"
+        assert row["prediction"] in ("no", "yes")
+
+
+def test_a_model_that_answers_no_sample_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = "data=synthetic", "data.form=tokens", "data.samples=32", "data.sequence=8", *SHORT
+    usual = *usual, "model=gpt", "model.depth=1", "model.width=8", "model.heads=1"
+    runs.trained(*usual, folder=tmp_path / "run")
+
+    def opens(*_: Any) -> None:
+        pytest.fail("the data are opened")
+
+    monkeypatch.setattr(sys.modules["runner.build"], "open_data", opens)
+    config = runs.config(*usual, f"checkpoint.resume={tmp_path / 'run'}", "job=predict")
+    with pytest.raises(ConfigError, match="predict is for classification and regression, and this"):
+        predict.main(config, tmp_path / "job")
+
+
+def test_a_checkpoint_without_preprocessing_is_for_its_own_data(
+    trained: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run, symlinks=True)
+    for step in run.glob("checkpoints/step_*"):
+        (step / "preprocessing.json").unlink()
+        facts = manifest.read_manifest(step)
+        del facts.files[manifest.PREPROCESSING]
+        (step / manifest.NAME).unlink()
+        write_file(step / manifest.NAME, facts.write)
+    resume = f"checkpoint.resume={run}"
+    own, new = trained / "people.csv", write_csv(tmp_path / "new.csv", people(30))
+    config = runs.config(*data(own), "training.steps=60", "job=evaluate", resume)
+    summary = evaluate.main(config, tmp_path / "job")
+    assert summary.metrics == pytest.approx(runs_metrics(trained), abs=1e-6)
+    for job, path in (("evaluate", new), ("predict", own)):
+        config = runs.config(*data(path), f"job={job}", resume)
+        with pytest.raises(CheckpointError) as error:
+            (evaluate if job == "evaluate" else predict).main(config, tmp_path / job)
+        assert "was written before preprocessing was kept" in str(error.value)
+        assert "train again or evaluate on its own data" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("my_package")
+def test_an_interrupted_prediction_leaves_no_file(tmp_path: Path, number: int) -> None:
+    runs.trained(*runs.NOISY, *SHORT, folder=tmp_path / "run")
+    folder = tmp_path / "job"
+    typed = [
+        sys.executable, "-m", "runner", *runs.NOISY, *SHORT, "job=predict", "+data.seconds=0.05",
+        f"checkpoint.resume={tmp_path / 'run'}", f"hydra.run.dir={folder}", "device.threads=1",
+    ]  # fmt: skip
+    path = os.pathsep.join(map(str, (runs.TESTS.parent, runs.TESTS)))
+    process = subprocess.Popen(
+        typed, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    part, deadline = folder / ".predictions.csv.tmp", time.monotonic() + 60
+    while not (part.exists() and part.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, output
+    assert not [*folder.glob("*predictions*")]
