@@ -51,6 +51,7 @@ class Column:
     part: str = ""  # which number of a date, or `missing`: 1 where there is no value
     fill: float | None = None  # in place of a missing number; None: the mean
     missing: tuple[str, ...] = ()  # texts among the numbers that were read as missing
+    others: int = 0  # categories of training rows that share the last input
 
     @property
     def width(self) -> int:

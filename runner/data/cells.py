@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.data.number_format import MISSING
-from runner.data.table_files import Kind
+from runner.data.table_files import MISSING, Kind
 from runner.errors import DataError
 
 LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
@@ -19,6 +18,9 @@ LONGEST = 40  # characters of a cell, in a message
 NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # of a second
+ID_NAME = re.compile(r"(?i:(^|[\W_])(u?u?id|guid|key)$)|[a-z](Id|ID|Key)$")  # customer_id, rowKey
+ID_ROWS = 50  # fewer may all differ by chance
+HEAD = 1_000  # cells that mostly tell at once that a column is no id
 ODD_CELLS = 0.01
 """Of a column's cells, those that may be no number (or date) without making it one of texts: a
 mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
@@ -144,6 +146,36 @@ def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
         return None
     numbers: np.ndarray = column.cast(pyarrow.float64(), safe=False).to_numpy() / per_second
     return numbers
+
+
+def id_reason(name: str, column: Any) -> str:
+    """Why the cells of an arrow column name its rows and say nothing else; "" where they do not."""
+    from pyarrow import compute, types
+
+    if len(column) < ID_ROWS or column.null_count:
+        return ""
+    named = ID_NAME.search(name)
+    if types.is_integer(column.type):
+        if len({*np.diff(column.slice(0, HEAD).to_numpy()).tolist()}) == 1:
+            steps = np.diff(column.to_numpy())
+            if steps[0] and (steps == steps[0]).all():
+                return "it counts the rows"
+        different = named and compute.count_distinct(column).as_py() == len(column)
+        return "its whole numbers are all different, and its name says so" if different else ""
+    if types.is_dictionary(column.type):
+        if len(column.slice(0, HEAD).unique()) < min(HEAD, len(column)):
+            return ""
+        column = column.cast(column.type.value_type)
+    if not _is_text(column.type):
+        return ""
+    words = column.slice(0, HEAD).to_pylist()
+    if len({*words}) < len(words):
+        return ""
+    parsed = [np.array([read(word) for word in words]) for read in READ.values()]
+    if not named and max((~_is_none(values)).mean() for values in parsed) > 0.5:
+        return ""
+    different = compute.count_distinct(column).as_py() == len(column)
+    return "its texts are all different" if different else ""
 
 
 def missing_cells(values: Values) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Dataset(ABC):
     choices: tuple[Choice, ...] = ()  # what was inferred about the data, and from what
     columns: tuple[Column, ...] = ()  # of a table, as fitted
     rows: RowNames = RowNames()  # what a message calls a sample
-    ids: Mapping[str, np.ndarray] = {}  # columns that name the samples, by name; not trained on
+    ids: Mapping[str, Any] = {}  # columns of numpy or arrow that name the samples; not trained on
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:

@@ -39,6 +39,7 @@ class Preprocessing:
     sizes: Sizes
     columns: tuple[Column, ...] = ()  # of a table, in the order of the model's inputs
     target: str = ""  # the name of what is predicted, where it has one
+    ids: tuple[str, ...] = ()  # columns that name the rows and are no inputs
     format: int = FORMAT
 
     @classmethod
@@ -46,7 +47,7 @@ class Preprocessing:
         """That of a data set that was opened with `config`."""
         columns = getattr(data, "columns", ())
         target = getattr(config, "target", "")
-        return cls(kind_of(config), source_of(config), data.sizes, columns, target)
+        return cls(kind_of(config), source_of(config), data.sizes, columns, target, tuple(data.ids))
 
     def dump(self) -> bytes:
         """As JSON."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from runner.data.cells import (
     PARTS,
     ParsedColumn,
     Values,
+    id_reason,
     number,
     parse_column,
     select_rows,
@@ -37,6 +39,7 @@ KINDS = {
     ColumnType.number: Kind.numbers,
     ColumnType.text: Kind.texts,
     ColumnType.date: Kind.times,
+    ColumnType.id: Kind.texts,
 }
 
 
@@ -50,6 +53,7 @@ class Table:
     choices: tuple[Choice, ...]  # which rows were left out, and what columns were read as
     size: int  # rows
     odd: dict[str, tuple[str, ...]]  # by column, the texts among numbers that are read as missing
+    ids: dict[str, Any]  # arrow columns that name the rows
 
 
 def read_table(
@@ -90,7 +94,7 @@ def read_table(
                 more = f", … ({len(missing)} in all)" if len(missing) > NAMED else ""
                 problem = f"lacks {listed}{more}, which the model was trained on"
                 raise DataError(f"{path} {problem}; {suggestion(missing[0], names, 'it has')}")
-            return list(dict.fromkeys([*trained, *wanted]))
+            return list(dict.fromkeys([*trained, *wanted, *(n for n in fitted.ids if n in names)]))
         others = {"data.ignore": ignore or (), TYPES: declared}
         asked = [(key, name) for key, columns in others.items() for name in columns]
         for key, name in [*needed.items(), *asked]:
@@ -102,7 +106,7 @@ def read_table(
     def kind(name: str) -> Kind:
         return Kind.texts if ignore is None else kinds.get(name, Kind.any)
 
-    content = read_content(path, select, kind, config)
+    content = read_content(path, select, kind)
     total = len(content.numbers) + len(content.malformed)
     if not total:
         raise DataError(f"data.path: {path} has no rows below its header")
@@ -111,6 +115,7 @@ def read_table(
     words = {} if fitted is None else {c.name: c.missing for c in fitted.columns}
     columns = dict[str, ParsedColumn]()
     bad, gaps = dict(content.malformed), dict[int, str]()
+    ids, choices = _take_ids(content, needed.values(), config, fitted)
     for name in list(content.columns):
         columns[name] = column = parse_column(
             content.columns.pop(name),  # its memory is free once it is parsed
@@ -130,7 +135,7 @@ def read_table(
             for row, problem in cells.items():
                 text = f", column {name!r}: {problem}"
                 collected.setdefault(int(content.numbers[row]), text)
-    choices = content.choices + _without(
+    choices += _without(
         path, content.word, bad, total, config.bad_samples is BadSamples.drop, config, KEY
     )
     for line in bad:
@@ -142,12 +147,40 @@ def read_table(
     rows = RowNames(content.word, content.numbers[usable])
     odd = {n: tuple(sorted({*column.odd.values()}))[:MOST_WORDS] for n, column in columns.items()}
     values = {name: select_rows(column.values, usable) for name, column in columns.items()}
-    return Table(path, values, rows, choices, total - len(left_out), odd)
+    if left_out:
+        ids = {name: column.filter(usable) for name, column in ids.items()}
+    return Table(path, values, rows, choices, total - len(left_out), odd, ids)
+
+
+def _take_ids(
+    content: Content, needed: Collection[str], config: DataConfig, fitted: Preprocessing | None
+) -> tuple[dict[str, Any], tuple[Choice, ...]]:
+    """The columns that are ids, taken out of the content, and why; one column always stays."""
+    declared = config.types if isinstance(config, Tabular) else {}
+    names = [name for name in content.columns if name not in needed]
+    reasons = {name: "" for name, kind in declared.items() if kind is ColumnType.id}
+    if fitted is not None:
+        reasons = dict.fromkeys(fitted.ids, "")
+    elif isinstance(config, Tabular):
+        for name in names:
+            if name not in declared and len(reasons) + 1 < len(names):
+                if reason := id_reason(name, content.columns[name]):
+                    reasons[name] = reason
+    way = "it is no input, and stands beside predictions; another of data.types makes it one"
+    choices = [
+        Choice(TYPES, f"{n}: id", f"{reason}: {way}") for n, reason in reasons.items() if reason
+    ]
+    ids = dict[str, Any]()
+    for name in names:
+        if name in reasons:
+            column = content.columns.pop(name)
+            ids[name] = column.cast(getattr(column.type, "value_type", column.type))
+    return ids, tuple(choices)
 
 
 def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
     """What the columns were fitted as: a new file may hold fewer, or other, cells than that one."""
-    kinds = dict[str, Kind]()
+    kinds = dict.fromkeys(fitted.ids, Kind.texts)
     for column in fitted.columns:
         kind = Kind.texts if column.values else Kind.times if column.part in PARTS else Kind.numbers
         kinds.setdefault(column.name, kind)
@@ -196,5 +229,5 @@ def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iter
             )
             yield Choice(GAPS, value, f"not {column.kind.value}: {', '.join(cells)}{more}")
         if column.note:
-            reason = f"{column.note}; with {TYPES}={{{name}: number}} those are missing values"
+            reason = f"{column.note}; with +{TYPES}={{{name}: number}} those are missing values"
             yield Choice(TYPES, f"{name}: text", reason)

@@ -26,6 +26,7 @@ from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 FEATURE = 4  # bytes of a float32
+MOST = "data.categories"
 UNKNOWN = "data.unknown_categories"
 PLAIN = Opening()
 
@@ -43,7 +44,7 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     if fitted is None:
         columns = fit_columns(table, parts[0], config)
         encoded, unknown = encode(table, columns, config.missing.value)
-        choices = (*choices, *date_choices(columns))
+        choices = (*choices, *_column_choices(columns))
     else:
         columns = fitted.columns
         encoded, unknown = encode(table, columns)
@@ -55,7 +56,7 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
         sizes = replace(sizes, in_features=encoded.shape[1])
         choices = (*choices, *found)
     inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
-    known = (choices, columns, table.rows, "data.ignore")
+    known = (choices, columns, table.rows, "data.ignore", table.ids)
     return Tensors(inputs, targets, sizes, (parts[0], parts[1]), *known)
 
 
@@ -68,8 +69,13 @@ def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Colum
     )
 
 
-def date_choices(columns: Sequence[Column]) -> Iterator[Choice]:
-    """Which numbers dates become."""
+def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
+    """Which numbers dates become, and which categories share an input."""
+    for column in columns:
+        if column.others:
+            kept, total = len(column.values), len(column.values) + column.others
+            reason = f"of {total:,} texts the {kept:,} most frequent have an input each"
+            yield Choice(MOST, f"{column.name}: {kept:,}", f"{reason}; the others share one")
     for name, same in groupby(columns, key=lambda column: column.name):
         if parts := [column.part for column in same if column.part in PARTS]:
             reason = "the numbers of a date that vary, in UTC; days since the first one"
@@ -77,12 +83,12 @@ def date_choices(columns: Sequence[Column]) -> Iterator[Choice]:
 
 
 def encode(
-    table: Table, columns: Sequence[Column], fill: str = "as in training"
+    table: Table, columns: Sequence[Column], fill: str | None = None
 ) -> tuple[np.ndarray, tuple[Choice, ...]]:
     """The fitted columns as float32 [rows, features], and what became of unknown and missing cells.
 
     The columns are taken out of the table, so that their memory is free. `fill` says how missing
-    numbers are filled in.
+    numbers are filled in where the columns were fitted on these data.
     """
     width = sum(column.width for column in columns)
     widest = max(columns, key=lambda column: column.width)
@@ -100,11 +106,11 @@ def encode(
             if isinstance(values, Texts):
                 places, unknown = _places(column, values, missing)
                 inputs[rows, at + places] = 1.0
-                choices += unknown
+                choices += unknown if fill is None or not column.others else ()
             else:
                 inputs[:, at] = _standardised(table, column, part_of(values, column.part))
             at += column.width
-    return inputs, (*choices, *_gap_choices(gaps, fill))
+    return inputs, (*choices, *_gap_choices(gaps, fill or "as in training"))
 
 
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
@@ -120,12 +126,10 @@ def _fit(
     name: str, values: Values, train: np.ndarray, config: Tabular, odd: tuple[str, ...]
 ) -> Iterator[Column]:
     if isinstance(values, Texts):
-        words = tuple(values.words[code] for code in np.unique(values.codes[train]).tolist())
-        if len(words) > config.categories:
-            problem = f"column {name!r} has {len(words):,} different texts, more than"
-            fix = f"{config.categories} categories; leave it out with data.ignore=[{name}]"
-            raise DataError(f"{config.path}: {problem} {fix}")
-        yield Column(name, values=words)
+        codes, counts = np.unique(values.codes[train], return_counts=True)
+        most = np.sort(np.argsort(-counts, kind="stable")[: config.categories])
+        words = tuple(values.words[code] for code in codes[most].tolist())
+        yield Column(name, values=words, others=len(codes) - len(most))
         return
     parts = [""]
     if values.dtype.kind == "M":
@@ -156,7 +160,8 @@ def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndar
         return places, []
     words = [values.words[code][:LONGEST] for code in np.unique(values.codes[unknown]).tolist()]
     examples = ", ".join(map(repr, words[:NAMED])) + (", …" if len(words) > NAMED else "")
-    reason = f"column {column.name!r}: categories that no training row has: {examples}"
+    those = "that no training row has" if not column.others else "unknown or rare in training"
+    reason = f"column {column.name!r}: categories {those}: {examples}"
     value = f"{int(unknown.sum()):,} of {len(places):,} rows"
     return places, [Choice(UNKNOWN, value, reason)]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,12 @@ class Tensors(Dataset):
         columns: tuple[Column, ...] = (),  # what the inputs are made of, where that has names
         rows: RowNames | None = None,
         ignore: str = "",  # the key that leaves out a column, where there is one
+        ids: Mapping[str, Any] | None = None,  # arrow columns
     ) -> None:
         self.inputs, self.target, self.sizes, self.choices = inputs, target, sizes, choices
         self.train, self.validation = parts
         self.columns, self.rows, self.ignore = columns, rows or RowNames(), ignore
+        self.ids = ids or {}
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """A copy of the rows."""
@@ -57,7 +60,8 @@ class Tensors(Dataset):
             kept = tuple(column for i, column in enumerate(kept) if i not in set(columns))
         parts = (self.train, np.setdiff1d(self.validation, rows))
         choices = (*self.choices, *choices)
-        return Tensors(inputs, self.target, sizes, parts, choices, kept, self.rows, self.ignore)
+        known = (choices, kept, self.rows, self.ignore, self.ids)
+        return Tensors(inputs, self.target, sizes, parts, *known)
 
 
 def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:

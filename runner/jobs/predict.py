@@ -26,7 +26,7 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-Columns = dict[str, np.ndarray]
+Columns = dict[str, Any]  # numpy or arrow
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
@@ -109,7 +109,7 @@ def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Col
     else:
         names = {rows.word: samples if rows.numbers is None else rows.numbers[samples]}
     for name, ids in source.ids.items():
-        names[f"id {name}" if name in names or name in answers else name] = ids[samples]
+        names[f"id {name}" if name in names or name in answers else name] = ids.take(samples)
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -183,11 +184,12 @@ def test_other_data_are_filled_in_as_training_data_were(tmp_path: Path) -> None:
 def test_preprocessing_without_newer_fields_is_read(tmp_path: Path) -> None:
     source = opened(write(tmp_path / "a.csv", {"age": numbers()}))
     config = Tabular(path="train", target="y")
-    text = Preprocessing.of(config, source).dump().decode()
-    for field in ("part", "fill", "missing"):
-        text = "\n".join(x for x in text.splitlines() if not x.strip().startswith(f'"{field}"'))
-    text = text.replace('"values": [],\n', '"values": []\n')
-    old = Preprocessing.parse(text.encode(), tmp_path)
+    content = json.loads(Preprocessing.of(config, source).dump())
+    del content["ids"]
+    (column,) = content["columns"]
+    for name in ("part", "fill", "missing", "others"):
+        del column[name]
+    old = Preprocessing.parse(json.dumps(content).encode(), tmp_path)
     assert old.columns[0].fill is None and old.columns[0].mean == source.columns[0].mean
     path = write(tmp_path / "b.csv", {"age": [None, 4]})
     new = tabular(Tabular(path=str(path), target="y"), Opening(fitted=old, evaluates=True))
@@ -245,3 +247,77 @@ def test_a_date_is_no_target(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", {"when": ["2020-01-01", "2020-01-02"] * 40})
     with pytest.raises(ConfigError, match="data.target: .*'when' holds dates"):
         tabular(Tabular(path=str(path), target="when"))
+
+
+# -- ids and categories ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_ids_are_no_inputs_and_stay_beside_the_rows(tmp_path: Path, suffix: str) -> None:
+    rng = np.random.default_rng(5)
+    shuffled = rng.permutation(10**6)[:ROWS].tolist()
+    columns: Columns = {
+        "row": [1000 + 7 * i for i in range(ROWS)],
+        "customer_id": shuffled,
+        "PassengerId": [f"{i:05}" if suffix == "parquet" else f"{i:05}x" for i in shuffled],
+        "ticket": [f"T-{i}" for i in shuffled],
+        "income": shuffled[::-1],  # all different, and a number like any other
+        "price": [f"{i / 8}" for i in range(ROWS)],
+        "odd": ["unknown", *map(str, shuffled[1:])],
+        "group_id": [f"g{i % 9}" for i in range(ROWS)],
+    }
+    path = write(tmp_path / f"a.{suffix}", columns)
+    source = opened(path)
+    inputs = ["income", "price", "odd", *["odd (missing)"] * (0 in source.train), "group_id"]
+    assert [column.title for column in source.columns] == inputs
+    assert [*source.ids] == ["row", "customer_id", "PassengerId", "ticket"]
+    assert source.ids["ticket"].take([3, 1]).to_pylist() == [f"T-{shuffled[i]}" for i in (3, 1)]
+    text = said(source, "data.types")
+    assert "row: id: it counts the rows" in text and "ticket: id: its texts are all" in text
+    assert "customer_id: id: its whole numbers are all different, and its name says so" in text
+    types = {"row": ColumnType.number, "group_id": ColumnType.id, "customer_id": ColumnType.text}
+    declared = opened(path, types=types)
+    assert [*declared.ids] == ["PassengerId", "ticket", "group_id"]
+    assert declared.columns[0].name == "row" and declared.columns[1].values
+    few = {name: column[:48] for name, column in columns.items()}
+    assert not opened(write(tmp_path / f"few.{suffix}", few)).ids
+
+
+def test_ids_of_other_data_are_as_they_are_written_and_may_be_absent(tmp_path: Path) -> None:
+    columns: Columns = {"id": [f"{i:04}" for i in range(ROWS)], "age": numbers()}
+    source = opened(write(tmp_path / "a.csv", columns))
+    assert [column.name for column in source.columns] == ["age"]
+    new: Columns = {"age": [1, "inf", 3, 4], "id": ["0007", "0007", "x", "0008"]}
+    drop: Any = {"bad_samples": BadSamples.drop, "most_bad": 0.5}
+    answer = applied(source, write(tmp_path / "b.csv", new), **drop)
+    assert answer.ids["id"].to_pylist() == ["0007", "x", "0008"]
+    assert len(answer.inputs) == 3
+    assert not applied(source, write(tmp_path / "c.csv", {"age": [1, 2]})).ids
+
+
+def test_a_column_that_counts_is_an_input_where_there_is_no_other(tmp_path: Path) -> None:
+    source = opened(write(tmp_path / "a.csv", {"x": [*range(ROWS)]}))
+    assert [column.name for column in source.columns] == ["x"] and not source.ids
+
+
+def test_the_most_frequent_categories_have_inputs_and_the_others_share_one(tmp_path: Path) -> None:
+    cities = [f"c{i % 60:02}" if i % 4 else f"rare {i % 120}" for i in range(ROWS)]
+    path = write(tmp_path / "a.csv", {"city": cities, "age": numbers()})
+    source = opened(path, categories=10)
+    trained = [cities[i] for i in source.train.tolist()]
+    counts = sorted((-trained.count(word), word) for word in {*trained})
+    (column, _) = source.columns
+    assert column.values == tuple(sorted(word for _, word in counts[:10]))
+    assert column.others == len(counts) - 10 and source.inputs.shape == (ROWS, 12)
+    place = {word: number for number, word in enumerate(column.values)}
+    assert source.inputs[:, :11].argmax(1).tolist() == [place.get(word, 10) for word in cities]
+    assert (source.inputs[:, :11].sum(1) == 1).all()
+    told = said(source, "data.categories")
+    assert f"city: 10: of {len(counts)} texts the 10 most frequent have an input each" in told
+    assert not said(source, "data.unknown_categories")
+    new: Columns = {"city": ["Rome", counts[0][1]], "age": [1, 2]}
+    answer = applied(source, write(tmp_path / "b.csv", new))
+    assert answer.inputs[:, :11].argmax(1).tolist() == [10, place[counts[0][1]]]
+    assert "1 of 2 rows: column 'city': categories unknown or rare" in said(
+        answer, "data.unknown_categories"
+    )

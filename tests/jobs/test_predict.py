@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
 
 from runner.checkpoint import manifest
-from runner.data.tensors import Tensors
 from runner.errors import CheckpointError, ConfigError, DataError, RunnerError
 from runner.jobs import evaluate, predict
 from runner.record.storage import write_file
@@ -250,17 +250,23 @@ def test_data_of_the_users_own_class_are_predicted_in_the_targets_unit(tmp_path:
     np.testing.assert_allclose([float(r["prediction"]) for r in rows], values, rtol=1e-4, atol=1e-5)
 
 
-def test_ids_stand_beside_the_predictions(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = people(20)
-    path = write_csv(tmp_path / "new.csv", rows)
-    numbers = np.array([f"c-{i:03d}" for i in range(20)], dtype=object)
-    ids = {"customer": numbers, "prediction": numbers}
-    monkeypatch.setattr(Tensors, "ids", ids)
-    for number, row in enumerate(predicted(trained, path, tmp_path / "job")):
-        assert row["customer"] == row["id prediction"] == f"c-{number:03d}"
-        assert row["prediction"] in ("no", "yes")
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_ids_stand_beside_the_predictions(tmp_path: Path, suffix: str) -> None:
+    names = {"customer": [f"c-{i:03d}" for i in range(60)], "prediction": [*range(7, 67)]}
+    rows = [
+        {**row, "customer": c, "prediction": p}
+        for row, c, p in zip(people(60), *names.values(), strict=True)
+    ]
+    path = tmp_path / f"people.{suffix}"
+    if suffix == "csv":
+        write_csv(path, rows)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    runs.trained(*data(path), "training.steps=1", folder=tmp_path / "run")
+    found = predicted(tmp_path, path, tmp_path / "job")
+    assert [row["customer"] for row in found] == names["customer"]
+    assert [row["id prediction"] for row in found] == [*map(str, names["prediction"])]
+    assert {row["prediction"] for row in found} <= {"no", "yes"}
 
 
 def test_a_model_that_answers_no_sample_is_refused_before_it_is_built(
