@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runner.library.pipeline import create_training_pipeline
     from runner.library.profile import profile_model
     from runner.library.stability import Stability
+    from runner.library.trained import Trained, load
     from runner.techniques.base import Evidence, Technique
     from runner.training.evaluation import evaluate
     from runner.training.hook import Hook, Verdict
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Verdict",
-    "__version__", "benchmark_optimizations", "build", "check_model", "compose",
-    "create_training_pipeline", "debug_operation", "debugger", "evaluate", "optimize",
+    "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Trained",
+    "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compose",
+    "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load", "optimize",
     "optimize_model", "optimize_training_loop", "profile", "profile_model", "safe_inference",
     "sanitise", "show_comparison", "system_info", "train", "train_step",
 ]  # fmt: skip
@@ -52,6 +53,7 @@ _HOMES = {
     "Stability": "runner.library.stability",
     "Summary": "runner.training.summary",
     "Technique": "runner.techniques.base",
+    "Trained": "runner.library.trained",
     "Verdict": "runner.training.hook",
     "benchmark_optimizations": "runner.library.benchmark",
     "check_model": "runner.library.inference",
@@ -60,6 +62,7 @@ _HOMES = {
     "debug_operation": "runner.library.debugging",
     "debugger": "runner.library.debugging",
     "evaluate": "runner.training.evaluation",
+    "load": "runner.library.trained",
     "optimize": "runner.library.optimize",
     "optimize_model": "runner.library.optimize",
     "optimize_training_loop": "runner.library.optimize",

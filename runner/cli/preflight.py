@@ -16,11 +16,11 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from runner.cli.arguments import MODE, Arguments
-from runner.cli.resume import Resumed, check_weights_exist, unfinished, with_recorded
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
+from runner.overrides.recorded import Resumed, with_recorded
 from runner.overrides.spelling import normalize_overrides
 from runner.record import hydra_files
 from runner.record.text import quote_for_hydra
@@ -140,7 +140,10 @@ def _check_run(
     planned = secrets.place(composed, "hydra.run.dir")
     request.files.check_folders(composed, sweeps=False)
     config = typed(composed.copy())
-    check_weights_exist(config)
+    if config.model.weights is not None:
+        from runner.cli.resume import check_weights_exist
+
+        check_weights_exist(config)
     folder = _resume_folder(request, resumed, planned, config)
     if folder is not None:
         if not given.off:
@@ -183,6 +186,8 @@ def _resume_folder(
         return None
     if request.names_folder:
         return None
+    from runner.cli.resume import unfinished
+
     folder = unfinished(planned, config_hash(config))
     absent = f"no unfinished run of this config under {planned.parent}; starting afresh"
     what = absent if folder is None else f"continuing {folder}"

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.build import build
+from runner.build import Components, build
 from runner.checks.config import OutputsConfig
 from runner.checks.model.check import ModelCheck
 from runner.checks.outputs import Changes, Watched, described, sanitise
 from runner.config import RunConfig
+from runner.data.dataset import Dataset
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import ExportKind
@@ -62,16 +63,16 @@ def main(config: RunConfig, folder: Path) -> Summary:
     return summary
 
 
-def build_trained(config: RunConfig, folder: Path) -> Run:
+def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None = None) -> Run:
     """The run whose weights are read: with what it was trained with, and without debug tools."""
     config = copy(config)
     config.debug = DebugConfig(hooks=config.debug.hooks)  # tools look at steps: there are none
     config.data = replace(config.data, drop_last=False)
-    given = None
+    given = Components(data=data)
     if config.optimization.level == "auto":  # what the model was trained with, or nothing
         from runner.benchmark.auto.resolve import resolve_auto
 
-        given = resolve_auto(config, search=False)
+        given = replace(resolve_auto(config, search=False) or given, data=data)
     return build(config, folder, given)
 
 

@@ -13,6 +13,7 @@ import torch
 from runner.config import RunConfig
 from runner.data.batch import Sizes, call, count
 from runner.data.dataset import Dataset
+from runner.data.loader import BatchLoader
 from runner.errors import StorageError
 from runner.jobs.config import PredictFormat
 from runner.jobs.evaluate import build_trained
@@ -47,17 +48,19 @@ def main(config: RunConfig, folder: Path) -> Summary:
     return summary
 
 
-def predictions(run: Run) -> Iterator[Columns]:
+def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns]:
     """For each batch: which samples they are, the predicted class or value, and probabilities.
+
+    Of the run's own data, or those of a loader.
 
     Columns by name, [samples] each: the samples' names and ids, `prediction`, and with classes
     `probability <class>` of each.
     """
-    source = run.validation.fetch.source
-    order = run.validation.fetch.order.indices
+    loader = loader or run.validation
+    source, order = loader.fetch.source, loader.fetch.order.indices
     at = 0
     with inference(run) as forward:
-        for batch in run.validation.batches(0):
+        for batch in loader.batches(0):
             output = logits(call(forward, batch[0])).detach()
             samples = order[at : at + count(batch[1])]
             at += len(samples)

@@ -11,10 +11,10 @@ import pytest
 from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
-from runner.cli.resume import with_recorded
 from runner.composing import compose
 from runner.config import config_hash
 from runner.errors import CheckpointError, ConfigError, SecurityError
+from runner.overrides.recorded import with_recorded
 
 TIME = 1_700_000_000
 

@@ -1,0 +1,164 @@
+"""A trained run as an object that predicts: the same numbers as job=predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.composing import compose
+from runner.config import RunConfig
+from runner.data.dataset import Dataset
+from runner.data.loader import make_loader
+from runner.data.open import open_data
+from runner.data.preprocessing import Opening, Preprocessing, check_predicts
+from runner.data.tensors import Tensors
+from runner.errors import CheckpointError, UsageError
+from runner.jobs.evaluate import build_trained
+from runner.jobs.predict import Columns, predictions
+from runner.overrides.recorded import with_recorded
+from runner.record.text import quote_for_hydra
+from runner.security.files.policy import FilePolicy
+from runner.security.paths import own_trees
+from runner.security.registry import resolve
+from runner.training.run import Run
+
+TABLES = ("tabular", "text")
+
+
+def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[str] = ()) -> Trained:
+    """The trained model of a run's folder, or of one of its checkpoints.
+
+    Its overrides are those that were recorded, and then `overrides`: a run that Python started
+    recorded none. The folder may be anybody's: it is checked as checkpoint.resume does, and classes
+    of the user's own need their packages in `trusted`. Raises CheckpointError, ConfigError,
+    SecurityError.
+    """
+    asked = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
+    asked += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
+    config = compose(with_recorded([*overrides, *asked], sweeps=False).overrides)
+    policy = FilePolicy.of(config.security, own_trees(None))
+    stored = Checkpointer(None, 1, policy=policy).read_preprocessing(Path(run))
+    if stored is None:
+        problem = "was written before preprocessing was kept"
+        raise CheckpointError(f"{run}: {problem}; train again or evaluate on its own data")
+    preprocessing = Preprocessing.parse(stored[1], stored[0])
+    preprocessing.check_kind(config.data)
+    check_predicts(preprocessing)
+    return Trained(config, preprocessing, policy)
+
+
+class Trained:
+    """A model that predicts, with what was fitted on its training data.
+
+    A context manager: the model is built for the first data, and `close` undoes what it switched.
+    """
+
+    def __init__(self, config: RunConfig, preprocessing: Preprocessing, policy: FilePolicy) -> None:
+        self.config, self.preprocessing = config, preprocessing
+        self._policy, self._scope = policy, ExitStack()
+        self._run: Run | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the run has taken; a later `predict` builds it again."""
+        self._run = None
+        self._scope.close()
+
+    def predict(self, data: Any) -> Columns:
+        """What the model makes of each sample, as the columns of job=predict's file.
+
+        `data` is a path as `data.path` is, a table (a dict of columns, or a pyarrow.Table), or a
+        tensor: numbers as they are in the columns of a table, else inputs as the model gets them.
+        """
+        with self._opened(data) as source:
+            run = self._built(source)
+            parts = list(predictions(run, self._loader(run, source)))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _built(self, source: Dataset) -> Run:
+        """The run, built once; techniques look at samples of the first data."""
+        if self._run is None:
+            run = build_trained(self.config, None, source)
+            self._run = self._scope.enter_context(run)
+        return self._run
+
+    def _loader(self, run: Run, source: Dataset) -> Any:
+        loader = make_loader(
+            source,
+            source.validation,
+            batch_size=run.validation.fetch.order.batch_size,
+            seed=run.seed,
+            device=run.device.torch,
+            config=replace(self.config.data, workers=0),
+            shuffle=False,
+            repeat=False,
+            augment=False,
+        )
+        loader.placements = run.validation.placements
+        return loader
+
+    @contextmanager
+    def _opened(self, data: Any) -> Iterator[Dataset]:
+        """The data set, prepared as in training."""
+        columns = self.preprocessing.columns
+        if isinstance(data, Tensor) and self.preprocessing.kind not in TABLES:
+            yield self._of_tensor(data)
+            return
+        with ExitStack() as stack:
+            if isinstance(data, Tensor):
+                names = [column.name for column in columns]
+                if data.ndim != 2 or data.shape[1] != len(names):
+                    problem = f"a tensor of shape {list(data.shape)}, and the model was trained on"
+                    raise UsageError(f"load: {problem} the columns {', '.join(names)}")
+                data = dict(zip(names, data.double().cpu().numpy().T, strict=True))
+            if not isinstance(data, str | Path):
+                if self.preprocessing.kind not in TABLES:
+                    kind = self.preprocessing.kind
+                    problem = f"{type(data).__name__} for a model of data={kind}"
+                    raise UsageError(f"load: {problem}; give a path or a tensor")
+                data = _written(data, Path(stack.enter_context(TemporaryDirectory())))
+            look_up = partial(resolve, trusted=self.config.security.names)
+            config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
+            opening = Opening(self._policy, self.preprocessing, evaluates=True, labelled=False)
+            yield open_data(config, look_up, opening)
+
+    def _of_tensor(self, inputs: Tensor) -> Dataset:
+        sizes = self.preprocessing.sizes
+        inputs = inputs.cpu()
+        if inputs.dtype == torch.uint8:
+            inputs = inputs.float() / 255
+        every = np.arange(len(inputs))
+        return Tensors(inputs, torch.zeros(len(inputs), dtype=torch.int64), sizes, (every, every))
+
+
+def _written(table: Any, folder: Path) -> Path:
+    """A table in memory as a file, which goes the way of all files."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if isinstance(table, Mapping):
+        try:
+            table = pyarrow.table(dict(table))
+        except (pyarrow.ArrowException, ValueError, TypeError) as error:
+            raise UsageError(f"load: the columns make no table: {error}") from None
+    if not isinstance(table, pyarrow.Table):
+        what = type(table).__name__
+        fix = "give a path, a dict of columns, a pyarrow.Table or a tensor"
+        raise UsageError(f"load: {what} is no table; {fix}")
+    parquet.write_table(table, folder / "table.parquet")
+    return folder / "table.parquet"
