@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from runner.data.table_files import MISSING, Kind
+from runner.data.number_format import MISSING
+from runner.data.table_files import Kind
 from runner.errors import DataError
 
 LARGEST = float(np.finfo(np.float32).max)  # models compute in float32

@@ -17,6 +17,18 @@ LOADING = (
 )
 """Keys of `data` that leave the samples that are trained on as they are."""
 
+SIGNS = {
+    "comma": ",",
+    "semicolon": ";",
+    "tab": "\t",
+    "pipe": "|",
+    "space": " ",
+    "point": ".",
+    "apostrophe": "'",
+    "\\t": "\t",
+}
+"""Words for signs that a command line makes something else of."""
+
 AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
 
 
@@ -44,6 +56,11 @@ class ColumnType(Enum):
     text = "text"  # a category
     date = "date"
     id = "id"  # no input; names the rows in predictions
+
+
+def sign_of(word: str | None) -> str | None:
+    """The sign that a word stands for; any other text is itself."""
+    return SIGNS.get(word or "", word)
 
 
 @dataclass
@@ -135,7 +152,29 @@ class Synthetic(DataConfig):
 
 
 @dataclass
-class Tabular(DataConfig):
+class CsvFormat(DataConfig):
+    """How a csv is written; null: recognised, and named in what was chosen automatically."""
+
+    encoding: str | None = None  # of its texts; null: UTF-8, or UTF-16 by its byte order mark
+    separator: str | None = None  # of cells, or `tab`; null: counted in the header: , ; tab or |
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            "".encode(self.encoding or "utf-8")
+        except (LookupError, ValueError):
+            problem = f"no encoding of texts is called {self.encoding!r}"
+            raise ConfigError("data.encoding", problem, "such as cp1252 or utf-16") from None
+        separator = sign_of(self.separator)
+        if separator is not None and (len(separator) != 1 or not separator.isascii()):
+            problem = f"must be one ASCII character, or {', '.join(SIGNS)}, got {separator!r}"
+            raise ConfigError("data.separator", problem)
+        if separator in ('"', "\r", "\n"):
+            raise ConfigError("data.separator", "a quote or a line break cannot separate cells")
+
+
+@dataclass
+class Tabular(CsvFormat):
     """A table of numbers and categories: csv or parquet."""
 
     kind: str = "tabular"
@@ -144,10 +183,22 @@ class Tabular(DataConfig):
     task: str = "auto"  # classification | regression | auto (by the target's values)
     ignore: list[str] = field(default_factory=list)  # columns to leave out
     missing: Missing = Missing.mean  # what becomes of missing values
-    types: dict[str, ColumnType] = field(
-        default_factory=dict
-    )  # '+data.types={age: number}'; else recognised
+    types: dict[str, ColumnType] = field(default_factory=dict)  # '+data.types={age: number}'
     categories: int = bounded(256, min=1)  # most of a column; the rarest share one input
+    decimal: str | None = None  # point or comma; null: a comma where that is certain
+    thousands: str | None = None  # such as comma in 1,234; null: numbers have none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        decimal, thousands = sign_of(self.decimal), sign_of(self.thousands)
+        if decimal not in (None, ".", ","):
+            raise ConfigError("data.decimal", f"must be point or comma, got {self.decimal!r}")
+        if thousands not in (None, ",", ".", "'", "’", " ", "_"):
+            problem = f"must be comma, point, apostrophe or space, got {self.thousands!r}"
+            raise ConfigError("data.thousands", problem)
+        if thousands is not None and thousands == decimal:
+            problem = f"and data.decimal are both {self.thousands!r}"
+            raise ConfigError("data.thousands", problem, "use another sign for one of them")
 
 
 @dataclass
@@ -167,7 +218,7 @@ class Images(DataConfig):
 
 
 @dataclass
-class Text(DataConfig):
+class Text(CsvFormat):
     """Labelled text: a csv with a text and a label column, or a folder per class."""
 
     kind: str = "text"

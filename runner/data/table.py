@@ -106,7 +106,7 @@ def read_table(
     def kind(name: str) -> Kind:
         return Kind.texts if ignore is None else kinds.get(name, Kind.any)
 
-    content = read_content(path, select, kind)
+    content = read_content(path, select, kind, config)
     total = len(content.numbers) + len(content.malformed)
     if not total:
         raise DataError(f"data.path: {path} has no rows below its header")
@@ -135,8 +135,12 @@ def read_table(
             for row, problem in cells.items():
                 text = f", column {name!r}: {problem}"
                 collected.setdefault(int(content.numbers[row]), text)
-    choices += _without(
-        path, content.word, bad, total, config.bad_samples is BadSamples.drop, config, KEY
+    choices = (
+        content.choices
+        + choices
+        + _without(
+            path, content.word, bad, total, config.bad_samples is BadSamples.drop, config, KEY
+        )
     )
     for line in bad:
         gaps.pop(line, None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import codecs
+import io
+import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -12,11 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from runner.data.config import SIGNS, CsvFormat, Tabular, sign_of
+from runner.data.number_format import MISSING, convert_numbers
 from runner.device import memory
 from runner.errors import DataError
+from runner.techniques.base import Choice
 
-MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
+# pyarrow compares letter for letter
+MISSING_FORMS = [f for word in MISSING for f in {word, word.upper(), word.title(), "NaN", "Na"}]
 PARQUET_ROWS = 1 << 17  # decoded at a time
+BLOCK = 1 << 20  # bytes of csv that are parsed at a time
+CELLS = 4  # bytes that a byte of csv takes: "1," becomes a float64
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
+BYTE_ORDER = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+SEPARATORS = ",;\t|"
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,7 @@ class Content:
     word: str  # line | row
     numbers: np.ndarray
     malformed: dict[int, str]
+    choices: tuple[Choice, ...] = ()  # what was recognised
 
 
 class Kind(Enum):
@@ -42,10 +55,19 @@ Select = Callable[[Sequence[str]], list[str]]
 """Given the columns of a file, returns those to read."""
 
 
-def read_content(path: Path, select: Select, kind: Callable[[str], Kind]) -> Content:
+def read_content(
+    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
+) -> Content:
     """The selected columns of a csv or parquet file; `kind` says what each is read as."""
-    read = _read_parquet if path.suffix in (".parquet", ".pq") else _read_csv
-    return read(path, select, kind)
+    with path.open("rb") as file:
+        start = file.read(4)
+    if not start:
+        raise DataError(f"data.path: {path} is empty; it needs a header and a row for each sample")
+    if start == b"PK\x03\x04":
+        raise DataError(f"data.path: {path} is a workbook or a zip archive; save its table as csv")
+    if start == b"PAR1" or path.suffix in (".parquet", ".pq"):
+        return _read_parquet(path, select, kind)
+    return _read_csv(path, select, kind, config)
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -57,63 +79,219 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
         )
 
 
-def _read_csv(path: Path, select: Select, kind: Callable[[str], Kind]) -> Content:
+# -- csv -------------------------------------------------------------------------------------------
+
+
+def _read_csv(
+    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
+) -> Content:
+    import pyarrow
+    from pyarrow.types import is_binary
+
+    check_memory(path, CELLS * path.stat().st_size, "its cells", "split it, or leave out columns")
+    try:
+        rows, table, malformed = _parse_csv(path, select, kind, config)
+        invalid = any(is_binary(column.type) for column in table.columns)
+    except (UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
+        if isinstance(error, pyarrow.ArrowInvalid) and "invalid UTF8" not in str(error):
+            raise DataError(f"{path}: cannot be read as csv: {error}") from None
+        invalid = True
+    except OSError as error:
+        raise DataError(f"{path}: cannot be decompressed: {error}") from None
+    if invalid:
+        raise DataError(_undecodable(path, config.encoding))
+    total = len(malformed) + len(table)
+    one_line_each = rows.lines == total
+    if rows.quotes % 2 and not one_line_each:
+        raise DataError(f"{path}: a quote is not closed, so a cell holds all lines after it")
+    first = rows.first if one_line_each else 1
+    numbers = np.delete(np.arange(total), list(malformed)) + first
+    problems = {record + first: problem for record, problem in malformed.items()}
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    choices = rows.choices
+    if isinstance(config, Tabular):
+        numeric = {n: column for n, column in columns.items() if kind(n) is not Kind.texts}
+        choices += convert_numbers(numeric, path, rows.separator, config)
+        columns |= numeric
+    return Content(columns, "line" if one_line_each else "row", numbers, problems, choices)
+
+
+def _parse_csv(
+    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
+) -> tuple[_CsvRows, Any, dict[int, str]]:
+    """What was read, the table that pyarrow made of it, and what is wrong with malformed rows."""
     from pyarrow import ArrowInvalid, csv, string
 
-    size = path.stat().st_size
-    if not size:
-        raise DataError(f"data.path: {path} is empty; it needs a header and a row for each sample")
-    check_memory(path, 4 * size, "its cells", "split it, or leave out columns")
-    names, separator, lines, quotes = _scan(path)
-    used, malformed = select(names), {}
+    malformed: dict[int, str] = {}
 
     def skip(row: Any) -> str:
         header = f"and the header names {row.expected_columns} columns"
-        malformed[row.number - 2] = f" has {row.actual_columns} values, {header}"
+        malformed[row.number - 1] = f" has {row.actual_columns} values, {header}"
         return "skip"
 
-    forms = [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
-    convert = csv.ConvertOptions(
-        column_types={name: string() for name in used if kind(name) is Kind.texts},
-        include_columns=used,
-        true_values=[],
-        false_values=[],
-        null_values=forms,  # pyarrow compares letter for letter
-    )
-    parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip)
-    # one block, since a row may be of any length; with threads the numbers of rows are unknown
-    block = min(size + 1, 2**31 - 1)
-    read = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1, block_size=block)
-    try:
-        table = csv.read_csv(path, read, parse, convert)
-    except ArrowInvalid as error:
-        raise DataError(f"{path}: cannot be read as csv: {error}") from None
-    total = len(malformed) + len(table)
-    one_line_each = lines == total + 1
-    if quotes % 2 and not one_line_each:
-        raise DataError(f"{path}: a quote is not closed, so a cell holds all lines after it")
-    first = 2 if one_line_each else 1
-    numbers = np.delete(np.arange(total), list(malformed)) + first
-    problems = {record + first: problem for record, problem in malformed.items()}
-    columns = dict(zip(used, table.columns, strict=True))
-    return Content(columns, "line" if one_line_each else "row", numbers, problems)
+    with _CsvRows(path, config) as rows:
+        used = select(rows.names)
+        convert = csv.ConvertOptions(
+            column_types={name: string() for name in used if kind(name) is Kind.texts},
+            include_columns=used,
+            true_values=[],
+            false_values=[],
+            null_values=MISSING_FORMS,
+            decimal_point=rows.decimal or ".",
+        )
+        parse = partial(csv.ParseOptions, delimiter=rows.separator, newlines_in_values=True)
+        read = partial(csv.ReadOptions, column_names=rows.names)
+        try:
+            return rows, csv.read_csv(rows, read(block_size=BLOCK), parse(), convert), malformed
+        except ArrowInvalid:
+            while rows.read(BLOCK):  # count what is left
+                pass
+    if not rows.size:
+        raise DataError(f"data.path: {path} has no rows below its header")
+    # a row is longer than a block, or it is malformed and its number is to be named, which is not
+    # known with threads
+    whole = read(use_threads=False, block_size=min(rows.size + 1, 2**31 - 1))
+    with _CsvRows(path, config) as rows:
+        return rows, csv.read_csv(rows, whole, parse(invalid_row_handler=skip), convert), malformed
 
 
-def _scan(path: Path) -> tuple[list[str], str, int, int]:
-    """The header, the separator, and the numbers of lines and quotes of a csv file."""
-    quotes, lines, part = 0, 0, b"\n"
+class _CsvRows(io.RawIOBase):
+    """The rows of a csv file as UTF-8 bytes: decompressed, decoded, and their lines counted.
+
+    The header is read first: the names of the columns, and which sign separates them.
+    """
+
+    def __init__(self, path: Path, config: CsvFormat) -> None:
+        from pyarrow import BufferReader, csv
+
+        super().__init__()
+        self.path, self.limit = path, memory.available_bytes() // CELLS
+        self.size = self.lines = self.quotes = 0
+        self.last, self.first = b"\n", 1
+        self.choices: tuple[Choice, ...] = ()
+        self.scope = ExitStack()
+        self.file, encoding = _open(path, config.encoding, self.scope)
+        if encoding != "utf-8" and config.encoding is None:
+            self._choose("data.encoding", encoding, "the file begins with its byte order mark")
+        header, stated = self._record().removeprefix(codecs.BOM_UTF8), None
+        if match := re.fullmatch(rb'"?sep=([^"])"?', header.rstrip(b"\r\n")):
+            stated, header = match[1].decode(), self._record()
+            self._choose("data.separator", stated, "the first line says so")
+        if b"\0" in header:
+            problem = "holds NUL bytes; it may be UTF-16 without a byte order mark:"
+            raise DataError(f"{path}: line 1 {problem} data.encoding=utf-16-le")
+        self.separator = sign_of(config.separator) or stated or self._recognise(header.decode())
+        parse = csv.ParseOptions(delimiter=self.separator, newlines_in_values=True)
+        read = csv.ReadOptions(block_size=len(header) + 2)
+        names = csv.read_csv(BufferReader(header + b"\n"), read, parse).column_names
+        self.names = [name.strip() for name in names]
+        self.size = 0  # of the rows alone
+        self.decimal = None
+        if isinstance(config, Tabular):
+            implied = "," if sign_of(config.thousands) == "." else None
+            self.decimal = sign_of(config.decimal) or implied
+
+    def close(self) -> None:
+        """Close the file, too."""
+        self.scope.close()
+        super().close()
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes of the rows."""
+        part: bytes = self.file.read(size)
+        self._count_memory(part)
+        self.quotes, self.lines = self.quotes + part.count(b'"'), self.lines + part.count(b"\n")
+        if part:
+            self.last = part[-1:]
+        elif self.last != b"\n":  # a last line without its end
+            self.lines, self.last = self.lines + 1, b"\n"
+        return part
+
+    def _count_memory(self, part: bytes) -> None:
+        self.size += len(part)
+        if self.size > self.limit:
+            check_memory(self.path, CELLS * self.size, "its cells", "split it")
+
+    def _record(self) -> bytes:
+        """The first record that is left: a line, or several if a quoted cell holds line breaks."""
+        lines, quotes = [self._line()], 0
+        while (quotes := quotes + lines[-1].count(b'"')) % 2:
+            lines.append(self._line())
+            if not lines[-1]:
+                raise DataError(f"{self.path}: a quote in the header is not closed")
+        self.first += len(lines)
+        record = b"".join(lines)
+        if b"\r" in record.rstrip() and not quotes and not self.file.peek(1):
+            # it is the whole file, whose lines end with that alone
+            record, _, rest = record.partition(b"\r")
+            self.file = io.BufferedReader(io.BytesIO(rest))
+        return record
+
+    def _line(self) -> bytes:
+        line = self.file.readline(self.limit + 1)
+        self._count_memory(line)
+        return line
+
+    def _recognise(self, header: str) -> str:
+        """The sign that the header has most of, outside of quotes."""
+        text = re.sub('"[^"]*"', "", header)
+        separator = max(SEPARATORS, key=text.count)
+        if separator != ",":
+            self._choose("data.separator", separator, f"the header has {text.count(separator)}")
+        return separator
+
+    def _choose(self, key: str, sign: str, reason: str) -> None:
+        word = next((word for word, known in SIGNS.items() if known == sign), sign)
+        self.choices = (*self.choices, Choice(key, word, reason))
+
+
+def _open(path: Path, encoding: str | None, scope: ExitStack) -> tuple[io.BufferedReader, str]:
+    """The file as UTF-8 bytes, decompressed and decoded, and what it is decoded from."""
+    import pyarrow
+
+    encoding = encoding or _encoding(path)
+    stream = scope.enter_context(_decompress(path))
+    if codecs.lookup(encoding).name != "utf-8":
+        stream = scope.enter_context(pyarrow.transcoding_input_stream(stream, encoding, "utf-8"))
+    return io.BufferedReader(stream, BLOCK), encoding
+
+
+def _encoding(path: Path) -> str:
+    with _decompress(path) as stream:
+        return "utf-16" if stream.read(2) in BYTE_ORDER else "utf-8"
+
+
+def _decompress(path: Path) -> Any:
+    """The bytes of a file, as a stream."""
+    import pyarrow
+
     with path.open("rb") as file:
-        first = file.readline()
-        file.seek(0)
-        for part in iter(partial(file.read, 1 << 22), b""):
-            quotes, lines = quotes + part.count(b'"'), lines + part.count(b"\n")
-    try:
-        text = first.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: line 1 is not UTF-8 text") from None
-    separator = max(",;\t", key=text.count)  # a header names columns: what it has most of
-    names = [name.strip() for name in next(csv.reader([text], delimiter=separator), [])]
-    return names, separator, lines + (not part.endswith(b"\n")), quotes
+        start = file.read(4)
+    codec = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
+    return pyarrow.input_stream(str(path), codec, BLOCK)
+
+
+def _undecodable(path: Path, encoding: str | None) -> str:
+    """Which line of a file is the first that cannot be decoded."""
+    encoding = encoding or _encoding(path)
+    decoder, line = codecs.getincrementaldecoder(encoding)(), 1
+    with _decompress(path) as stream:
+        try:
+            while part := stream.read(BLOCK):
+                decoder.decode(part)
+                line += part.count(b"\n")
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+    fix = "name the encoding that it has, such as data.encoding=cp1252"
+    return f"{path}: line {line} is not {encoding.upper()} text; {fix}"
+
+
+# -- parquet ---------------------------------------------------------------------------------------
 
 
 def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Content:

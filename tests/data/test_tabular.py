@@ -130,13 +130,6 @@ def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
     assert source.rows(5) == "line 8"  # rows keep the name of their line
 
 
-def test_bytes_that_are_no_text_name_their_column(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'colour' is of type binary.*data.ignore=\[colour\]"):
-        dropped(write(tmp_path, *ROWS, "9,1,r\xe9d,yes"))
-    with pytest.raises(DataError, match="people.csv: line 1 is not UTF-8 text"):
-        opened(write(tmp_path, *ROWS, header=HEADER.replace("age", "\xe2ge")))
-
-
 def test_a_text_among_numbers_is_a_bad_row_where_such_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, *ROWS, "9,12a,red,yes")
     assert "column 'income': 12a is not a finite number" in dropped(path).choices[0].reason

@@ -1,0 +1,134 @@
+"""Numbers in texts of a csv: decimal commas and signs between thousands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runner.data.config import SIGNS, Tabular, sign_of
+from runner.errors import DataError
+from runner.techniques.base import Choice
+
+MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
+SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
+GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
+LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
+DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
+GROUPED = r"^\s*[+-]?\d{{1,3}}({}\d{{3}})+([.,]\d+)?\s*$"
+COMMA, POINT = DECIMAL.format(","), DECIMAL.format("[.]")
+
+
+@dataclass
+class _Texts:
+    """A column of texts nearly all of which look like numbers."""
+
+    name: str
+    column: Any  # pyarrow.DictionaryArray
+    counts: np.ndarray  # cells of each different text
+
+    def count(self, pattern: str, without: str = "^$") -> int:
+        """Cells that match, and do not match the other one."""
+        return int(self.counts[self._match(pattern) & ~self._match(without)].sum())
+
+    def example(self, pattern: str) -> str:
+        """The first text that matches."""
+        words = self.column.dictionary.filter(self._match(pattern))
+        return str(words[0].as_py()).strip()
+
+    def replace(self, pattern: str, sign: str, by: str) -> None:
+        """Write the texts that match with another sign."""
+        import pyarrow
+        from pyarrow import compute
+
+        words = self.column.dictionary
+        replaced = compute.replace_substring_regex(words, sign, by)
+        words = compute.if_else(pyarrow.array(self._match(pattern)), replaced, words)
+        self.column = pyarrow.DictionaryArray.from_arrays(self.column.indices, words)
+
+    def _match(self, pattern: str) -> np.ndarray:
+        from pyarrow import compute
+
+        matches = compute.match_substring_regex(self.column.dictionary, pattern)
+        return np.asarray(matches.fill_null(False))
+
+
+def convert_numbers(
+    columns: dict[str, Any], path: Path, separator: str, config: Tabular
+) -> tuple[Choice, ...]:
+    """Write numbers among texts as Python reads them, in place; returns what was recognised.
+
+    A decimal comma is recognised where commas do not separate cells, no number has a decimal point,
+    and some number, such as 12,5, cannot have it between thousands.
+    """
+    import pyarrow
+
+    found = [
+        texts
+        for name, column in columns.items()
+        if (texts := _like_numbers(name, column, config.most_bad)) is not None
+    ]
+    if not found:
+        return ()
+    decimal, thousands = sign_of(config.decimal), sign_of(config.thousands)
+    if thousands == ".":
+        decimal = ","
+    if thousands is not None:
+        signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
+        for texts in found:
+            texts.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
+    choices = _hints(found) if thousands is None and decimal is None else ()
+    if decimal is None and thousands != ",":
+        certain = [t for t in found if t.count(COMMA, GROUPED.format(","))]
+        points = any(str(column.type) == "double" for column in columns.values())
+        mixed = any(t.count(POINT) or t.count(GROUPED.format(","), COMMA) for t in found)
+        if certain and separator != "," and not points and not mixed:
+            decimal, example = ",", certain[0].example(COMMA)
+            reason = f"column {certain[0].name!r} holds numbers such as {example}"
+            choices = (Choice("data.decimal", "comma", reason),)
+    if decimal == ",":
+        for texts in found:
+            if texts.count(POINT):
+                problem = f"column {texts.name!r} holds {texts.example(POINT)}, and the decimal"
+                fix = f"data.decimal=point, data.thousands=point, or data.ignore=[{texts.name}]"
+                raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
+            texts.replace(COMMA, ",", ".")
+    columns.update({texts.name: pyarrow.chunked_array([texts.column]) for texts in found})
+    return choices
+
+
+def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
+    """The texts of a column, if at most that share of its cells is not like a number."""
+    import pyarrow
+    from pyarrow import compute
+
+    if not pyarrow.types.is_string(column.type):
+        return None
+    encoded = column.dictionary_encode().combine_chunks()
+    codes = encoded.indices.drop_null().to_numpy()
+    counts = np.bincount(codes, minlength=len(encoded.dictionary))
+    words = compute.utf8_lower(compute.utf8_trim_whitespace(encoded.dictionary))
+    known = ~np.asarray(compute.is_in(words, pyarrow.array(sorted(MISSING))))
+    texts = _Texts(name, encoded, counts * known)
+    numbers = texts.count(LIKE_A_NUMBER)
+    return texts if numbers and numbers >= (1 - share) * texts.counts.sum() else None
+
+
+def _hints(found: list[_Texts]) -> tuple[Choice, ...]:
+    """What to name for columns that hold numbers with signs that were not asked for."""
+    choices = []
+    words = {sign: word for word, sign in SIGNS.items()}
+    for texts in found:
+        for pattern, key in ((COMMA, "decimal"), (GROUPED.format(f"[{GROUP_SIGNS}]"), "thousands")):
+            if not texts.count(pattern, "^$" if key == "thousands" else GROUPED.format(",")):
+                continue
+            example = texts.example(pattern)
+            sign = next(iter(re.findall(rf"[{GROUP_SIGNS}]", example)))
+            word = words.get(sign, "space" if sign in SPACES else "apostrophe")
+            reason = f"column {texts.name!r} holds texts such as {example}; if they are numbers,"
+            choices.append(Choice(f"data.{key}", "none", f"{reason} use data.{key}={word}"))
+            break
+    return tuple(choices)

@@ -1,0 +1,245 @@
+"""How files of tables are written: encodings, separators, decimal signs, compression."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+
+from runner.data.config import CsvFormat, Tabular
+from runner.data.config import Text as TextConfig
+from runner.data.tabular import tabular
+from runner.data.tensors import Tensors
+from runner.data.text import text
+from runner.device import memory
+from runner.errors import ConfigError, DataError
+
+HEADER = "größe;preis;name;y\n"
+ROWS = [f"{i};{i},5;{'blau' if i % 3 else 'grün'};{'ja' if i % 2 else 'nein'}\n" for i in range(40)]
+PLAIN = "".join([HEADER, *ROWS]).replace(";", "|").replace(",", ".").replace("|", ",")
+
+
+def write(folder: Path, content: str | bytes, name: str = "t.csv") -> str:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def opened(path: str | Path, **changes: Any) -> Tensors:
+    return tabular(Tabular(path=str(path), target="y", **changes))
+
+
+def chosen(source: Tensors) -> dict[str, Any]:
+    return {c.key: c.value for c in source.choices if c.key != "data.task"}
+
+
+def assert_equal(a: Tensors, b: Tensors) -> None:
+    assert torch.equal(a.inputs, b.inputs) and torch.equal(a.target, b.target)
+    assert (a.sizes, a.columns) == (b.sizes, b.columns)
+
+
+GERMAN = "".join([HEADER, *ROWS])
+KNOWN: dict[str, tuple[bytes, dict[str, Any], dict[str, Any]]] = {
+    "decimal comma": (
+        GERMAN.encode(),
+        {},
+        {"data.separator": "semicolon", "data.decimal": "comma"},
+    ),
+    "keys": (GERMAN.encode(), {"separator": "semicolon", "decimal": "comma"}, {}),
+    "excel": (
+        ("sep=;\n" + GERMAN).replace("\n", "\r\n").encode("cp1252"),
+        {"encoding": "cp1252"},
+        {"data.separator": "semicolon", "data.decimal": "comma"},
+    ),
+    "tabs in UTF-16": (
+        PLAIN.replace(",", "\t").encode("utf-16"),
+        {},
+        {"data.encoding": "utf-16", "data.separator": "tab"},
+    ),
+    "a byte order mark": (PLAIN.encode("utf-8-sig"), {}, {}),
+    "pipes": (PLAIN.replace(",", "|").encode(), {}, {"data.separator": "pipe"}),
+    "a sign of one's own": (PLAIN.replace(",", "~").encode(), {"separator": "~"}, {}),
+    "carriage returns": (PLAIN.replace("\n", "\r").encode(), {}, {}),
+    "no last line break": (PLAIN.rstrip("\n").encode(), {}, {}),
+    "gzip": (gzip.compress(PLAIN[:500].encode()) + gzip.compress(PLAIN[500:].encode()), {}, {}),
+    "zstd": (pyarrow.Codec("zstd").compress(PLAIN.encode()).to_pybytes(), {}, {}),
+    "UTF-16 in gzip": (gzip.compress(PLAIN.encode("utf-16")), {}, {"data.encoding": "utf-16"}),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_file_is_read_as_the_plain_one_and_what_was_recognised_is_stated(
+    name: str, tmp_path: Path
+) -> None:
+    content, keys, choices = KNOWN[name]
+    source = opened(write(tmp_path, content, "other.csv"), **keys)
+    assert_equal(source, opened(write(tmp_path, PLAIN)))
+    assert chosen(source) == choices
+
+
+def test_lines_are_counted_with_what_comes_before_the_rows(tmp_path: Path) -> None:
+    rows = [*ROWS[:5], "1;2,5;blau;\n", *ROWS[5:]]
+    for before, line in (("", 7), ("sep=;\n", 8)):
+        with pytest.raises(DataError, match=f"line {line}, column 'y'"):
+            opened(write(tmp_path, "".join([before, HEADER, *rows])))
+
+
+# -- encodings -------------------------------------------------------------------------------------
+
+
+def test_the_first_line_that_cannot_be_decoded_is_named_with_the_key(tmp_path: Path) -> None:
+    wrong = "".join([HEADER.replace("ö", "o").replace("ß", "s"), *ROWS])
+    message = r"line 2 is not UTF-8 text; .*data.encoding=cp1252"
+    with pytest.raises(DataError, match=message):
+        opened(write(tmp_path, wrong.encode("cp1252")))
+    texts = wrong.replace("y\n", "label\n", 1).replace("name", "text", 1).encode("cp1252")
+    with pytest.raises(DataError, match=message):  # a column that is read as texts
+        text(TextConfig(path=write(tmp_path, texts)))
+    assert len(text(TextConfig(path=write(tmp_path, texts), encoding="cp1252")).labels) == 40
+    with pytest.raises(DataError, match="line 1 is not UTF-8 text"):
+        opened(write(tmp_path, GERMAN.encode("cp1252")))
+    with pytest.raises(DataError, match="line 42 is not CP1252 text"):
+        opened(write(tmp_path, GERMAN.encode("cp1252") + b"1;2;\x81;ja\n"), encoding="cp1252")
+    with pytest.raises(DataError, match="line 1 holds NUL bytes.*data.encoding=utf-16-le"):
+        opened(write(tmp_path, PLAIN.encode("utf-16-le").replace(b"\xf6\0", b"o\0")[:64]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("encoding", "utf-9"),
+        ("encoding", "hex"),
+        ("separator", "::"),
+        ("separator", '"'),
+        ("decimal", ";"),
+        ("thousands", "3"),
+    ],
+)
+def test_a_sign_or_an_encoding_that_is_none_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.{key}: "):
+        Tabular(path="t.csv", target="y", **{key: value})
+    with pytest.raises(ConfigError, match="data.thousands: and data.decimal are both"):
+        Tabular(path="t.csv", target="y", thousands="comma", decimal=",")
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def column(tmp_path: Path, cells: list[str], sep: str = ";", **keys: Any) -> Tensors:
+    """A table of the `cells` in turns, and a column of its own for the target."""
+    lines = [f'"{cells[i % len(cells)]}"{sep}{"ab"[i % 2]}' for i in range(30)]
+    return opened(write(tmp_path, "\n".join([f"x{sep}y", *lines])), **keys)
+
+
+def values(source: Tensors) -> list[float]:
+    """The numbers of the column, before they were standardised."""
+    (one,) = source.columns
+    assert not one.values, "is texts"
+    numbers = source.inputs[:, 0].double() * one.deviation + one.mean
+    return [round(v, 3) for v in numbers.tolist()]
+
+
+GROUPS = [
+    (["1,234", "999", "1,234,567.5"], {"thousands": "comma"}, [1234, 999, 1234567.5]),
+    (["1.234,5", "1.234", "7"], {"thousands": "point"}, [1234.5, 1234, 7]),
+    (["1 234,5", "1\u202f000", "7"], {"thousands": "space"}, [1234.5, 1000, 7]),
+    (["1'234.5", "1’000", "7"], {"thousands": "apostrophe"}, [1234.5, 1000, 7]),
+    (["1,234", "2,5", "7"], {"decimal": "comma"}, [1.234, 2.5, 7]),
+    (["1,234", "2,5", "-,5e1"], {}, [1.234, 2.5, -5]),
+]
+
+
+@pytest.mark.parametrize(("cells", "keys", "numbers"), GROUPS)
+def test_numbers_are_read_with_the_signs_that_are_named(
+    cells: list[str], keys: dict[str, str], numbers: list[float], tmp_path: Path
+) -> None:
+    source = column(tmp_path, cells, **keys)
+    assert values(source)[:3] == pytest.approx(numbers, rel=1e-4)
+
+
+NOT_CERTAIN = [
+    (["1,234", "5,678"], ";", "data.thousands=comma"),  # 1.234 or 1234
+    (["1,5", "2,5"], ",", "data.decimal=comma"),  # in quotes, among commas
+    (["1,5", "2.5"], ";", "data.decimal=comma"),  # both signs
+    (["1,5", "1,234,567"], ";", "data.decimal=comma"),
+    (["1'234", "999"], ";", "data.thousands=apostrophe"),
+]
+
+
+@pytest.mark.parametrize(("cells", "separator", "hint"), NOT_CERTAIN)
+def test_what_is_not_certain_stays_texts_with_a_hint(
+    cells: list[str], separator: str, hint: str, tmp_path: Path
+) -> None:
+    source = column(tmp_path, cells, separator)
+    assert source.columns[0].values == tuple(sorted(cells))
+    assert [c.reason for c in source.choices if c.reason.endswith(f"use {hint}")]
+
+
+def test_a_comma_is_not_chosen_beside_a_column_with_points(tmp_path: Path) -> None:
+    rows = [f"{i},5;{i}.5;{'ab'[i % 2]}" for i in range(20)]
+    path = write(tmp_path, "\n".join(["p;q;y", *rows]))
+    assert "data.decimal" in chosen(opened(path))
+    assert [bool(c.values) for c in opened(path).columns] == [True, False]
+    with pytest.raises(DataError, match=r"'q' holds 0.5, .*comma; use data.decimal=point"):
+        opened(path, decimal="comma")
+
+
+def test_texts_with_commas_and_dates_are_left_alone(tmp_path: Path) -> None:
+    for cells in (["a, b", "c, d"], ["Oslo", "Bonn"], ["01.02.2024", "03.02.2024"]):
+        source = column(tmp_path, cells)
+        assert "data.decimal" not in chosen(source)
+
+
+# -- compression -----------------------------------------------------------------------------------
+
+
+def test_what_a_compressed_file_decompresses_to_must_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, gzip.compress(("x,y\n" + "1,a\n" * (4 << 20)).encode()), "bomb.csv.gz")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 << 20)
+    with pytest.raises(DataError, match=r"bomb.csv.gz: refused: its cells take (8|9|12),"):
+        opened(path)
+    line = write(tmp_path, gzip.compress(b"x" * (16 << 20)), "line.csv.gz")
+    with pytest.raises(DataError, match=r"line.csv.gz: refused: its cells take 8,"):
+        opened(line)
+    monkeypatch.undo()
+    cut = write(tmp_path, Path(path).read_bytes()[:-2000], "cut.csv.gz")
+    with pytest.raises(DataError, match="cut.csv.gz: cannot be decompressed"):
+        opened(cut)
+
+
+# -- cells of any size -----------------------------------------------------------------------------
+
+
+def test_cells_may_be_of_any_size_and_hold_line_breaks_also_in_the_header(tmp_path: Path) -> None:
+    long, lines = "x" * 200_000, '"two\r\nlines"'
+    rows = [f'"{long * 12}",{i},{"ab"[i % 2]}\r\n' for i in range(4)]
+    rows += [f"{lines},{i},{'ab'[i % 2]}\r\n" for i in range(16)]
+    source = opened(write(tmp_path, "".join([f'{lines},"{long}",y\r\n', *rows])))
+    assert [c.name for c in source.columns] == ["two\r\nlines", long]
+    numbers = source.inputs[:, -1].numpy()
+    assert np.array_equal(np.argsort(numbers[:4]), np.arange(4)) and len(numbers) == 20
+    words = {w for w in source.columns[0].values}
+    assert words <= {long * 12, "two\r\nlines"}
+
+
+def test_a_workbook_and_a_header_with_an_open_quote_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a workbook or a zip archive; save its table as csv"):
+        opened(write(tmp_path, b"PK\x03\x04 and so on"))
+    with pytest.raises(DataError, match="a quote in the header is not closed"):
+        opened(write(tmp_path, 'a,"b,y\n' + "1,2,a\n" * 9))
+    assert issubclass(TextConfig, CsvFormat)
+
+
+def test_a_late_text_makes_a_column_of_texts_and_a_late_short_row_is_named(tmp_path: Path) -> None:
+    rows = ["1,a\n", "2,b\n"] * 300_000  # more than a block
+    with pytest.raises(DataError, match=r"line 600002 has 1 values, and the header names 2"):
+        opened(write(tmp_path, "".join(["x,y\n", *rows, "3\n"])))
+    source = opened(write(tmp_path, "".join(["x,y\n", *rows, *["c,a\n"] * 100_000])))
+    assert source.columns[0].values == ("1", "2", "c")
