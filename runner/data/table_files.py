@@ -117,7 +117,11 @@ def _read_csv(
 
 
 def _parse_csv(
-    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
+    path: Path,
+    select: Select,
+    kind: Callable[[str], Kind],
+    config: CsvFormat,
+    quoted: bool = False,
 ) -> tuple[_CsvRows, Any, dict[int, str]]:
     """What was read, the table that pyarrow made of it, and what is wrong with malformed rows."""
     from pyarrow import ArrowInvalid, csv, string
@@ -139,20 +143,28 @@ def _parse_csv(
             null_values=MISSING_FORMS,
             decimal_point=rows.decimal or ".",
         )
-        parse = partial(csv.ParseOptions, delimiter=rows.separator, newlines_in_values=True)
         read = partial(csv.ReadOptions, column_names=rows.names)
+        parse = partial(csv.ParseOptions, delimiter=rows.separator)
+        # a cell with line breaks is in quotes; without them a file is split into blocks faster
+        quoted = quoted or b'"' in rows.file.peek(BLOCK)
         try:
-            return rows, csv.read_csv(rows, read(block_size=BLOCK), parse(), convert), malformed
+            plain = parse(newlines_in_values=quoted)
+            table = csv.read_csv(rows, read(block_size=BLOCK), plain, convert)
+            if quoted or not rows.quotes:
+                return rows, table, malformed
         except ArrowInvalid:
             while rows.read(BLOCK):  # count what is left
                 pass
     if not rows.size:
         raise DataError(f"data.path: {path} has no rows below its header")
+    if not quoted and rows.quotes:
+        return _parse_csv(path, select, kind, config, quoted=True)
     # a row is longer than a block, or it is malformed and its number is to be named, which is not
     # known with threads
     whole = read(use_threads=False, block_size=min(rows.size + 1, 2**31 - 1))
+    named = parse(newlines_in_values=quoted, invalid_row_handler=skip)
     with _CsvRows(path, config) as rows:
-        return rows, csv.read_csv(rows, whole, parse(invalid_row_handler=skip), convert), malformed
+        return rows, csv.read_csv(rows, whole, named, convert), malformed
 
 
 class _CsvRows(io.RawIOBase):
@@ -304,7 +316,8 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
         used = select(schema.names)
-        texts = [name for name in used if "string" in str(schema.field(name).type)]
+        _check_types(path, {name: schema.field(name).type for name in used})
+        texts = [name for name in used if _is_text(schema.field(name).type)]
         check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)  # as float64
         batches, decoded = [], 0
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
@@ -318,3 +331,29 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
     columns = {name: table.column(name) for name in used}
     return Content(columns, "row", np.arange(1, len(table) + 1), {})
+
+
+def _check_types(path: Path, types: dict[str, Any]) -> None:
+    """Refuse columns whose cells are no single number, time or text, all of them by name."""
+    unreadable = {name: arrow for name, arrow in types.items() if not _is_readable(arrow)}
+    if unreadable:
+        listed = ", ".join(f"{name!r} of type {arrow}" for name, arrow in unreadable.items())
+        fix = f"convert them, or leave them out with data.ignore=[{','.join(unreadable)}]"
+        raise DataError(f"{path}: cannot read the columns {listed}; {fix}")
+
+
+def _is_readable(arrow: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(arrow):
+        return _is_readable(arrow.value_type)
+    single = types.is_primitive(arrow) or types.is_decimal(arrow) or types.is_null(arrow)
+    return single or _is_text(arrow)
+
+
+def _is_text(arrow: Any) -> bool:
+    from pyarrow import types
+
+    return bool(
+        types.is_string(arrow) or types.is_large_string(arrow) or types.is_string_view(arrow)
+    )

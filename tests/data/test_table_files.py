@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from runner.data.config import CsvFormat, Tabular
 from runner.data.config import Text as TextConfig
@@ -243,3 +245,60 @@ def test_a_late_text_makes_a_column_of_texts_and_a_late_short_row_is_named(tmp_p
         opened(write(tmp_path, "".join(["x,y\n", *rows, "3\n"])))
     source = opened(write(tmp_path, "".join(["x,y\n", *rows, *["c,a\n"] * 100_000])))
     assert source.columns[0].values == ("1", "2", "c")
+
+
+def test_quotes_after_the_first_block_may_hold_line_breaks(tmp_path: Path) -> None:
+    rows = ["1,a\n", "2,b\n"] * 300_000
+    source = opened(write(tmp_path, "".join(["x,y\n", *rows, '3,"c\nd"\n' * 9])))
+    assert source.sizes.class_names == ("a", "b", "c\nd") and len(source.target) == 600_009
+
+
+# -- parquet ---------------------------------------------------------------------------------------
+
+WORDS, COUNTS = [f"w{i % 3}" for i in range(30)], list(range(30))
+TYPES = {
+    "float16": (np.arange(30, dtype=np.float16), [float(i) for i in COUNTS]),
+    "uint64": (pyarrow.array([i + 2**63 for i in COUNTS], pyarrow.uint64()), None),
+    "decimal": (pyarrow.array([Decimal(i) / 4 for i in COUNTS]), [i / 4 for i in COUNTS]),
+    "decimal256": (pyarrow.array(COUNTS, pyarrow.decimal256(50, 2)), COUNTS),
+    "dictionary of numbers": (pyarrow.array(COUNTS).dictionary_encode(), COUNTS),
+    "dictionary": (pyarrow.array(WORDS).dictionary_encode(), WORDS),
+    "large_string": (pyarrow.array(WORDS, pyarrow.large_string()), WORDS),
+    "string_view": (pyarrow.array(WORDS, pyarrow.string_view()), WORDS),
+    "time": (pyarrow.array(COUNTS, pyarrow.time32("s")), COUNTS),
+    "bool": (pyarrow.array([i % 3 == 0 for i in COUNTS]), None),
+    "timestamp": (pyarrow.array(COUNTS, pyarrow.timestamp("ns", "Europe/Oslo")), None),
+    "date": (pyarrow.array(COUNTS, pyarrow.date32()), None),
+}  # fmt: skip
+
+
+def written(folder: Path, **columns: Any) -> Path:
+    path = folder / "t.parquet"
+    table = pyarrow.table({**columns, "n": COUNTS, "y": ["no", "yes"] * 15})
+    parquet.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_single_value_of_parquet_is_read(name: str, tmp_path: Path) -> None:
+    column, cells = TYPES[name]
+    source = opened(written(tmp_path, x=column))
+    assert {c.name for c in source.columns} >= ({"x", "n"} if name != "timestamp" else {"n"})
+    if cells is not None:
+        assert_equal(source, opened(written(tmp_path, x=cells)))
+
+
+def test_nested_and_binary_columns_are_refused_by_name_unless_they_are_ignored(
+    tmp_path: Path,
+) -> None:
+    nested = {
+        "list": [["a"]] * 30,
+        "struct": [{"n": 1}] * 30,
+        "bytes": [b"\xff"] * 30,
+        "map": pyarrow.array([[("n", 1)]] * 30, pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+    }
+    path = written(tmp_path, **nested)
+    message = r"'list' of type list.*'struct' of .*data.ignore=\[list,struct,bytes,map\]"
+    with pytest.raises(DataError, match=message):
+        opened(path)
+    assert_equal(opened(path, ignore=list(nested)), opened(written(tmp_path)))

@@ -240,7 +240,7 @@ def test_a_parquet_column_of_no_use_can_be_ignored_and_a_broken_file_is_named(
     path = tmp_path / "people.parquet"
     table = pyarrow.table({"b": [0, 1], "a": [[0], [1, 2]], "bought": ["y", "n"]})
     parquet.write_table(table, path)
-    with pytest.raises(DataError, match=r"'a' is of type list.*data.ignore=\[a\]"):
+    with pytest.raises(DataError, match=r"'a' of type list.*data.ignore=\[a\]"):
         opened(path)
     assert opened(path, ignore=["a"]).sizes.in_features == 1
     path.write_bytes(b"PAR1 and no more")
