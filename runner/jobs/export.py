@@ -18,9 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.data.batch import Inputs, call, count, rows
+from runner.data.preprocessing import NAME as PREPROCESSING
+from runner.data.preprocessing import Preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError
 from runner.jobs.config import ExportKind
-from runner.record.storage import write_file
+from runner.jobs.pipeline import Pipeline, has_pipeline, raw_inputs
+from runner.record.storage import replace_text, write_file
 from runner.record.text import shorten
 from runner.training.evaluation import standalone
 from runner.training.run import Run
@@ -34,6 +37,7 @@ FILES = {
     ExportKind.onnx: "model.onnx",
     ExportKind.quantized: "model.safetensors",
 }
+PIPELINES = (ExportKind.export, ExportKind.onnx)
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-3  # of the largest output
 INT8_TOLERANCE = 5e-2  # a last bit may tip a value over to the next level
@@ -59,11 +63,24 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     entry: dict[str, Any] = {"file": f"{folder.name}/{path.name}"}
     entry["model"] = "float" if run.quantized is None else "int8"
+    stored = run.checkpointer.preprocessing
+    preprocessing = Preprocessing.parse(stored, path) if stored else None
     try:
         if kind is ExportKind.quantized:
             _write_quantized(run, path)
         else:
-            entry["largest_difference"] = _write_traced(run, kind, path)
+            model = (standalone(run) if run.quantized is None else run.quantized.model).cpu()
+            inputs, samples = _example(run)
+            entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
+            if kind in PIPELINES and preprocessing is not None and has_pipeline(preprocessing):
+                program = Pipeline(model, preprocessing).eval()
+                raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
+                _write_traced(run, program, raw, samples, kind, pipeline)
+                entry["pipeline"] = f"{folder.name}/{pipeline.name}"
+                if kind is ExportKind.export and preprocessing.columns:
+                    _write_example(folder)
+        if stored:
+            replace_text(folder / PREPROCESSING, stored.decode())
         entry["bytes"] = os.path.getsize(path)
     except OSError as error:
         raise StorageError(f"{path}: not written: {error.strerror or error}") from error
@@ -87,15 +104,27 @@ def _write_quantized(run: Run, path: Path) -> None:
     write_file(path, partial(write_tensors, Copier(reuse=False).take(state, {})))
 
 
-def _write_traced(run: Run, kind: ExportKind, path: Path) -> float:
-    """The largest difference between the model's outputs and those of the file."""
-    model = (standalone(run) if run.quantized is None else run.quantized.model).cpu()
+def _write_example(folder: Path) -> None:
+    from runner.jobs import pipeline_example
+
+    text = Path(pipeline_example.__file__).read_text(encoding="utf-8")
+    replace_text(folder / "pipeline_example.py", text)
+
+
+def _example(run: Run) -> tuple[Inputs, int]:
+    """Inputs of a batch, and how many samples it holds."""
     try:
         batch, target = next(run.validation.batches(0))
     finally:
         run.validation.close()
-    inputs = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch)
-    half = rows(inputs, slice(max(1, count(target) // 2)))  # shows that the batch size is free
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch), count(target)
+
+
+def _write_traced(
+    run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
+) -> float:
+    """The largest difference between the model's outputs and those of the file."""
+    half = rows(inputs, slice(max(1, samples // 2)))  # shows that the batch size is free
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             again = WRITERS[kind](model, inputs, path)

@@ -331,3 +331,52 @@ def test_an_interrupted_prediction_leaves_no_file(tmp_path: Path, number: int) -
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, output
     assert not [*folder.glob("*predictions*")]
+
+
+def test_an_exported_pipeline_answers_raw_rows_as_the_job_does(
+    trained: Path, tmp_path: Path
+) -> None:
+    rows = people(40, 3, ("Cairo", *CITIES))
+    path = write_csv(tmp_path / "new.csv", rows, "city", "income", "age", "buys")
+    summary = evaluate.main(
+        asked(trained, "evaluate", path, "evaluate.export=export"), tmp_path / "job"
+    )
+    exports = tmp_path / "job" / "exports"
+    assert summary.export["pipeline"] == "exports/pipeline.pt2"
+    assert known(trained / "run") == json.loads((exports / "preprocessing.json").read_text())
+    expected = predicted(trained, path, tmp_path / "predicted")
+    code = "import sys; sys.modules['runner'] = None; import runpy; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(exports / "pipeline_example.py"), str(path), "25"],
+        cwd=tmp_path, text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = np.array([[float(x) for x in line.split(",")] for line in done.stdout.split()])
+    names = [f"probability {name}" for name in ("no", "yes")]
+    shares = np.array([[float(row[name]) for name in names] for row in expected])
+    np.testing.assert_allclose(printed, shares[:25], atol=1e-5)
+
+
+def test_weights_beside_an_exported_preprocessing_are_used_with_it(
+    trained: Path, tmp_path: Path
+) -> None:
+    rows = people(30, 25)
+    path = write_csv(tmp_path / "new.csv", rows)
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    for name in ("model.safetensors", "preprocessing.json"):
+        shutil.copy(trained / "run" / "checkpoints" / "last" / name, exports)
+    weights = f"model.weights={exports / 'model.safetensors'}"
+    shares = table_probabilities(trained / "run", rows)
+    for job in (evaluate, predict):
+        kind = job.__name__.rpartition(".")[2]
+        job.main(runs.config(*data(path), weights, f"job={kind}"), tmp_path / kind)
+    got = [float(row["probability yes"]) for row in answers(tmp_path / "predict")]
+    np.testing.assert_allclose(got, shares[:, 1], atol=1e-5)
+    labels = [row["buys"] == "yes" for row in rows]
+    evaluated = json.loads((tmp_path / "evaluate" / "summary.json").read_text())
+    assert evaluated["metrics"]["val/accuracy"] == np.mean((shares[:, 1] > 0.5) == labels)
+    (exports / "preprocessing.json").unlink()
+    with pytest.raises(ConfigError, match="predict needs a trained model with its preprocessing"):
+        predict.main(runs.config(*data(path), weights, "job=predict"), tmp_path / "again")
