@@ -43,7 +43,8 @@ class Pipeline(nn.Module):
         if self.sizes.task == "classification":
             return output.softmax(1).float()
         values = output * self.sizes.target_deviation + self.sizes.target_mean
-        return values.reshape(len(values), -1).float()
+        # len() would fix the batch size
+        return values.reshape(values.shape[0], -1).float()
 
     def _inputs(self, numbers: Tensor, categories: Tensor) -> Tensor:
         """What `encode` makes of a table's columns."""
