@@ -22,7 +22,7 @@ from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import Preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError
 from runner.jobs.config import ExportKind
-from runner.jobs.pipeline import Pipeline, has_pipeline, raw_inputs
+from runner.jobs.pipeline import RawInputModel, has_pipeline, raw_inputs
 from runner.record.storage import replace_text, write_file
 from runner.record.text import shorten
 from runner.training.evaluation import standalone
@@ -73,7 +73,7 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
             inputs, samples = _example(run)
             entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
             if kind in PIPELINES and preprocessing is not None and has_pipeline(preprocessing):
-                program = Pipeline(model, preprocessing).eval()
+                program = RawInputModel(model, preprocessing).eval()
                 raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
                 _write_traced(run, program, raw, samples, kind, pipeline)
                 entry["pipeline"] = f"{folder.name}/{pipeline.name}"

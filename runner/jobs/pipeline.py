@@ -11,7 +11,7 @@ from runner.data.preprocessing import Preprocessing
 from runner.objectives.model_output import logits
 
 
-class Pipeline(nn.Module):
+class RawInputModel(nn.Module):
     """Probabilities of the classes, or values in the target's unit, from raw inputs.
 
     Of tables: numbers before scaling, float32 [batch, columns], NaN where one is missing, and

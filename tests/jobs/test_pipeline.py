@@ -9,7 +9,7 @@ from torch import nn
 from runner.data.batch import Column, Sizes
 from runner.data.preprocessing import Preprocessing
 from runner.jobs.export import _exported
-from runner.jobs.pipeline import Pipeline, raw_inputs
+from runner.jobs.pipeline import RawInputModel, raw_inputs
 
 
 def test_gaps_and_unknown_categories_in_the_targets_unit() -> None:
@@ -20,7 +20,7 @@ def test_gaps_and_unknown_categories_in_the_targets_unit() -> None:
     )
     sizes = Sizes("regression", 5, classes=1, target_mean=100.0, target_deviation=10.0)
     preprocessing, model = Preprocessing("tabular", "", sizes, columns), nn.Linear(5, 1)
-    pipeline = Pipeline(model, preprocessing).eval()
+    pipeline = RawInputModel(model, preprocessing).eval()
     numbers = torch.tensor([[1.0], [float("nan")], [9.0], [5.0]])
     categories = torch.tensor([[0], [1], [-1], [2]])
     inputs = np.array(
@@ -40,6 +40,6 @@ def test_pixels_become_probabilities() -> None:
     preprocessing = Preprocessing("images", "", sizes)
     pixels = torch.arange(36, dtype=torch.uint8).reshape(3, 3, 2, 2) * 7
     expected = model(pixels.float() / 255).softmax(1)
-    program = _exported(Pipeline(model, preprocessing).eval(), pixels[:2]).module()
+    program = _exported(RawInputModel(model, preprocessing).eval(), pixels[:2]).module()
     torch.testing.assert_close(program(pixels), expected)
     torch.testing.assert_close(raw_inputs(preprocessing, pixels.float() / 255)[0], pixels)
