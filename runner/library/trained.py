@@ -121,7 +121,7 @@ class Trained:
             return
         with ExitStack() as stack:
             if isinstance(data, Tensor):
-                names = [column.name for column in columns]
+                names = list(dict.fromkeys(column.name for column in columns))
                 if data.ndim != 2 or data.shape[1] != len(names):
                     problem = f"a tensor of shape {list(data.shape)}, and the model was trained on"
                     raise UsageError(f"load: {problem} the columns {', '.join(names)}")

@@ -12,11 +12,14 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow import parquet
 from safetensors.numpy import load_file
 
 from tests import runs
@@ -47,11 +50,25 @@ def table_inputs(known: Known, rows: Rows) -> np.ndarray:
     for column in known["columns"]:
         cells = [row[column["name"]] for row in rows]
         if column["values"]:
-            one_hot = [[float(cell == value) for value in column["values"]] for cell in cells]
+            words = ["" if cell is None else cell for cell in cells]
+            one_hot = [[float(word == value) for value in column["values"]] for word in words]
             inputs += np.array([[*row, float(not any(row))] for row in one_hot]).T.tolist()
+        elif column["part"] == "missing":
+            inputs.append([float(cell is None) for cell in cells])
         else:
-            inputs.append((np.array(cells) - column["mean"]) / column["deviation"])
+            numbers = [date_part(cell, column["part"]) for cell in cells]
+            filled = np.array([column["fill"] if n is None else n for n in numbers])
+            inputs.append((filled - column["mean"]) / column["deviation"])
     return np.array(inputs).T
+
+
+def date_part(cell: Any, part: str) -> Any:
+    """That number of a date, or the cell itself."""
+    if cell is None or not part:
+        return cell
+    if part == "days":
+        return (cell - datetime(1970, 1, 1)).days
+    return cell.weekday() if part == "weekday" else getattr(cell, part)
 
 
 def mlp_outputs(run: Path, inputs: np.ndarray, overrides: Sequence[str] = ()) -> np.ndarray:
@@ -160,6 +177,70 @@ def write_replaced(folder: Path, part: str) -> Path:
     return write_csv(folder / f"{part}.csv", replaced_rows(part))
 
 
+def patients_rows(part: str) -> Rows:
+    """A fifth of the rows have a gap; None is a missing value."""
+    rng = np.random.default_rng(len(part))
+    rows = people(300) if part == "train" else people(90, shift=5)
+    for place in range(len(rows)):
+        for name in ("age", "income", "city"):
+            if rng.random() < 0.08:
+                rows[place][name] = None
+    return rows
+
+
+def write_patients(folder: Path, part: str) -> Path:
+    """A csv whose gaps are written in many ways, two of them as a text that is no usual gap."""
+    rows = patients_rows(part)
+    gaps = [row for row in rows if row["age"] is None]
+    for row, text in zip(gaps, ("unknown", "unknown", "NA", "nan", ""), strict=False):
+        row["age"] = text
+    return write_csv(folder / f"{part}.csv", rows)
+
+
+def orders_rows(part: str) -> Rows:
+    """Orders, with the time of each, ids and a flag; they come back if ordered late in the day."""
+    rng = np.random.default_rng(len(part))
+    first = datetime(2022, 3, 1) if part == "train" else datetime(2022, 7, 9)
+    rows = []
+    for place in range(240 if part == "train" else 60):
+        time = first + timedelta(minutes=int(rng.integers(0, 400 * 24 * 60)))
+        returned = "yes" if time.hour + rng.normal(0, 2) > 12 else "no"
+        row = {"order_id": 70_000 + 3 * place, "code": f"{rng.integers(1 << 40):010x}"}
+        row |= {"time": time, "gift": ("false", "true")[int(rng.integers(2))]}
+        rows.append({**row, "amount": float(rng.normal(50, 20)), "returned": returned})
+    return rows
+
+
+def write_orders(folder: Path, part: str) -> Path:
+    """Parquet with timestamps and booleans; the new file writes its times as texts and no id."""
+    table = pyarrow.Table.from_pylist(orders_rows(part))
+    if part == "train":
+        flags = pyarrow.array([word.as_py() == "true" for word in table["gift"]])
+        table = table.set_column(table.schema.get_field_index("gift"), "gift", flags)
+    else:
+        times = table["time"].cast(pyarrow.string())
+        table = table.set_column(2, "time", times).drop_columns(["code"])
+    parquet.write_table(table, folder / f"{part}.parquet")
+    return folder / f"{part}.parquet"
+
+
+def products_rows(part: str) -> Rows:
+    """Sales of many products, few of them often; half of the new file's are unknown or rare."""
+    rng = np.random.default_rng(len(part))
+    rows = []
+    for _ in range(300 if part == "train" else 80):
+        often = rng.random() < 0.6
+        product = f"p{rng.integers(8)}" if often else f"{part} {rng.integers(70)}"
+        sold = "many" if product in ("p1", "p3", "p4") or rng.random() < 0.3 else "few"
+        rows.append({"product": product, "price": float(rng.normal(9, 2)), "sold": sold})
+    return rows
+
+
+def write_products(folder: Path, part: str) -> Path:
+    """A csv."""
+    return write_csv(folder / f"{part}.csv", products_rows(part))
+
+
 def houses_rows(part: str) -> Rows:
     """Prices of houses; the new ones are larger, and all of a district."""
     rng = np.random.default_rng(len(part))
@@ -203,6 +284,19 @@ STRANGERS = [
     Stranger(
         "a category in another's place", write_replaced, replaced_rows, "buys",
         said="categories that no training row has: 'Cairo'",
+    ),
+    Stranger(
+        "gaps and words for them", write_patients, patients_rows, "buys",
+        said="cells are missing, of",
+    ),
+    Stranger(
+        "dates, ids and flags", write_orders, orders_rows, "returned",
+        ("data=tabular", "model=mlp", "model.width=16", "optimizer.lr=2e-2"),
+    ),
+    Stranger(
+        "many categories", write_products, products_rows, "sold",
+        ("data=tabular", "model=mlp", "model.width=16", "data.categories=10"),
+        said="column 'product': categories unknown or rare in training: 'new ",
     ),
     Stranger("prices", write_houses, houses_rows, "price"),
     Stranger(
