@@ -172,9 +172,13 @@ class _Build:
                 check_own_data(self.checkpointer.restore(path), self.settings)
         elif evaluates and weights is not None:
             path = Path(weights).expanduser()
-            path = (path if path.is_dir() else path.parent) / PREPROCESSING
-            if path.is_file():
-                return Preprocessing.parse(read_file(path), path)
+            beside = (path if path.is_dir() else path.parent) / PREPROCESSING
+            if beside.is_file():
+                return Preprocessing.parse(read_file(beside), beside)
+            stored = self.checkpointer.read_preprocessing(path) if path.is_dir() else None
+            if stored is not None:  # of a run's folder
+                return Preprocessing.parse(stored[1], stored[0])
+            log.warning("%s: has no %s beside it: fitted again on these data", path, PREPROCESSING)
         return None
 
     def resolve_steps(self) -> None:

@@ -377,6 +377,9 @@ def test_weights_beside_an_exported_preprocessing_are_used_with_it(
     labels = [row["buys"] == "yes" for row in rows]
     evaluated = json.loads((tmp_path / "evaluate" / "summary.json").read_text())
     assert evaluated["metrics"]["val/accuracy"] == np.mean((shares[:, 1] > 0.5) == labels)
+    whole = f"model.weights={trained / 'run'}"  # the preprocessing of its newest checkpoint
+    predict.main(runs.config(*data(path), whole, "job=predict"), tmp_path / "whole")
+    assert answers(tmp_path / "whole") == answers(tmp_path / "predict")
     (exports / "preprocessing.json").unlink()
     with pytest.raises(ConfigError, match="predict needs a trained model with its preprocessing"):
         predict.main(runs.config(*data(path), weights, "job=predict"), tmp_path / "again")
