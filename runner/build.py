@@ -152,7 +152,8 @@ class _Build:
         predicts = config.job.kind is JobKind.predict
         if predicts:
             check_predicts(fitted)
-        opening = Opening(self.policy, fitted, evaluates, labelled=not predicts)
+        rule = fitted.split if fitted else self.recorded_split()
+        opening = Opening(self.policy, fitted, evaluates, labelled=not predicts, rule=rule)
         self.whole = opening.whole(config.data)
         data = self.given.data or open_data(config.data, self.look_up, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
@@ -163,23 +164,31 @@ class _Build:
     def read_preprocessing(self, evaluates: bool) -> Preprocessing | None:
         """What the run that is resumed, or the evaluated weights, applied to their data."""
         where, weights = self.config.checkpoint.resume, self.config.model.weights
+        stored: tuple[Path, bytes] | None = None
         if where != "none":
             path = None if where == "auto" else Path(where)
             stored = self.checkpointer.read_preprocessing(path)
-            if stored is not None:
-                return Preprocessing.parse(stored[1], stored[0])
-            if evaluates:
+            if stored is None and evaluates:
                 check_own_data(self.checkpointer.restore(path), self.settings)
         elif evaluates and weights is not None:
             path = Path(weights).expanduser()
             beside = (path if path.is_dir() else path.parent) / PREPROCESSING
             if beside.is_file():
-                return Preprocessing.parse(read_file(beside), beside)
-            stored = self.checkpointer.read_preprocessing(path) if path.is_dir() else None
-            if stored is not None:  # of a run's folder
-                return Preprocessing.parse(stored[1], stored[0])
-            log.warning("%s: has no %s beside it: fitted again on these data", path, PREPROCESSING)
-        return None
+                stored = beside, read_file(beside)
+            elif path.is_dir():  # of a run's folder
+                stored = self.checkpointer.read_preprocessing(path)
+            if stored is None:
+                missing = "%s: has no %s beside it: fitted again on these data"
+                log.warning(missing, path, PREPROCESSING)
+        if stored is None:
+            return None
+        from runner.data.preprocessing_file import parse_preprocessing
+
+        return parse_preprocessing(stored[1], stored[0])
+
+    def recorded_split(self) -> str | None:
+        """The rule of the run that is resumed or replayed; before rules there was one."""
+        return self.recorded.get("data.split", "random" if self.continued else None)
 
     def resolve_steps(self) -> None:
         """Batch size, length of the run, and how often debug tools look at it."""

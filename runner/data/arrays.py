@@ -43,7 +43,6 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
     if fitted is not None:
         _check_trained(shape, fitted.sizes, where)
-    *parts, choices = opening.split(len(inputs), config, str(path))
     if opening.labelled or fitted is None:
         y = _pick(content, path, config.target, "data.target")
         if len(x) != len(y):
@@ -56,6 +55,9 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
         target, sizes = _target(inputs, replace(shape, task=task), y, where)
     else:
         target, sizes = np.zeros(len(inputs), np.int64), fitted.sizes
+    strata = target if opening.labelled and sizes.task == "classification" else None
+    *parts, rule = opening.split(len(inputs), config, str(path), strata)
+    choices: tuple[Choice, ...] = ()
     if fitted is not None:
         if (sizes.classes or 0) > (fitted.sizes.classes or 0):
             problem = (
@@ -73,7 +75,7 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
             sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
-    return Tensors(*tensors, sizes, (parts[0], parts[1]), choices)
+    return Tensors(*tensors, sizes, (parts[0], parts[1]), (*choices, *rule))
 
 
 def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:

@@ -104,7 +104,7 @@ def parse_column(
         if kind is form or kind is Kind.any:
             parsed = np.array([read(word) for word in words])
             empty = np.array([_is_missing(word) or word in missing for word in words])
-            odd = np.flatnonzero((_is_none(parsed) & ~empty)[codes])
+            odd = np.flatnonzero((is_none(parsed) & ~empty)[codes])
             present = len(codes) - int(empty[codes].sum())
             limit = max(odd_share * present, bad_share * len(codes))
             if kind is form or len(odd) <= limit and len(odd) < present:
@@ -173,7 +173,7 @@ def id_reason(name: str, column: Any) -> str:
     if len({*words}) < len(words):
         return ""
     parsed = [np.array([read(word) for word in words]) for read in READ.values()]
-    if not named and max((~_is_none(values)).mean() for values in parsed) > 0.5:
+    if not named and max((~is_none(values)).mean() for values in parsed) > 0.5:
         return ""
     different = compute.count_distinct(column).as_py() == len(column)
     return "its texts are all different" if different else ""
@@ -184,7 +184,7 @@ def missing_cells(values: Values) -> np.ndarray:
     if isinstance(values, Texts):
         empty = np.array([not word for word in values.words])
         return np.asarray(empty[values.codes])
-    return _is_none(values)
+    return is_none(values)
 
 
 def select_rows(values: Values, rows: np.ndarray | slice) -> Values:
@@ -205,7 +205,7 @@ def number(word: str) -> float:
         return float("nan")
 
 
-def _time(word: str) -> np.datetime64:
+def parse_time(word: str) -> np.datetime64:
     """The date or time that a text says as ISO 8601, in UTC; NaT: none."""
     if ISO_DATE.match(word.strip()):
         try:
@@ -239,10 +239,11 @@ def part_of(values: np.ndarray, part: str) -> np.ndarray:
     return numbers
 
 
-READ: dict[Kind, Callable[[str], Any]] = {Kind.numbers: number, Kind.times: _time}
+READ: dict[Kind, Callable[[str], Any]] = {Kind.numbers: number, Kind.times: parse_time}
 
 
-def _is_none(values: np.ndarray) -> np.ndarray:
+def is_none(values: np.ndarray) -> np.ndarray:
+    """Which of the numbers or times are none."""
     none: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
     return none
 

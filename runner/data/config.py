@@ -29,6 +29,9 @@ SIGNS = {
 }
 """Words for signs that a command line makes something else of."""
 
+FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
+"""Kinds of data that are divided by files or at a position."""
+
 AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
 
 
@@ -63,6 +66,15 @@ def sign_of(word: str | None) -> str | None:
     return SIGNS.get(word or "", word)
 
 
+class SplitRule(Enum):
+    """Which samples are held out for validation."""
+
+    random = "random"
+    stratified = "stratified"  # the same share of each class
+    group = "group"  # rows with one value of data.split_by stay together
+    time = "time"  # the last rows by data.split_by
+
+
 @dataclass
 class DataConfig:
     """What every data set has: how it is split, ordered and loaded."""
@@ -72,6 +84,7 @@ class DataConfig:
     arguments: dict[str, Any] = field(default_factory=dict)  # what its constructor gets
     validation: float = bounded(0.2, above=0, below=1)  # share held out
     validation_samples: int | None = bounded(None, min=1)  # validate on so many; None: all
+    split: SplitRule | None = None  # None: stratified where samples have a class, else random
     split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
     bad_samples: BadSamples = BadSamples.stop  # rows of a table that cannot be used
     most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
@@ -92,6 +105,26 @@ class DataConfig:
         if self.bad_samples is BadSamples.drop and not table:
             problem = "drop is for tables, whose rows are all read beforehand"
             raise ConfigError("data.bad_samples", problem, "use stop, and mend what it names")
+        self._check_split(table)
+
+    def _check_split(self, table: bool) -> None:
+        name, by = self.split and self.split.name, getattr(self, "split_by", None)
+        if name and self.kind in FIXED_SPLIT and self._target_ is None:
+            problem = f"data={self.kind} has parts of its own"
+            raise ConfigError("data.split", problem, "leave it out")
+        if name in ("group", "time"):
+            if not table:
+                problem = f"{name} is for a column of a table"
+                raise ConfigError("data.split", problem, "use stratified or random")
+            if not by:
+                fix = f"data.split_by=COLUMN data.split={name}"
+                raise ConfigError("data.split_by", f"data.split={name} needs it", fix)
+            if by == getattr(self, "target", None):
+                fix = "name another column"
+                raise ConfigError("data.split_by", f"{by!r} is what is predicted", fix)
+        elif by:
+            problem = f"is for data.split=group or time, got {name or 'null'}"
+            raise ConfigError("data.split_by", problem, "add data.split=group or data.split=time")
 
 
 @dataclass
@@ -182,6 +215,7 @@ class Tabular(CsvFormat):
     target: str = MISSING  # the column to predict
     task: str = "auto"  # classification | regression | auto (by the target's values)
     ignore: list[str] = field(default_factory=list)  # columns to leave out
+    split_by: str | None = None  # column for data.split=group or time
     missing: Missing = Missing.mean  # what becomes of missing values
     types: dict[str, ColumnType] = field(default_factory=dict)  # '+data.types={age: number}'
     categories: int = bounded(256, min=1)  # most of a column; the rarest share one input
@@ -225,6 +259,7 @@ class Text(CsvFormat):
     path: str = MISSING
     text: str = "text"  # csv column
     target: str = "label"  # csv column
+    split_by: str | None = None  # column for data.split=group or time
     sequence: int = bounded(256, min=1)  # bytes per sample
 
 

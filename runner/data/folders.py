@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from runner.data.batch import RowNames
+from runner.data.labels import trained_labels
 from runner.data.paths import check_link
-from runner.data.preprocessing import Opening, trained_labels
+from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError
 
 

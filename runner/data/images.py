@@ -63,7 +63,9 @@ class ImageFolder(Dataset):
         for number in np.linspace(0, len(files) - 1, min(HEADS, len(files))).astype(int):
             with self._named_errors(files[number]):
                 _open(files[number]).close()
-        self.train, self.validation, self.choices = opening.split(len(files), config, str(root))
+        self.train, self.validation, self.choices = opening.split(
+            len(files), config, str(root), labels if opening.labelled else None
+        )
         if others:
             reason = f"left out: files that are no images: {len(others):,}"
             self.choices = (Choice("data.path", str(root), reason), *self.choices)

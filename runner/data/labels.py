@@ -53,3 +53,26 @@ def class_name(value: object) -> str:
     """A class as people call it: 3 for 3.0."""
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
+
+
+def trained_labels(
+    names: Sequence[str], labels: np.ndarray, trained: Sequence[str], what: str
+) -> np.ndarray:
+    """Labels that count in `names`, as places in the `trained` names.
+
+    DataError names the classes that the model was not trained on, and how many samples have them.
+    """
+    places = {name: place for place, name in enumerate(trained)}
+    unknown = [name for name in names if name not in places]
+    if unknown:
+        at = np.isin(labels, [names.index(name) for name in unknown])
+        listed = ", ".join(repr(name[:40]) for name in unknown[:5])
+        more = f", … ({len(unknown)} in all)" if len(unknown) > 5 else ""
+        classes = ", ".join(name[:40] for name in trained[:10])
+        raise DataError(
+            f"{what}: {int(at.sum()):,} of {len(labels):,} samples have a class that the model was "
+            f"not trained on: {listed}{more}; its classes are {classes}; leave them out, or train "
+            "on them"
+        )
+    trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]
+    return trained_places

@@ -28,8 +28,13 @@ def split(
     if n < 2:
         raise DataError(f"{what}: {n} samples; training and validation need at least one each")
     held_out = min(max(round(n * validation), 1), n - 1)
-    ranked = np.argsort(_hash(mix(_SPLIT, split_seed), np.arange(n)), kind="stable")
+    ranked = np.argsort(split_hash(split_seed, np.arange(n)), kind="stable")
     return np.sort(ranked[held_out:]), np.sort(ranked[:held_out])
+
+
+def split_hash(split_seed: int, indices: np.ndarray) -> np.ndarray:
+    """One number (uint64) for each sample: the smallest are held out."""
+    return _hash(mix(_SPLIT, split_seed), indices)
 
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING
 
 from runner.data.batch import Column, Sizes
-from runner.data.order import split
-from runner.errors import CheckpointError, ConfigError, DataError
+from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
@@ -40,6 +37,7 @@ class Preprocessing:
     columns: tuple[Column, ...] = ()  # of a table, in the order of the model's inputs
     target: str = ""  # the name of what is predicted, where it has one
     ids: tuple[str, ...] = ()  # columns that name the rows and are no inputs
+    split: str = "random"  # the rule, which a resumed run follows, too
     format: int = FORMAT
 
     @classmethod
@@ -47,7 +45,10 @@ class Preprocessing:
         """That of a data set that was opened with `config`."""
         columns = getattr(data, "columns", ())
         target = getattr(config, "target", "")
-        return cls(kind_of(config), source_of(config), data.sizes, columns, target, tuple(data.ids))
+        chosen = [choice.value for choice in data.choices if choice.key == "data.split"]
+        rule = config.split.name if config.split else next(iter(chosen), "random")
+        known = (data.sizes, columns, target, tuple(data.ids), rule)
+        return cls(kind_of(config), source_of(config), *known)
 
     def dump(self) -> bytes:
         """As JSON."""
@@ -60,19 +61,6 @@ class Preprocessing:
             problem = f"the model was trained on data={self.kind}, and this is {kind_of(config)}"
             raise ConfigError("data", problem, "name data of that kind")
 
-    @classmethod
-    def parse(cls, data: bytes, where: Path) -> Preprocessing:
-        """From what `dump` made; CheckpointError names `where` and what is wrong with it."""
-        try:
-            content = json.loads(data)
-            if content.get("format") != FORMAT:
-                wrong = f"has format {content.get('format')!r}, and {FORMAT} is read"
-                raise ValueError(wrong)
-            preprocessing: Preprocessing = _typed(cls, content, "it")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{where}: is no preprocessing: {error}") from None
-        return preprocessing
-
 
 @dataclass(frozen=True)
 class Opening:
@@ -82,22 +70,23 @@ class Opening:
     fitted: Preprocessing | None = None  # is applied, and nothing is fitted
     evaluates: bool = False  # the data are evaluated and not trained on
     labelled: bool = True  # False: the data may lack what is to be predicted
+    rule: str | None = None  # the split of the run that is resumed
 
     def split(
-        self, samples: int, config: DataConfig, what: str
+        self,
+        samples: int,
+        config: DataConfig,
+        what: str,
+        labels: np.ndarray | None = None,  # of classes
+        by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
     ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
         """Training and validation samples; data that were not trained on are evaluated whole."""
-        import numpy as np
+        from runner.data import split as rules  # embedded data do without
 
-        if not self.whole(config):
-            return *split(samples, config.validation, config.split_seed, what), ()
-        if not samples:
-            raise DataError(f"{what}: has no samples")
-        every = np.arange(samples)
-        verb = "evaluated" if self.labelled else "predicted"
-        source = "" if self.fitted is None else f"; the model was trained on {self.fitted.source}"
-        reason = f"all {samples:,} are {verb}{source}"
-        return every, every, (Choice("data.validation", "all", reason),)
+        if self.whole(config):
+            return rules.take_all(samples, self, what)
+        rule, choices = rules.choose_rule(config, self.rule, labels)
+        return *rules.divide(rule, samples, config, what, labels, by), choices
 
     def whole(self, config: DataConfig) -> bool:
         """Whether all samples are evaluated: those that the model was not trained on."""
@@ -128,48 +117,3 @@ def source_of(config: DataConfig) -> str:
         return f"{config._target_}({arguments})"
     path = getattr(config, "path", "")
     return str(Path(path).expanduser().resolve()) if path else ""
-
-
-def trained_labels(
-    names: Sequence[str], labels: np.ndarray, trained: Sequence[str], what: str
-) -> np.ndarray:
-    """Labels that count in `names`, as places in the `trained` names.
-
-    DataError names the classes that the model was not trained on, and how many samples have them.
-    """
-    import numpy as np
-
-    places = {name: place for place, name in enumerate(trained)}
-    unknown = [name for name in names if name not in places]
-    if unknown:
-        at = np.isin(labels, [names.index(name) for name in unknown])
-        listed = ", ".join(repr(name[:40]) for name in unknown[:5])
-        more = f", … ({len(unknown)} in all)" if len(unknown) > 5 else ""
-        classes = ", ".join(name[:40] for name in trained[:10])
-        raise DataError(
-            f"{what}: {int(at.sum()):,} of {len(labels):,} samples have a class that the model was "
-            f"not trained on: {listed}{more}; its classes are {classes}; leave them out, or train "
-            "on them"
-        )
-    trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]
-    return trained_places
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """`value` as that type: a dataclass from a dict, a tuple from a list; else a ValueError."""
-    if get_origin(kind) is UnionType:
-        return None if value is None else _typed(get_args(kind)[0], value, where)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} must be a list")
-        return tuple(_typed(get_args(kind)[0], item, where) for item in value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        # a field that came later has a default
-        needed = {f.name for f in fields(kind) if f.default is MISSING}
-        if not isinstance(value, dict) or not needed <= value.keys() <= hints.keys():
-            raise ValueError(f"{where} must have the keys {sorted(hints)}")
-        return kind(**{n: _typed(hints[n], item, f"{where}.{n}") for n, item in value.items()})
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{where} must be {kind.__name__}, got {type(value).__name__}")
-    return kind(value)

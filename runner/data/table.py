@@ -16,13 +16,16 @@ from runner.data.cells import (
     ODD_CELLS,
     PARTS,
     ParsedColumn,
+    Texts,
     Values,
     id_reason,
+    is_none,
     number,
     parse_column,
+    parse_time,
     select_rows,
 )
-from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular, Text
+from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, SplitRule, Tabular, Text
 from runner.data.labels import class_name
 from runner.data.paths import existing, suggestion
 from runner.data.preprocessing import Preprocessing
@@ -180,6 +183,26 @@ def _take_ids(
             column = content.columns.pop(name)
             ids[name] = column.cast(getattr(column.type, "value_type", column.type))
     return ids, tuple(choices)
+
+
+def split_values(table: Table, by: str, rule: SplitRule | None) -> np.ndarray:
+    """The column `by` as numbers: equal ones for one group, or growing with the time.
+
+    Times are numbers, or dates and times as ISO 8601 writes them; others are a DataError.
+    """
+    values = table.columns[by]
+    if rule is SplitRule.group:
+        return values.codes if isinstance(values, Texts) else values
+    if not isinstance(values, Texts):
+        return values
+    for parse in (number, parse_time):
+        times = np.array([parse(word) for word in values.words])
+        if not (none := is_none(times)).any():
+            return np.asarray(times[values.codes])
+    word = values.words[int(none.argmax())]
+    problem = f"column {by!r} holds {word[:LONGEST]!r}, neither a number nor an ISO date"
+    fix = "write dates as 2024-05-31, or use data.split=group or random"
+    raise DataError(f"data.split_by: {table.path}: {problem}; {fix}")
 
 
 def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:

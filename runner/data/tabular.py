@@ -16,10 +16,10 @@ import torch
 
 from runner.data.batch import Column, Sizes
 from runner.data.cells import GAP, LONGEST, PARTS, Texts, Values, missing_cells, part_of
-from runner.data.config import Missing, Tabular
-from runner.data.labels import check_classes, check_task, class_name, guess_task
-from runner.data.preprocessing import Opening, trained_labels
-from runner.data.table import GAPS, NAMED, TYPES, Table, read_table
+from runner.data.config import Missing, SplitRule, Tabular
+from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
+from runner.data.preprocessing import Opening
+from runner.data.table import GAPS, NAMED, TYPES, Table, read_table, split_values
 from runner.data.table_files import check_memory
 from runner.data.tensors import Tensors, fit_scale, scale, scale_of
 from runner.errors import ConfigError, DataError
@@ -36,19 +36,22 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
     needed = {"data.target": config.target} if opening.labelled else {}
+    by = None if opening.whole(config) else config.split_by
+    if by is not None:
+        needed["data.split_by"] = by
     table = read_table(config, needed, config.ignore, fitted)
     target = table.columns.pop(config.target) if opening.labelled else None
+    *parts, rule = _divide(table, target, config, opening)
     if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
-    *parts, choices = opening.split(table.size, config, str(table.path))
     if fitted is None:
         columns = fit_columns(table, parts[0], config)
         encoded, unknown = encode(table, columns, config.missing.value)
-        choices = (*choices, *_column_choices(columns))
+        rule = (*rule, *_column_choices(columns))
     else:
         columns = fitted.columns
         encoded, unknown = encode(table, columns)
-    choices = (*table.choices, *choices, *unknown)
+    choices = (*table.choices, *unknown)
     if fitted is not None:
         labels, sizes = _trained_target(target, fitted.sizes, config, table), fitted.sizes
     elif target is not None:
@@ -56,8 +59,30 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
         sizes = replace(sizes, in_features=encoded.shape[1])
         choices = (*choices, *found)
     inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
-    known = (choices, columns, table.rows, "data.ignore", table.ids)
+    known = ((*choices, *rule), columns, table.rows, "data.ignore", table.ids)
     return Tensors(inputs, targets, sizes, (parts[0], parts[1]), *known)
+
+
+def _divide(
+    table: Table, target: Values | None, config: Tabular, opening: Opening
+) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
+    """Training and validation rows; a column that is no input is taken out of the table."""
+    rows, column, fitted = None, config.split_by, opening.fitted
+    choices: tuple[Choice, ...] = ()
+    if column is not None and not opening.whole(config):
+        rows = split_values(table, column, config.split)
+        if column in config.ignore:
+            del table.columns[column]
+        elif config.split is SplitRule.group:
+            del table.columns[column]
+            reason = "left out of the inputs: it says which rows belong together"
+            choices = (Choice("data.split_by", column, reason),)
+    labels = None
+    if target is not None:
+        task = _task(target, config)[0] if fitted is None else fitted.sizes.task
+        labels = _classes(target)[1] if task == "classification" else None
+    train, validation, rule = opening.split(table.size, config, str(table.path), labels, rows)
+    return train, validation, (*choices, *rule)
 
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:

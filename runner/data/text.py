@@ -14,11 +14,11 @@ from runner.data.cells import Texts
 from runner.data.config import Text
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
-from runner.data.labels import check_classes
+from runner.data.labels import check_classes, trained_labels
 from runner.data.paths import existing
-from runner.data.preprocessing import Opening, trained_labels
-from runner.data.table import read_table
-from runner.errors import DataError
+from runner.data.preprocessing import Opening
+from runner.data.table import read_table, split_values
+from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
@@ -75,8 +75,11 @@ def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
     path = existing(config.path)
     passages = path.is_dir() or (path.suffix == ".txt" and not opening.labelled)
+    if passages and config.split_by is not None and not opening.whole(config):
+        problem = f"is for a column of a table, and {path} is a folder"
+        raise ConfigError("data.split", problem, "use data.split=stratified or random")
     read = _from_folders(path, opening) if passages else _from_table(config, opening)
-    texts, labels, classes, rows, choices = read
+    texts, labels, classes, rows, choices, by = read
     sequence = config.sequence
     if opening.fitted is None:
         check_classes(classes, str(path))
@@ -86,31 +89,39 @@ def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     if longer := sum(len(content) > sequence for content in texts):
         reason = f"{longer:,} of {len(texts):,} texts are longer; only their beginning is read"
         choices = (*choices, Choice("data.sequence", sequence, reason))
-    *parts, more = opening.split(len(texts), config, str(path))
+    strata = labels if opening.labelled else None
+    *parts, more = opening.split(len(texts), config, str(path), strata, by)
     known = ((parts[0], parts[1]), (*choices, *more), rows)
     return TextClassificationDataset(texts, labels, classes, sequence, *known)
 
 
-Labelled = tuple[list[bytes], np.ndarray, tuple[str, ...], RowNames, tuple[Choice, ...]]
-"""Texts, their labels, the names of the classes, those of the texts, and what was left out."""
+Labelled = tuple[
+    list[bytes], np.ndarray, tuple[str, ...], RowNames, tuple[Choice, ...], np.ndarray | None
+]
+"""Texts, their labels, the names of the classes, those of the texts, what was left out, and the
+column that the texts are divided by."""
 
 
 def _from_table(config: Text, opening: Opening) -> Labelled:
     needed = {"data.text": config.text}
     if opening.labelled:
         needed["data.target"] = config.target
+    divides = None if opening.whole(config) else config.split_by
+    if divides is not None:
+        needed["data.split_by"] = divides
     table = read_table(config, needed)
+    by = None if divides is None else split_values(table, divides, config.split)
     texts = cast("Texts", table.columns[config.text])
     encoded = [word.encode() for word in texts.words]
     contents = [encoded[code] for code in texts.codes.tolist()]
     if not opening.labelled:
-        return contents, np.zeros(len(contents), np.int64), (), table.rows, table.choices
+        return contents, np.zeros(len(contents), np.int64), (), table.rows, table.choices, None
     target = cast("Texts", table.columns[config.target])
     labels = target.codes
     if opening.fitted is not None:
         what = f"{table.path}: column {config.target!r}"
         labels = trained_labels(target.words, labels, opening.fitted.sizes.class_names, what)
-    return contents, labels, target.words, table.rows, table.choices
+    return contents, labels, target.words, table.rows, table.choices, by
 
 
 def _from_folders(root: Path, opening: Opening) -> Labelled:
@@ -119,4 +130,4 @@ def _from_folders(root: Path, opening: Opening) -> Labelled:
     for file, content in zip(files, texts, strict=True):
         if not content.strip():
             raise DataError(f"{file}: the text is empty; fill or remove the file")
-    return texts, labels, names, relative_names(root, files), ()
+    return texts, labels, names, relative_names(root, files), (), None

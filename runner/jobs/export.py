@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.data.batch import Inputs, call, count, rows
 from runner.data.preprocessing import NAME as PREPROCESSING
-from runner.data.preprocessing import Preprocessing
+from runner.data.preprocessing_file import parse_preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError
 from runner.jobs.config import ExportKind
 from runner.jobs.pipeline import RawInputModel, has_pipeline, raw_inputs
@@ -64,7 +64,7 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"file": f"{folder.name}/{path.name}"}
     entry["model"] = "float" if run.quantized is None else "int8"
     stored = run.checkpointer.preprocessing
-    preprocessing = Preprocessing.parse(stored, path) if stored else None
+    preprocessing = parse_preprocessing(stored, path) if stored else None
     try:
         if kind is ExportKind.quantized:
             _write_quantized(run, path)

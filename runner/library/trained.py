@@ -21,6 +21,7 @@ from runner.data.dataset import Dataset
 from runner.data.loader import make_loader
 from runner.data.open import open_data
 from runner.data.preprocessing import Opening, Preprocessing, check_predicts
+from runner.data.preprocessing_file import parse_preprocessing
 from runner.data.tensors import Tensors
 from runner.errors import CheckpointError, UsageError
 from runner.jobs.evaluate import build_trained
@@ -51,7 +52,7 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     if stored is None:
         problem = "was written before preprocessing was kept"
         raise CheckpointError(f"{run}: {problem}; train again or evaluate on its own data")
-    preprocessing = Preprocessing.parse(stored[1], stored[0])
+    preprocessing = parse_preprocessing(stored[1], stored[0])
     preprocessing.check_kind(config.data)
     check_predicts(preprocessing)
     return Trained(config, preprocessing, policy)

@@ -15,7 +15,7 @@ from runner import build, compose, train
 from runner.checks.config import CheckPolicy, TableConfig
 from runner.checks.table import CheckedTable, TableFindings, check_table
 from runner.data.batch import Column, Sizes
-from runner.data.config import Cancer, Tabular
+from runner.data.config import Cancer, SplitRule, Tabular
 from runner.data.dataset import Dataset
 from runner.data.embedded import cancer
 from runner.data.order import split
@@ -165,7 +165,7 @@ def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
 ) -> None:
     columns, labels, train, validation = with_copies(other_label)
     columns["id"] = np.arange(7, 7 + N)  # makes every row another one, and is left out
-    source = table(columns, labels, tmp_path)
+    source = table(columns, labels, tmp_path, split=SplitRule.random)
     found, looked = looked_at(source, shared=CheckPolicy.drop)
     assert codes(looked) == [("table.shared", "")]
     said = looked.reasons[0].evidence

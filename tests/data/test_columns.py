@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from runner.data.config import BadSamples, ColumnType, Missing, Tabular
 from runner.data.preprocessing import Opening, Preprocessing
+from runner.data.preprocessing_file import parse_preprocessing
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
@@ -42,7 +43,7 @@ def applied(source: Tensors, path: Path, **changes: Any) -> Tensors:
     """Other data as those that `source` was fitted on."""
     config = Tabular(path=str(path), target="y", **changes)
     saved = Preprocessing.of(Tabular(path="train", target="y"), source).dump()
-    return tabular(config, Opening(fitted=Preprocessing.parse(saved, path), evaluates=True))
+    return tabular(config, Opening(fitted=parse_preprocessing(saved, path), evaluates=True))
 
 
 def said(source: Tensors, key: str) -> str:
@@ -189,7 +190,7 @@ def test_preprocessing_without_newer_fields_is_read(tmp_path: Path) -> None:
     (column,) = content["columns"]
     for name in ("part", "fill", "missing", "others"):
         del column[name]
-    old = Preprocessing.parse(json.dumps(content).encode(), tmp_path)
+    old = parse_preprocessing(json.dumps(content).encode(), tmp_path)
     assert old.columns[0].fill is None and old.columns[0].mean == source.columns[0].mean
     path = write(tmp_path / "b.csv", {"age": [None, 4]})
     new = tabular(Tabular(path=str(path), target="y"), Opening(fitted=old, evaluates=True))

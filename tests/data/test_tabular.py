@@ -126,7 +126,7 @@ def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
     assert torch.equal(source.target, clean.target)
     assert source.sizes == clean.sizes
     assert source.train.tolist() == clean.train.tolist()
-    assert [c.key for c in clean.choices] == ["data.task"]
+    assert [c.key for c in clean.choices] == ["data.task", "data.split"]
     assert source.rows(5) == "line 8"  # rows keep the name of their line
 
 
