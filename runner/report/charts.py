@@ -83,8 +83,6 @@ def tick_label(value: float) -> str:
     """A tick's label."""
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    if abs(value) >= 10_000:
-        return f"{value / 1000:,.6g}k"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
