@@ -116,7 +116,7 @@ def write_capture(
         storage.make_folder(temporary)
         if checkpoint is not None:
             (temporary / CHECKPOINT).mkdir()
-            for linked in (checkpoints.MODEL, checkpoints.STATE, checkpoints.NAME):
+            for linked in (*checkpoints.read_manifest(checkpoint).files, checkpoints.NAME):
                 os.link(checkpoint / linked, temporary / CHECKPOINT / linked)
         for file, write in writers.items():
             manifest.files[file] = storage.write_file(temporary / file, partial(write, snapshot))

@@ -156,22 +156,17 @@ class Checkpointer:
         return {}
 
     def read_preprocessing(self, where: Path | None = None) -> tuple[Path, bytes] | None:
-        """The file of the newest intact one of what `restore` would read; None: it has none.
+        """The file of the newest intact one of what `restore` would read; None: there is none.
 
-        Raises CheckpointError where it is damaged in each.
+        Where each is damaged `restore` says so.
         """
-        damaged: CheckpointError | None = None
         for folder in self._readable(where):
-            try:
+            with suppress(CheckpointError):
                 facts = read_manifest(folder)
                 if manifest.PREPROCESSING not in facts.files:
                     return None
                 path = folder / manifest.PREPROCESSING
                 return path, folders.read_preprocessing(folder, facts)
-            except CheckpointError as error:
-                damaged = error
-        if damaged is not None:
-            raise damaged
         return None
 
     def _readable(self, where: Path | None) -> list[Path]:

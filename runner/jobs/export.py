@@ -80,7 +80,7 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
                 if kind is ExportKind.export and preprocessing.columns:
                     _write_example(folder)
         if stored:
-            replace_text(folder / PREPROCESSING, stored.decode())
+            (folder / PREPROCESSING).write_bytes(stored)  # as it is: it is read back
         entry["bytes"] = os.path.getsize(path)
     except OSError as error:
         raise StorageError(f"{path}: not written: {error.strerror or error}") from error

@@ -25,7 +25,7 @@ def result() -> BenchmarkResult:
     none = ArmResult("none", [], "done", step_ms=1.5, per_sample_ms=[0.1, 0.2], losses=[2.0, 1.0])
     ultra = ArmResult(
         "ultra", ["optimization=ultra"], "killed", "by SIGKILL", folder="ultra", speedup=2.0,
-        speedup_interval=(1.9, 2.1), summary={"device": {"kind": "cpu"}}, metrics={"mine": 1.0},
+        speedup_interval=(1.9, 2.1), summary={"device": {"kind": "cpu"}},
     )  # fmt: skip
     effects = [Effect("amp", added=1.2, added_interval=(1.1, 1.3), note="x")]
     return BenchmarkResult(

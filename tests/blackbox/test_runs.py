@@ -38,7 +38,7 @@ def test_the_files_of_a_runs_folder(run: Path) -> None:
     last, best = run / "checkpoints" / "last", run / "checkpoints" / "best"
     assert last.resolve().name == steps[-1] and best.resolve().name in steps
     names = {path.name for path in last.iterdir()}
-    assert names == {"model.safetensors", "state.pt", "manifest.json"}
+    assert names == {"model.safetensors", "state.pt", "preprocessing.json", "manifest.json"}
 
 
 def test_the_keys_of_summary_json(run: Path) -> None:
@@ -75,7 +75,7 @@ def test_metrics_jsonl_has_one_object_a_line_and_every_step_once(run: Path) -> N
 
 
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(run: Path, place: Path) -> None:
-    typed = [*OWN, *STEPS, "name=killed", "checkpoint.resume=auto"]
+    typed = [*OWN, *STEPS, "name=killed", "checkpoint.resume=auto", "data.workers=0"]
     killed = command(place, *typed, OWN_DIES_AT="300")  # of 24 x 16 samples and the validations
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = only(place, "outputs/runs/killed/*")
