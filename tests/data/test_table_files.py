@@ -37,7 +37,7 @@ def opened(path: str | Path, **changes: Any) -> Tensors:
 
 
 def chosen(source: Tensors) -> dict[str, Any]:
-    return {c.key: c.value for c in source.choices if c.key != "data.task"}
+    return {c.key: c.value for c in source.choices if c.key not in ("data.task", "data.split")}
 
 
 def assert_equal(a: Tensors, b: Tensors) -> None:
