@@ -9,10 +9,12 @@ preprocessing.json and with numpy alone.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,9 @@ def table_probabilities(run: Path, rows: Rows) -> np.ndarray:
 # -- the files -------------------------------------------------------------------------------------
 
 
+MLP = ("data=tabular", "model=mlp", "model.width=16")
+
+
 @dataclass(frozen=True)
 class Stranger:
     """A file to train on and one with new rows, and how they are used and understood."""
@@ -125,7 +130,7 @@ class Stranger:
     write: Callable[[Path, str], Path]  # the file in a folder of part `train` or `new`
     rows: Callable[[str], Rows]  # what its rows mean: a number, a category or a text by column
     target: str
-    overrides: tuple[str, ...] = ("data=tabular", "model=mlp", "model.width=16")
+    overrides: tuple[str, ...] = MLP
     inputs: Callable[[Known, Rows], np.ndarray] = table_inputs
     outputs: Callable[[Path, np.ndarray, Sequence[str]], np.ndarray] = mlp_outputs
     said: str = ""  # what a line of "chosen automatically" says of the new file
@@ -278,6 +283,78 @@ def write_reviews(folder: Path, part: str) -> Path:
     return write_csv(folder / f"{part}.csv", reviews_rows(part))
 
 
+def sales_rows(part: str) -> Rows:
+    """Sales of a shop."""
+    rng = np.random.default_rng(len(part))
+    rows = []
+    for count in rng.integers(1, 40, 160 if part == "train" else 60).tolist():
+        price, town = round(float(rng.normal(1500, 600)), 2), ("Köln", "Zürich")[count % 2]
+        back = "ja" if price > 1500 + 20 * count else "nein"
+        rows.append({"preis": price, "stück": count, "ort": town, "retour": back})
+    return rows
+
+
+def write_sales(folder: Path, part: str) -> Path:
+    """As a German Excel writes it: cp1252, `sep=;`, decimal commas, points between thousands."""
+    lines = ["sep=;", "preis;stück;ort;retour"]
+    for row in sales_rows(part):
+        price = f"{row['preis']:,.2f}".translate(str.maketrans(",.", ".,"))
+        lines.append(f"{price};{row['stück']};{row['ort']};{row['retour']}")
+    path = folder / f"{part}.csv"
+    path.write_bytes("".join(line + "\r\n" for line in lines).encode("cp1252"))
+    return path
+
+
+def notes_rows(part: str) -> Rows:
+    """Notes of two or more lines, quotes and tabs, and a number."""
+    rng = np.random.default_rng(len(part))
+    notes = ["late,\nbut here", 'a "gift"\r\nfrom Rome', "tab\there", "plain"]
+    rows = []
+    for weight in rng.normal(3, 1, 160 if part == "train" else 60).tolist():
+        note = notes[rng.integers(4)]
+        kind = "large" if weight + (note == "plain") > 3 else "small"
+        rows.append({"note": note, "weight": weight, "kind": kind})
+    return rows
+
+
+def write_notes(folder: Path, part: str) -> Path:
+    """Gzipped, with tabs between cells and line breaks in quotes, and no last line break."""
+    plain = write_csv(folder / "plain.csv", notes_rows(part), separator="\t")
+    path = folder / f"{part}.tsv.gz"
+    path.write_bytes(gzip.compress(plain.read_bytes().removesuffix(b"\r\n")))
+    return path
+
+
+def readings_rows(part: str) -> Rows:
+    """Readings of a device."""
+    rng = np.random.default_rng(len(part))
+    rows = []
+    for place in range(160 if part == "train" else 60):
+        volts = Decimal(int(rng.integers(1000, 3000))) / 100
+        device = ("a", "b", "c")[rng.integers(3)]
+        alarm = "yes" if volts > 20 + 3 * (device == "b") else "no"
+        # seconds since midnight; an integer of 64 bits without a sign
+        counted = {"clock": float(place * 60), "count": int(rng.integers(2**40))}
+        rows.append({"volts": float(volts), "device": device, **counted, "alarm": alarm})
+    return rows
+
+
+def write_readings(folder: Path, part: str) -> Path:
+    """Parquet with decimals, a dictionary, times, large integers, and a list that is ignored."""
+    columns = {name: [row[name] for row in readings_rows(part)] for name in readings_rows(part)[0]}
+    table = pyarrow.table({
+        "trace": [[1.0, 2.0]] * len(columns["alarm"]),
+        "volts": pyarrow.array([Decimal(str(v)) for v in columns["volts"]]),
+        "device": pyarrow.array(columns["device"]).dictionary_encode(),
+        "clock": pyarrow.array([int(v) for v in columns["clock"]], pyarrow.time32("s")),
+        "count": pyarrow.array(columns["count"], pyarrow.uint64()),
+        "alarm": pyarrow.array(columns["alarm"], pyarrow.large_string()),
+    })  # fmt: skip
+    path = folder / f"{part}.parquet"
+    parquet.write_table(table, path)
+    return path
+
+
 SMALL_CLASSIFIER = ("model=classifier", "model.width=16", "model.depth=1", "optimizer.lr=1e-2")
 STRANGERS = [
     Stranger("columns in another order, numbers shifted", write_shifted, shifted_rows, "buys"),
@@ -297,6 +374,17 @@ STRANGERS = [
         "many categories", write_products, products_rows, "sold",
         ("data=tabular", "model=mlp", "model.width=16", "data.categories=10"),
         said="column 'product': categories unknown or rare in training: 'new ",
+    ),
+    Stranger(
+        "excel's csv", write_sales, sales_rows, "retour",
+        (*MLP, "data.encoding=cp1252", "data.thousands=point"), said="the first line says so",
+    ),
+    Stranger(
+        "tabs and line breaks in gzip", write_notes, notes_rows, "kind",
+        said="the header has 2",
+    ),
+    Stranger(
+        "types of parquet", write_readings, readings_rows, "alarm", (*MLP, "data.ignore=[trace]"),
     ),
     Stranger("prices", write_houses, houses_rows, "price"),
     Stranger(
