@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,10 +102,12 @@ def read_table(
             return list(dict.fromkeys([*trained, *wanted, *(n for n in fitted.ids if n in names)]))
         others = {"data.ignore": ignore or (), TYPES: declared}
         asked = [(key, name) for key, columns in others.items() for name in columns]
-        for key, name in [*needed.items(), *asked]:
-            if name not in names:
-                near = suggestion(name, names, "its columns are")
-                raise ConfigError(key, f"{path} has no column {name!r}", near)
+        absent = [(key, name) for key, name in [*needed.items(), *asked] if name not in names]
+        if absent:
+            near = "; ".join(suggestion(n, names, "its columns are") for _, n in absent[:NAMED])
+            listed = ", ".join(f"{name!r} ({key})" for key, name in absent[1:])
+            more = f", nor {listed}" if listed else ""
+            raise ConfigError(absent[0][0], f"{path} has no column {absent[0][1]!r}{more}", near)
         return wanted if ignore is None else [n for n in names if n in wanted or n not in ignore]
 
     def kind(name: str) -> Kind:
@@ -138,16 +142,16 @@ def read_table(
             for row, problem in cells.items():
                 text = f", column {name!r}: {problem}"
                 collected.setdefault(int(content.numbers[row]), text)
-    choices = (
-        content.choices
-        + choices
-        + _without(
-            path, content.word, bad, total, config.bad_samples is BadSamples.drop, config, KEY
-        )
-    )
     for line in bad:
         gaps.pop(line, None)
-    choices += _without(path, content.word, gaps, total, policy is Missing.drop, config, GAPS)
+    drops = {KEY: config.bad_samples is BadSamples.drop, GAPS: policy is Missing.drop}
+    left = {KEY: bad, GAPS: gaps}
+    _refuse(
+        path, content.word, {k: rows for k, rows in left.items() if not drops[k]}, total, config
+    )
+    choices = content.choices + choices
+    for key, left_rows in left.items():
+        choices += _without(path, content.word, left_rows, total, config, key)
     choices += tuple(_type_choices(columns, content))
     left_out = [*bad, *gaps]
     usable = ~np.isin(content.numbers, left_out) if left_out else slice(None)
@@ -216,23 +220,46 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
     return kinds
 
 
+def _refuse(
+    path: Path, word: str, problems: Mapping[str, Mapping[int, str]], total: int, config: DataConfig
+) -> None:
+    """Raise for rows that cannot be used, all kinds in one message, with the keys that drop them.
+
+    `problems` are by the key that drops them, and by row.
+    """
+    texts = [text for rows in problems.values() for text in _kinds(word, rows)]
+    if not texts:
+        return
+    keys = [f"{key}=drop" for key, rows in problems.items() if rows]
+    share = max(len(rows) for rows in problems.values()) / total
+    if share > config.most_bad:
+        keys.append(f"data.most_bad={min(math.ceil(100 * share) / 100, 0.99)}")
+    fill = f", fill the missing with {GAPS}=mean" if problems.get(GAPS) else ""
+    fix = f"correct them{fill}, leave out a column with data.ignore, or run with {' '.join(keys)}"
+    raise DataError(f"{path}: {'; '.join(texts)}; {fix}")
+
+
+def _kinds(word: str, problems: Mapping[int, str]) -> list[str]:
+    """Each kind of problem with its first row, how many rows have it, and the next ones."""
+    kinds = dict[str, list[int]]()
+    for row in sorted(problems):
+        kinds.setdefault(re.sub(": .* is ", ": is ", problems[row]), []).append(row)
+    texts = []
+    for rows in kinds.values():
+        following = ", ".join(map(str, rows[1:NAMED]))
+        more = f" ({len(rows):,} {word}s in all: also {following}" if following else ""
+        more += (", …)" if len(rows) > NAMED else ")") if more else ""
+        texts.append(f"{word} {rows[0]}{problems[rows[0]]}{more}")
+    return texts
+
+
 def _without(
-    path: Path,
-    word: str,
-    problems: Mapping[int, str],
-    total: int,
-    drops: bool,
-    config: DataConfig,
-    key: str,
+    path: Path, word: str, problems: Mapping[int, str], total: int, config: DataConfig, key: str
 ) -> tuple[Choice, ...]:
-    """What is said of the rows that `key` leaves out; the first is an error unless it `drops`."""
+    """What is said of the rows that `key` leaves out."""
     if not problems:
         return ()
     texts = [f"{word} {number}{problems[number]}" for number in sorted(problems)]
-    if not drops:
-        fill = f"fill such cells with {GAPS}=mean, " if key == GAPS else "correct it, "
-        fix = f"{fill}leave such rows out with {key}=drop, or the column with data.ignore"
-        raise DataError(f"{path}: {texts[0]}; {fix}")
     more = f"; and {len(texts) - NAMED:,} more" if len(texts) > NAMED else ""
     examples = "; ".join(texts[:NAMED]) + more
     if len(texts) / total > config.most_bad:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from runner.data.config import CsvFormat, Tabular
+from runner.data.config import BadSamples, CsvFormat, Tabular
 from runner.data.config import Text as TextConfig
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
@@ -302,3 +302,27 @@ def test_nested_and_binary_columns_are_refused_by_name_unless_they_are_ignored(
     with pytest.raises(DataError, match=message):
         opened(path)
     assert_equal(opened(path, ignore=list(nested)), opened(written(tmp_path)))
+
+
+# -- problems --------------------------------------------------------------------------------------
+
+
+def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Path) -> None:
+    rows = [f"{i},{'ab'[i % 2]}\n" for i in range(30)]
+    rows += ["1\n", "1e99,a\n", "1,a,b\n"] + ["2e99,\n"] * 2 + ["1,\n"] * 8
+    path = write(tmp_path, "".join(["x,y\n", *rows]))
+    with pytest.raises(DataError) as raised:
+        opened(path)
+    message = str(raised.value)
+    for part in (
+        "line 32 has 1 values, and the header names 2 columns; ",
+        "line 34 has 3 values, and the header names 2 columns; ",
+        "line 33, column 'x': 1e+99 is too large for float32 (3 lines in all: also 35, 36); ",
+        "column 'y': the value is missing (8 lines in all: also 38, 39, 40, 41, …); ",
+    ):
+        assert part in message
+    assert message.endswith("or run with data.bad_samples=drop data.most_bad=0.31")
+    source = opened(path, bad_samples=BadSamples.drop, most_bad=0.31)
+    assert len(source.target) == 30
+    with pytest.raises(ConfigError, match=r"no column 'x1', nor 'z' \(data.ignore\).*'x'"):
+        tabular(Tabular(path=path, target="x1", ignore=["z"]))
