@@ -18,7 +18,8 @@ from runner.captures.run_captures import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config
-from runner.data.dataset import Dataset
+from runner.data.config import UNCOUNTED
+from runner.data.dataset import Dataset, has_rare_class
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
@@ -227,8 +228,18 @@ class _Build:
     def make_objective(self) -> None:
         """The objective, and the metric that decides which checkpoint is best."""
         config = self.config
+        counts, weights = self.data.class_counts(), None
+        asked = config.objective.class_weights is not None
+        rare = config.data.sampler is None and counts is not None and has_rare_class(counts)
+        trains = config.job.kind not in EVALUATING and self.given.objective is None
+        if trains and config.objective._target_ is None and (asked or rare):
+            from runner.objectives.class_weights import choose_class_weights
+
+            weights, choice = choose_class_weights(config.objective, self.data.sizes, counts)
+            weights = None if weights is None else weights.to(self.device.torch)
+            self.choices += choice
         self.objective = self.given.objective or build_objective(
-            config.objective, self.data.sizes, self.look_up
+            config.objective, self.data.sizes, self.look_up, weights
         )
         self.monitor = monitored(self.objective, config.training.monitor)
 
@@ -244,10 +255,14 @@ class _Build:
 
     def training_set(self, **how: Any) -> BatchLoader:
         """Batches of the training set, epoch after epoch."""
-        shuffle = self.config.data.shuffle
-        return self.loader(
-            indices=self.data.train, shuffle=shuffle, repeat=True, augment=True, **how
-        )
+        shuffle, labels = self.config.data.shuffle, None
+        if self.config.data.sampler is not None:
+            labels = self.data.labels()
+            if labels is None:
+                raise ConfigError("data.sampler", UNCOUNTED, "leave it out")
+            labels = labels[self.data.train]
+        how |= {"shuffle": shuffle, "repeat": True, "augment": True, "labels": labels}
+        return self.loader(indices=self.data.train, **how)
 
     def start_builder(self) -> None:
         """The RunBuilder, which techniques read and change."""

@@ -34,6 +34,11 @@ FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
 
 AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
 
+UNCOUNTED = (
+    "needs one class for each sample, known before it is read (a user's data set: an attribute "
+    "`targets`)"
+)
+
 
 class BadSamples(Enum):
     """What is done about samples that cannot be used."""
@@ -89,6 +94,8 @@ class DataConfig:
     bad_samples: BadSamples = BadSamples.stop  # rows of a table that cannot be used
     most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
     shuffle: bool = True
+    # balanced: training draws each class equally often, rare samples repeatedly; same epoch length
+    sampler: str | None = None
     drop_last: bool = False
     workers: int | None = bounded(None, min=0)  # None: chosen from where the data lies
     prefetch: int | None = bounded(None, min=1)  # batches each worker holds ready
@@ -101,6 +108,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "data")
+        if self.sampler not in (None, "balanced"):
+            raise ConfigError(
+                "data.sampler", f"no sampler {self.sampler!r}", "use balanced or null"
+            )
+        if self.sampler is not None and not self.shuffle:
+            problem = "draws samples in a random order, and data.shuffle=false"
+            raise ConfigError("data.sampler", f"{self.sampler} {problem}", "leave one of them out")
         table = self.kind in ("tabular", "text") and self._target_ is None
         if self.bad_samples is BadSamples.drop and not table:
             problem = "drop is for tables, whose rows are all read beforehand"

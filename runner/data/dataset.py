@@ -12,6 +12,18 @@ from runner.data.batch import Batch, Column, RowNames, Sizes
 from runner.techniques.base import Choice
 
 
+def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
+    """A target with one class for each sample, as a vector; else None."""
+    target = np.asarray(target)
+    one_each = sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
+    return target if one_each else None
+
+
+def has_rare_class(counts: np.ndarray) -> bool:
+    """Whether a class has under 5 % of the samples, and under half of an even share."""
+    return bool(counts.min() < min(0.05, 0.5 / len(counts)) * counts.sum())
+
+
 class Dataset(ABC):
     """Samples by index. `fetch` must depend on nothing but its arguments.
 
@@ -29,6 +41,18 @@ class Dataset(ABC):
     columns: tuple[Column, ...] = ()  # of a table, as fitted
     rows: RowNames = RowNames()  # what a message calls a sample
     ids: Mapping[str, Any] = {}  # columns of numpy or arrow that name the samples; not trained on
+
+    def labels(self) -> np.ndarray | None:
+        """The class of every sample, where it is known without reading each; else None."""
+        return None
+
+    def class_counts(self) -> np.ndarray | None:
+        """Training samples of each class; None where `labels` are not known."""
+        labels = self.labels()
+        if labels is None or not self.sizes.classes:
+            return None
+        trained = labels[self.train]  # a negative one stands for no class
+        return np.bincount(trained[trained >= 0], minlength=self.sizes.classes)
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:

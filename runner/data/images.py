@@ -58,7 +58,7 @@ class ImageFolder(Dataset):
 
         kinds = ", ".join(sorted(SUFFIXES))
         files, labels, names = labelled_files(root, opening, takes, f"images ({kinds})")
-        self.files, self.labels = files, torch.from_numpy(labels)
+        self.files, self.target = files, torch.from_numpy(labels)
         self.rows = relative_names(root, files)
         for number in np.linspace(0, len(files) - 1, min(HEADS, len(files))).astype(int):
             with self._named_errors(files[number]):
@@ -97,7 +97,11 @@ class ImageFolder(Dataset):
                 image = ImageOps.exif_transpose(file).convert(self.mode)
             batch[row] = np.asarray(self._crop(image, rng)).reshape(batch.shape[1:])
         images = torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
-        return images, self.labels[torch.from_numpy(indices)]
+        return images, self.target[torch.from_numpy(indices)]
+
+    def labels(self) -> np.ndarray:
+        """The folders' numbers."""
+        return self.target.numpy()
 
     def _crop(self, image: Image, rng: np.random.Generator | None) -> Image:
         from PIL.Image import Resampling, Transpose

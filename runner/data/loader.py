@@ -46,11 +46,13 @@ def make_loader(
     repeat: bool,
     augment: bool,
     placements: Sequence[Callable[[Batch], Batch]] = (),
+    labels: np.ndarray | None = None,
 ) -> BatchLoader:
     """Batches of the samples `indices`; with `repeat` epoch after epoch, else one pass.
 
     `data.drop_last` counts for training only: a single pass leaves no sample out. `placements` are
-    applied to each batch on the device. Raises ConfigError or DataError where there is no batch.
+    applied to each batch on the device; of the classes in `labels`, those of `indices`, each is
+    drawn equally often. Raises ConfigError or DataError where there is no batch.
     """
     n = len(indices)
     if n == 0:
@@ -67,6 +69,7 @@ def make_loader(
         seed=seed,
         shuffle=shuffle,
         seeds=augment and source.augments,
+        labels=labels,
     )
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.type == "cuda" and config.pin_memory is not False

@@ -13,7 +13,7 @@ from runner.data.seeds import mix
 from runner.errors import DataError
 
 # Which of the streams; without it a split and a shuffle with the same seed would be the same order.
-_SPLIT, _SHUFFLE, _SAMPLE, _EPOCH = range(4)
+_SPLIT, _SHUFFLE, _SAMPLE, _EPOCH, _BALANCE = range(5)
 
 
 def split(
@@ -40,6 +40,24 @@ def split_hash(split_seed: int, indices: np.ndarray) -> np.ndarray:
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """The order of `n` samples in that epoch, int64. Costs 30 µs for 1,400 samples."""
     return np.argsort(_hash(mix(_SHUFFLE, seed, epoch), np.arange(n)), kind="stable")
+
+
+def balanced(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places in `labels`, as many as there are, and how often each was drawn before in that epoch.
+
+    Of k classes every k consecutive places have one of each, in random order. A class is gone
+    through in the order of `permutation`, and once more from its start until the epoch is full: of
+    a frequent class each epoch has others.
+    """
+    n, shuffled = len(labels), permutation(seed, epoch, len(labels))
+    grouped = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    _, starts, counts = np.unique(labels[grouped], return_index=True, return_counts=True)
+    classes = len(counts)
+    slots = np.arange(-(-n // classes) * classes)
+    drawn = _hash(mix(_BALANCE, seed, epoch), slots)
+    slots = np.lexsort((drawn, slots // classes))[:n]
+    turn, which = np.divmod(slots, classes)
+    return grouped[starts[which] + turn % counts[which]], turn // counts[which]
 
 
 def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
@@ -78,15 +96,24 @@ class BatchSampler:
         seed: int,
         shuffle: bool,
         seeds: bool,  # whether the samples get seeds
+        labels: np.ndarray | None = None,  # of `indices`: draw each class equally often
     ) -> None:
         self.indices, self.batch_size, self.batches = indices, batch_size, batches
         self.seed, self.shuffle, self.seeds = seed, shuffle, seeds
-        self._epoch, self._order = -1, indices
+        self.labels = labels
+        self._epoch, self._order, self._repeats = -1, indices, np.zeros_like(indices)
 
     def batch(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The samples of that batch of the epoch, and their seeds."""
         if epoch != self._epoch and self.shuffle:
-            self._order = self.indices[permutation(self.seed, epoch, len(self.indices))]
-            self._epoch = epoch
-        chosen = self._order[number * self.batch_size : (number + 1) * self.batch_size]
-        return chosen, sample_seeds(self.seed, epoch, chosen) if self.seeds else None
+            if self.labels is None:
+                places = permutation(self.seed, epoch, len(self.indices))
+            else:
+                places, self._repeats = balanced(self.seed, epoch, self.labels)
+            self._order, self._epoch = self.indices[places], epoch
+        part = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        chosen = self._order[part]
+        if not self.seeds:
+            return chosen, None
+        # a sample that is drawn again is augmented in another way
+        return chosen, sample_seeds(self.seed, epoch, chosen + (self._repeats[part] << 32))

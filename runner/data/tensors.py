@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.data.batch import Batch, Column, RowNames, Sizes
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, class_labels
 from runner.techniques.base import Choice
 
 
@@ -39,6 +39,10 @@ class Tensors(Dataset):
         """A copy of the rows."""
         rows = torch.from_numpy(indices)
         return self.inputs.index_select(0, rows), self.target.index_select(0, rows)
+
+    def labels(self) -> np.ndarray | None:
+        """The target, where it is a class."""
+        return class_labels(self.target, self.sizes)
 
     def named_columns(self) -> tuple[Column, ...]:
         """The columns, if the samples are rows of a table; `x[3]` where they have no name."""

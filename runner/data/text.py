@@ -49,7 +49,7 @@ class TextClassificationDataset(Dataset):
             rows[row, : len(ids)] = ids
             lengths[row] = len(ids)
         self.tokens, self.lengths = torch.from_numpy(rows), torch.from_numpy(lengths)
-        self.labels = torch.from_numpy(labels.astype(np.int64))
+        self.target = torch.from_numpy(labels.astype(np.int64))
         self.positions = torch.arange(sequence)
         self.train, self.validation = parts
         self.choices = choices
@@ -61,7 +61,11 @@ class TextClassificationDataset(Dataset):
         rows = torch.from_numpy(indices)
         mask = self.positions < self.lengths[rows, None]
         inputs = {"input_ids": self.tokens[rows].long(), "attention_mask": mask.long()}
-        return inputs, self.labels[rows]
+        return inputs, self.target[rows]
+
+    def labels(self) -> np.ndarray:
+        """The class of each passage."""
+        return self.target.numpy()
 
 
 def cut(text: bytes, sequence: int) -> list[np.ndarray]:

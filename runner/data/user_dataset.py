@@ -15,7 +15,7 @@ import torch
 from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
 from runner.data.config import DataConfig
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.order import sample_seeds
@@ -58,6 +58,13 @@ class UserDataset(Dataset):
                 if self.sample_seconds < SLOW_S:
                     with suppress(DataError):  # it is raised when its batch is fetched
                         self._timed_sample(index)
+
+    def labels(self) -> np.ndarray | None:
+        """Its `targets`, as torchvision calls them, where it has them."""
+        with suppress(TypeError, ValueError):  # of other types
+            labels = class_labels(getattr(self.dataset, "targets", None), self.sizes)
+            return labels if labels is not None and len(labels) == len(self.dataset) else None
+        return None
 
     def _timed_sample(self, index: int) -> tuple[Nest, Nest]:
         started = time.perf_counter()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner.data.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import tensors, tree_map
 from runner.errors import UsageError
 from runner.optim.optimizer import Optimizer, unfit
@@ -85,6 +85,11 @@ class InMemory(Dataset):
         """Copies of the rows."""
         inputs, target = take_rows(self.nest, torch.from_numpy(indices), self.n)
         return inputs, target
+
+    def labels(self) -> np.ndarray | None:
+        """The target, where it is a class."""
+        target = self.nest[1]
+        return class_labels(target, self.sizes) if isinstance(target, Tensor) else None
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from runner.data.batch import Sizes
 from runner.data.config import AS_CLASSES
@@ -18,14 +18,28 @@ from runner.security.registry import assembled, construct
 
 Resolve = Callable[[str, str], Any]
 KEY = "objective._target_"
+RARE = (
+    0.05  # share of the training samples under which a class is rare, if it is half of an even one
+)
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
 KNOBS = {
+    "loss": ("classification", "regression"),
+    "gamma": ("classification",),
+    "delta": ("regression",),
+    "class_weights": ("classification",),
     "label_smoothing": ("classification",),
     "ignore_index": ("classification", "language_modelling"),
 }
 
 
-def build_objective(config: ObjectiveConfig, sizes: Sizes, resolve: Resolve) -> Objective:
+LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
+"""By kind; the first is the default."""
+OF_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
+
+
+def build_objective(
+    config: ObjectiveConfig, sizes: Sizes, resolve: Resolve, class_weights: Tensor | None = None
+) -> Objective:
     """The objective that `config` asks for; `auto` takes the one that fits the data's task.
 
     Raises ConfigError when it does not fit the data.
@@ -48,6 +62,7 @@ def build_objective(config: ObjectiveConfig, sizes: Sizes, resolve: Resolve) -> 
         problem = f"{kind} does not fit the data, whose task is {sizes.task!r}"
         fix = f"if the targets are classes, {AS_CLASSES}" if labels else fix
         raise ConfigError("objective.kind", problem, fix)
+    loss = _loss(config, kind)
     if kind == "language_modelling":  # a run imports the objective that it has
         from runner.objectives.language_modelling import LanguageModelling
 
@@ -55,14 +70,30 @@ def build_objective(config: ObjectiveConfig, sizes: Sizes, resolve: Resolve) -> 
     if kind == "regression":
         from runner.objectives.regression import RegressionObjective
 
-        return RegressionObjective(sizes.target_mean, sizes.target_deviation)
+        return RegressionObjective(sizes.target_mean, sizes.target_deviation, loss, config.delta)
     if sizes.classes is None:
         problem = "classification needs the number of classes, which the data does not state"
         raise ConfigError("objective", problem, "give the data set a `classes`")
     from runner.objectives.classification import Classification
 
     smoothing, top_k, ignored = config.label_smoothing, config.top_k, config.ignore_index
-    return Classification(sizes.classes, sizes.class_names, smoothing, top_k, ignored)
+    gamma = config.gamma if loss == "focal" else None
+    knobs = smoothing, top_k, ignored, class_weights, gamma
+    return Classification(sizes.classes, sizes.class_names, *knobs)
+
+
+def _loss(config: ObjectiveConfig, kind: str) -> str:
+    """The loss by its name; ConfigError for another kind's, and for knobs that it has not."""
+    names = LOSSES.get(kind, ("cross_entropy",))
+    loss = config.loss or names[0]
+    if loss not in names:
+        fix = f"there are {', '.join(names)}"
+        raise ConfigError("objective.loss", f"there is no {loss!r} for {kind}", fix)
+    for knob, wanted in OF_LOSS.items():
+        if getattr(config, knob) != getattr(ObjectiveConfig, knob) and loss != wanted:
+            fix = f"it is for objective.loss={wanted}"
+            raise ConfigError(f"objective.{knob}", f"means nothing to {loss}", fix)
+    return loss
 
 
 def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve) -> Objective:

@@ -19,7 +19,8 @@ MATRIX = 200  # classes up to which all pairs are counted
 class Classification(Objective):
     """Cross-entropy, accuracies (top-k, per class), macro-F1, AUROC, and the confusion matrix.
 
-    Output: logits [batch, classes, …]; target: class indices [batch, …].
+    Output: logits [batch, classes, …]; target: class indices [batch, …]. `class_weights` are for
+    training; no metric is weighted by them. `gamma`: the focal loss in place of cross-entropy.
     """
 
     monitor = "val/accuracy"
@@ -32,16 +33,18 @@ class Classification(Objective):
         label_smoothing: float = 0.0,
         top_k: int = 5,
         ignore_index: int | None = -100,
+        class_weights: Tensor | None = None,
+        gamma: float | None = None,
     ) -> None:
         self.classes = classes
         known = len(class_names) == classes
         self.class_names = class_names if known else tuple(map(str, range(classes)))
         self.top_k = top_k if 1 < top_k < classes else None  # else it says 1, or accuracy again
-        self.loss = CrossEntropy(ignore_index, label_smoothing)
+        self.loss = CrossEntropy(ignore_index, label_smoothing, class_weights, gamma)
         self.indices, self.ignored = classes, ignore_index
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Mean cross-entropy, 0-d."""
+        """Mean loss, 0-d."""
         logits = self._logits(output)
         return self.loss.mean(logits, target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,13 @@ class ObjectiveConfig:
     kind: str = "auto"  # auto: the one that fits the data's task
     _target_: str | None = None  # a callable of the user's own: (output, target) -> mean loss
     arguments: dict[str, Any] = field(default_factory=dict)
+    # classification: cross_entropy | focal; regression: mse | mae | huber; null: the first
+    loss: str | None = None
+    gamma: float = bounded(2.0, min=0)  # focal: how much less samples count that are right already
+    delta: float = bounded(1.0, above=0)  # huber: the error, in deviations, from which it is linear
+    # null | balanced (training samples / (classes * those of the class)) | a weight for each class;
+    # for the training loss, metrics are not weighted
+    class_weights: Any = None
     label_smoothing: float = bounded(0.0, min=0, below=1)  # classification
     top_k: int = bounded(5, min=1)  # classification: a second accuracy
     # Targets of this value carry no loss. None: there are none, which saves counting them on the
@@ -28,3 +36,10 @@ class ObjectiveConfig:
         if self.kind not in KINDS:
             raise ConfigError("objective.kind", f"no objective {self.kind!r}", f"one of {KINDS}")
         check_bounds(self, "objective")
+        weights = self.class_weights
+        numbers = isinstance(weights, list) and all(
+            type(x) in (int, float) and 0 < x < math.inf for x in weights
+        )
+        if weights not in (None, "balanced") and not numbers:
+            fix = "use balanced, null, or a number above 0 for each class: [1, 2.5]"
+            raise ConfigError("objective.class_weights", f"cannot be {weights!r}", fix)

@@ -15,12 +15,20 @@ NEVER = -(2**31)  # no target is this; torch's default would drop every -100 wit
 
 
 class CrossEntropy:
-    """The mean over the targets that are not `ignore_index`.
+    """The mean over the targets that are not `ignore_index`, weighted by their classes' weights.
 
-    With None all of them count, so that their number is known from the shape.
+    With None all of them count, so that their number is known from the shape. `gamma`: the focal
+    loss, (1 - p)^gamma times the cross-entropy -log p (Lin et al. 2017, arXiv:1708.02002).
     """
 
-    def __init__(self, ignore_index: int | None = -100, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
+        class_weights: Tensor | None = None,
+        gamma: float | None = None,
+    ) -> None:
+        self.class_weights, self.gamma = class_weights, gamma
         self.ignore_index = ignore_index
         self.skip = NEVER if ignore_index is None else ignore_index
         self.label_smoothing = label_smoothing
@@ -31,8 +39,15 @@ class CrossEntropy:
         `logits` [n, classes, …], `target` [n, …]. Raises a UsageError that names what is wrong.
         """
         try:
+            if self.gamma is not None:
+                return self._mean_focal(logits, target)
+            weights = self.class_weights
             return F.cross_entropy(
-                logits, target, ignore_index=self.skip, label_smoothing=self.label_smoothing
+                logits,
+                target,
+                weight=None if weights is None else weights.to(logits.dtype),
+                ignore_index=self.skip,
+                label_smoothing=self.label_smoothing,
             )
         except (IndexError, RuntimeError, ValueError) as error:
             if (problem := self.problem(logits.shape, target)) is None:
@@ -50,12 +65,34 @@ class CrossEntropy:
             raise problem from error
 
     def each(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The loss of each target, 0 for those ignored."""
+        """The loss of each target without weights, 0 for those ignored."""
         how: Any = {"ignore_index": self.skip, "label_smoothing": self.label_smoothing}
-        return F.cross_entropy(logits, target, reduction="none", **how)
+        loss = F.cross_entropy(logits, target, reduction="none", **how)
+        if self.gamma is None:
+            return loss
+        # where p is 1, the slope of a power below 1 is infinite
+        return (-torch.expm1(-loss)).clamp_min(1e-12) ** self.gamma * loss
+
+    def _mean_focal(self, logits: Tensor, target: Tensor) -> Tensor:
+        each, weights = self.each(logits, target), self._weights(target)
+        total = weights.sum()
+        mean = (each * weights.to(each.dtype)).sum() / torch.where(total > 0, total, 1)
+        return torch.where(total > 0, mean, torch.nan)
+
+    def _weights(self, target: Tensor) -> Tensor:
+        """Of each target, 0 for those ignored."""
+        counts = self.counts(target)
+        if self.class_weights is None:
+            return counts
+        return self.class_weights[torch.where(counts, target, 0).long()] * counts
 
     def weight(self, target: Tensor) -> Tensor | int:
-        """How many targets count; a tensor when the device has to count them."""
+        """What the mean divides by: how many targets count, or the sum of their weights.
+
+        A tensor when the device has to count them.
+        """
+        if self.class_weights is not None:
+            return self._weights(target).sum()
         if self.ignore_index is None:
             return target.numel()
         return (target != self.ignore_index).sum()

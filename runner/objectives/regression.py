@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -22,20 +24,28 @@ class RegressionObjective(Objective):
     and the loss is in that unit; the other metrics are in the target's own.
     """
 
-    def __init__(self, mean: float = 0.0, deviation: float = 1.0) -> None:
+    def __init__(
+        self, mean: float = 0.0, deviation: float = 1.0, loss: str = "mse", delta: float = 1.0
+    ) -> None:
         self.mean, self.deviation = mean, deviation
+        losses: dict[str, Callable[..., Tensor]] = {
+            "mse": F.mse_loss,
+            "mae": F.l1_loss,
+            "huber": partial(F.huber_loss, delta=delta),
+        }
+        self.loss = losses[loss]
 
     monitor = "val/loss"
     higher_is_better = False
     indices = 0
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Mean squared error over samples and targets, 0-d."""
+        """Mean loss over samples and targets, 0-d."""
         predicted = model_output.logits(output)
         target = self._like(predicted, target)
         if self.mean or self.deviation != 1.0:
             target = (target - self.mean) / self.deviation
-        return F.mse_loss(predicted, target)
+        return self.loss(predicted, target)
 
     def weight(self, target: Tensor) -> int:
         """How many samples there are."""
@@ -50,7 +60,9 @@ class RegressionObjective(Objective):
         predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
         target = target.double().reshape(len(target), -1)
         error = predicted - target
+        each = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
         return {
+            "loss": each.sum(0),
             "count": torch.full((), len(error), device=error.device),
             "squared_error": error.square().sum(0),
             "absolute_error": error.abs().sum(0),
@@ -68,7 +80,7 @@ class RegressionObjective(Objective):
         squared_error = totals["squared_error"]
         mse = squared_error.mean().item() / count
         values = {
-            "loss": mse / self.deviation**2,
+            "loss": totals["loss"].mean().item() / count,
             "mse": mse,
             "mae": totals["absolute_error"].mean().item() / count,
             "rmse": sqrt(mse),

@@ -131,9 +131,10 @@ def _judged_on(settings: Mapping[str, Any], monitor: str) -> str:
         return next(filter(None, named), None) or settings.get(group)
 
     parts = [chosen("data"), settings.get("data.path"), settings.get("data.target")]
-    objective = chosen("objective")
-    if monitor == "val/loss" and objective not in (None, "auto"):  # the loss depends on it
-        parts += ["with", objective]
+    objective = chosen("objective"), settings.get("objective.loss")
+    named = [name for name in objective if name not in (None, "auto")]
+    if monitor == "val/loss" and named:  # the loss depends on it
+        parts += ["with", *named]
     return " ".join(str(part) for part in parts if part)
 
 

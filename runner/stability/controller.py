@@ -14,13 +14,6 @@ from runner.checkpoint.sound import finite, is_statistic, masks
 from runner.errors import GaveUp
 from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
-from runner.stability.messages import (
-    Decision,
-    describe_fault,
-    describe_giving_up,
-    describe_remedy,
-    restore_decision,
-)
 from runner.stability.policy import RecoveryTable
 from runner.stability.spike import Spikes
 from runner.training.hook import Report
@@ -28,6 +21,7 @@ from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.optim.optimizer_step import OptimizerStep
+    from runner.stability.messages import Decision  # imported when a step is bad
 
 log = logging.getLogger("runner")
 
@@ -100,6 +94,8 @@ class StabilityController:
 
     def ask(self, run: Run) -> None:
         """A hook wants a roll-back: the first row that is one says how, but for its kind."""
+        from runner.stability.messages import Decision
+
         rows = [i for i, rule in enumerate(self.table.rules) if rule.action is Action.rollback]
         left = self.table.can_roll_back(run.progress.rollbacks)
         row = (rows[0] if rows else -1) if left else None
@@ -119,6 +115,8 @@ class StabilityController:
         decision.outdated = False
         rule = self._rule(decision)
         if rule is None or rule.action is Action.stop:
+            from runner.stability.messages import describe_giving_up
+
             self.decision = None  # a run that continues from here, under another table, may
             first = next((row for row in self.anomalies if row.capture), None)
             rollbacks = run.progress.rollbacks
@@ -166,6 +164,8 @@ class StabilityController:
         if decision.kind != "asked" and row is not None:
             decision.row = self._fitting(run, BadStepKind[decision.kind], row + 1)
         if decision.row is not None:  # else the last words say so
+            from runner.stability.messages import describe_remedy
+
             then = describe_remedy(self._rule(decision))
             log.warning("there is no good checkpoint to go back to; instead: %s", then)
 
@@ -220,6 +220,8 @@ class StabilityController:
 
     def _respond(self, run: Run, kind: BadStepKind, anomaly: Anomaly) -> None:
         """Decide, capture and record; nothing is carried out yet."""
+        from runner.stability.messages import describe_fault
+
         step = anomaly.step
         if step > self.forgotten:
             run.progress.consecutive_skips += 1
@@ -250,6 +252,8 @@ class StabilityController:
 
     def _decide(self, run: Run, kind: BadStepKind, anomaly: Anomaly, message: str) -> str:
         """Set the decision, where none is pending; the action in words."""
+        from runner.stability.messages import Decision, describe_remedy
+
         many, fatal = run.progress.consecutive_skips, self.raises and kind in FATAL
         action = "skipped" if anomaly.skipped else ""
         pending = self.decision is not None or anomaly.step <= self.settled
@@ -311,6 +315,8 @@ class StabilityController:
         self.spikes.load(state["spikes"])
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])
+        from runner.stability.messages import restore_decision
+
         fatal = FATAL if self.raises else ()
         self.decision = restore_decision(state["decision"], self.anomalies, self.spikes, fatal)
         if self.decision is not None and not (self.decision.raises or self.config.guard):

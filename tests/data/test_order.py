@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runner.data.order import BatchSampler, permutation, sample_seeds, split
+from runner.data.order import BatchSampler, balanced, permutation, sample_seeds, split
 from runner.errors import DataError
 
 
@@ -63,3 +63,45 @@ def test_an_order_gives_any_batch_of_any_epoch_without_those_before() -> None:
         assert np.array_equal(indices, again)
         assert np.array_equal(seeds, seeds_again)
     assert len(visited[0, 6][0]) == 2
+
+
+def test_a_balanced_epoch_has_each_class_equally_often_and_all_samples_in_turn() -> None:
+    labels = np.array([0] * 90 + [1] * 9 + [4] * 4)  # 103; of classes 2 and 3 there are none
+    seen: set[int] = set()
+    extra: set[int] = set()
+    for epoch in range(20):
+        places, repeats = balanced(7, epoch, labels)
+        assert len(places) == 103
+        drawn = np.bincount(labels[places], minlength=5)
+        assert sorted(drawn[[0, 1, 4]].tolist()) == [34, 34, 35]
+        extra.add(int(drawn.argmax()))
+        rounds = labels[places][:102].reshape(-1, 3)
+        assert (np.sort(rounds, axis=1) == [0, 1, 4]).all()
+        assert len({tuple(order) for order in rounds.tolist()}) == 6  # all orders of three
+        counts = np.bincount(places, minlength=103)
+        for label in (0, 1, 4):  # as evenly as can be
+            assert np.ptp(counts[labels == label]) <= 1
+        assert len(set(zip(places.tolist(), repeats.tolist(), strict=True))) == 103
+        assert (repeats < counts[places]).all()
+        seen |= set(places.tolist())
+    assert len(seen) == 103
+    assert extra == {0, 1, 4}
+
+
+def test_a_balanced_order_gives_any_batch_of_any_epoch_without_those_before() -> None:
+    labels = np.arange(20) // 16
+
+    def order() -> BatchSampler:
+        how = {"batch_size": 3, "batches": 7, "seed": 1, "shuffle": True, "seeds": True}
+        return BatchSampler(np.arange(100, 120), labels=labels, **how)
+
+    walked = order()
+    for epoch in range(3):
+        epochs = [walked.batch(epoch, number) for number in range(7)]
+        for number, (indices, seeds) in enumerate(epochs):
+            again, seeds_again = order().batch(epoch, number)
+            assert np.array_equal(indices, again)
+            assert np.array_equal(seeds, seeds_again)
+        chosen, seeds = (np.concatenate(part) for part in zip(*epochs, strict=True))
+        assert (chosen >= 116).sum() == 10
+        assert len(set(seeds.tolist())) == 20  # drawn again: another augmentation

@@ -60,8 +60,9 @@ def weights(run: Run) -> dict[str, Tensor]:
         ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
         ["optimizer.name=Adam", "optimizer.weight_decay=0.1"],
         ["optimizer.name=SGD", "optimizer=sgd", "optimizer.weight_decay=0.01", "optimizer.lr=0.05"],
+        ["objective.loss=focal", "objective.class_weights=balanced", "data.sampler=balanced"],
     ],
-    ids=["adamw", "adam", "sgd"],
+    ids=["adamw", "adam", "sgd", "focal"],
 )
 def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
     eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)

@@ -1,0 +1,43 @@
+"""The weight of each class in a training loss, and whether one is so rare that it needs some."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.data.batch import Sizes
+from runner.data.config import UNCOUNTED
+from runner.errors import ConfigError
+from runner.objectives.config import ObjectiveConfig
+from runner.techniques.base import Choice
+
+
+def choose_class_weights(
+    config: ObjectiveConfig, sizes: Sizes, counts: np.ndarray | None
+) -> tuple[Tensor | None, list[Choice]]:
+    """The weight of each class in the training loss, and what to say about it.
+
+    `counts` are the training samples of each. Without weights it names the rarest.
+    """
+    key, weights, classes = "objective.class_weights", config.class_weights, sizes.classes
+    if sizes.task != "classification" or config._target_ is not None or not classes:
+        return None, []
+    if isinstance(weights, list):
+        if len(weights) != classes:
+            fix = f"in this order: {', '.join(sizes.class_names)}"
+            raise ConfigError(key, f"has {len(weights)} weights for {classes} classes", fix)
+        return torch.tensor(weights, dtype=torch.float32), []
+    if counts is None:
+        raise ConfigError(key, UNCOUNTED, "name a weight for each class")
+    names = sizes.class_names or tuple(map(str, range(classes)))
+    total, rarest, most = counts.sum(), int(counts.argmin()), int(counts.argmax())
+    share = counts[rarest] / max(total, 1)
+    if weights is None:
+        problem = f"class {names[rarest]!r} has {share:.2%} of the training samples"
+        reason = f"{problem}; {key}=balanced or data.sampler=balanced would make up for it"
+        return None, [Choice(key, None, reason)]
+    balanced = total / (classes * np.maximum(counts, 1))
+    ends = (f"{names[i]!r} {balanced[i]:.3g}" for i in (most, rarest))
+    reason = "training samples / (classes * those of the class): " + " to ".join(ends)
+    return torch.tensor(balanced, dtype=torch.float32), [Choice(key, "balanced", reason)]
