@@ -74,7 +74,7 @@ def test_arrays_and_labelled_text(tmp_path: Path) -> None:
             (tmp_path / "text" / name / f"{i}.txt").write_text(text)
     text = trained("data=text", f"data.path={tmp_path / 'text'}", "data.sequence=32",
                    "model=classifier", "model.width=32", "model.depth=1",
-                   "training.epochs=8")  # fmt: skip
+                   "training.epochs=24")  # fmt: skip
     assert text.metrics["val/accuracy"] > 0.9
 
 

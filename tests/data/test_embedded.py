@@ -75,7 +75,7 @@ def test_passages_carry_their_part_and_a_mask() -> None:
     assert set(labels.tolist()) == set(range(6))
     assert (source.sizes.vocab, source.sizes.classes) == (257, 6)
     assert source.sizes.class_names[0] == "asyncio"
-    assert set(source.labels[torch.from_numpy(source.validation)].tolist()) == set(range(6))
+    assert set(source.target[torch.from_numpy(source.validation)].tolist()) == set(range(6))
 
 
 def test_an_unknown_part_of_the_library_brings_up_the_nearest() -> None:

@@ -195,7 +195,7 @@ def test_wrong_columns_and_rows_of_text_are_named_or_left_out(tmp_path: Path) ->
     source = text(Text(path=str(path), **DROP))
     assert source.choices[0].value == "4 of 44 left out"
     assert all(f"line {line}" in source.choices[0].reason for line in (42, 43, 44, 45))
-    assert len(source.labels) == 40
+    assert len(source.target) == 40
     with pytest.raises(ConfigError, match=r"data.text: .*did you mean 'text'"):
         text(Text(path=str(path), text="texts"))
     with pytest.raises(ConfigError, match=r"data.target: .*did you mean 'label'"):

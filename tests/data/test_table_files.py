@@ -102,7 +102,7 @@ def test_the_first_line_that_cannot_be_decoded_is_named_with_the_key(tmp_path: P
     texts = wrong.replace("y\n", "label\n", 1).replace("name", "text", 1).encode("cp1252")
     with pytest.raises(DataError, match=message):  # a column that is read as texts
         text(TextConfig(path=write(tmp_path, texts)))
-    assert len(text(TextConfig(path=write(tmp_path, texts), encoding="cp1252")).labels) == 40
+    assert len(text(TextConfig(path=write(tmp_path, texts), encoding="cp1252")).target) == 40
     with pytest.raises(DataError, match="line 1 is not UTF-8 text"):
         opened(write(tmp_path, GERMAN.encode("cp1252")))
     with pytest.raises(DataError, match="line 42 is not CP1252 text"):
