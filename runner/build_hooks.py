@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.checks.batch import BatchChecks, DataSpec, Prescan
 from runner.checks.batch_validator import BatchValidator
-from runner.checks.model.check import ModelCheck
+from runner.checks.model import ModelCheck
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors
@@ -55,7 +55,7 @@ def build_hooks(
     if not debug.memory.enabled:  # which does the same, and knows more
         hooks.append(OomReport())
     if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
-        hooks.append(ModelCheck(config.checks.model))
+        hooks.append(ModelCheck())
     hooks += tools
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
     if config.monitoring.progress:

@@ -38,7 +38,6 @@ LARGEST = {
     "verify.steps": 100_000,
     "stability.spike.window": 1_000_000,
     "checks.inputs.schema.classes": 1_000_000,
-    "checks.model.probes": 100_000,
     "checkpoint.keep": 100_000,
     "debug.capture.at_most": 10_000,
     "debug.profile.warmup": 10_000,

@@ -84,13 +84,9 @@ class OutputsConfig:
 
 @dataclass
 class ModelCheckConfig:
-    """Checks of weights and behaviour, before training and after it."""
+    """The check of weights and buffers, before training and after it."""
 
     enabled: bool = True
-    probes: int = bounded(64, min=2)  # samples of real data that behaviour is looked at with
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "checks.model")
 
 
 @dataclass

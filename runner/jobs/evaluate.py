@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.build import Components, build
 from runner.checks.config import OutputsConfig
-from runner.checks.model.check import ModelCheck
+from runner.checks.model import ModelCheck
 from runner.checks.outputs import Changes, Watched, described, sanitise
 from runner.config import RunConfig
 from runner.data.dataset import Dataset
@@ -41,7 +41,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
         run.progress.validated_step = run.progress.step
         for hook in run.hooks:
             if isinstance(hook, ModelCheck):  # the others are about training
-                hook.check(run, probe=True)
+                hook.check(run, after_training=True)
         _quantize(run)
         bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
         run.recorder.scalars(run.progress.step, "val", bare)

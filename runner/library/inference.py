@@ -8,16 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.checks import outputs
-from runner.checks.model import check
-from runner.checks.model.behaviour import OUTPUTS, Expected
-from runner.checks.model.report import ModelReport
+from runner.checks.model import ModelReport
+from runner.checks.model import check_model as check_weights
 from runner.data.batch import Inputs, call
 from runner.data.nested import named_leaves
 from runner.device import allocator
@@ -27,11 +25,10 @@ from runner.library.optimize import Optimized
 from runner.models import modes
 from runner.models.preserved_state import preserve_random_state
 from runner.random_state import exclusive_random_state
-from runner.record.text import shorten
+from runner.security.trust import Reason, Severity
 from runner.training.recovery import is_out_of_memory, release_references
 
 WHO = "safe_inference"
-TRANSIENT = (ConnectionError, TimeoutError, InterruptedError, BlockingIOError)
 
 
 @dataclass
@@ -42,7 +39,6 @@ class InferenceResult:
     ok: bool = False  # the output is complete, and every value is finite and the model's own
     problems: list[str] = field(default_factory=list)  # in order of appearance
     pieces: int = 0  # forwards that the output is made of
-    retries: int = 0  # forwards made again after a transient error
     non_finite: int = 0  # values of the output that were NaN or Inf
     device: str = ""  # that it was computed on
     seconds: float = 0.0  # wall time
@@ -53,30 +49,24 @@ def safe_inference(
     model: nn.Module | Optimized,
     batch: Inputs,
     *,
-    retries: int = 2,
     sanitise: bool = True,
-    nan: float = 0.0,
-    inf: float | None = None,
-    kind: str = "values",
-    low: float | None = None,
-    high: float | None = None,
+    **options: Any,
 ) -> InferenceResult:
     """The model's output for `batch`: inputs as one tensor, a tuple by position or a dict by name.
 
     In eval mode and without gradients; each module's mode and all random states are afterwards as
     before. A batch that does not fit the memory is halved, as often as it takes, and the rows of
-    the outputs are put together. Transient errors (time-outs, lost connections) are tried again,
-    `retries` times in all. With `sanitise` the output goes through `runner.sanitise` for its
-    `kind`: NaN becomes `nan` and ±Inf becomes ±`inf`, or the largest number of the type,
-    probabilities sum to one along the last dimension, and quantities are within `low`
-    and `high`. Changes are counted in the result, and make it not `ok`.
+    the outputs are put together. With `sanitise` the output goes through `runner.sanitise`, which
+    gets the `options` (such as `kind="probabilities"`). Changes are counted in the result, and make
+    it not `ok`.
 
     Raises UsageError, OutOfMemory, and what the model raises. It makes the host wait for the
     device.
     """
-    if retries < 0:
-        raise UsageError(f"{WHO}: retries must be ≥ 0, got {retries}")
-    clean = partial(outputs.sanitise, kind=kind, nan=nan, inf=inf, low=low, high=high)
+
+    def clean(output: Any) -> tuple[Any, outputs.Changes]:
+        return outputs.sanitise(output, **options)
+
     clean(torch.zeros(1, 1))  # raises for a mistake in its arguments
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments(WHO, module)
@@ -91,7 +81,7 @@ def safe_inference(
         modes.evaluation_mode(module),
         torch.no_grad(),
     ):
-        parts = list(_pieces(model, batch, rows, device_of(module), retries, result))
+        parts = list(_pieces(model, batch, rows, device_of(module), result))
         result.pieces = len(parts)
         output = _join([part for part, _ in parts], [n for _, n in parts])
         result.non_finite, lines = count_non_finite(output, "output")
@@ -109,7 +99,7 @@ def safe_inference(
 
 
 def _pieces(
-    model: Any, batch: Inputs, n: int, device: torch.device, retries: int, result: InferenceResult
+    model: Any, batch: Inputs, n: int, device: torch.device, result: InferenceResult
 ) -> Iterator[tuple[Any, int]]:
     """Outputs of consecutive rows, as many as the memory allows, and how many rows each is of."""
     done, size = 0, n
@@ -119,14 +109,9 @@ def _pieces(
             try:
                 output = call(model, moved(take_rows(batch, rows, n), device))
             except Exception as error:
-                if is_out_of_memory(error):
-                    size = _smaller(error, rows.stop - done, scope, result)
-                elif isinstance(error, TRANSIENT) and result.retries < retries:
-                    result.retries += 1
-                    text = f"{type(error).__name__}: {shorten(str(error), 200)}"
-                    result.problems.append(f"{text}; tried again")
-                else:
+                if not is_out_of_memory(error):
                     raise
+                size = _smaller(error, rows.stop - done, scope, result)
             else:
                 yield output, rows.stop - done
                 done = rows.stop
@@ -185,32 +170,23 @@ def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
     return total, lines
 
 
-def check_model(
-    model: nn.Module | Optimized,
-    probes: Inputs | None = None,
-    *,
-    targets: Tensor | None = None,
-    outputs: str | None = None,
-    classes: int | None = None,
-    trained: bool | None = None,
-) -> ModelReport:
-    """Faults of a model, with reasons; `print` shows them, `.ok` says whether there are any.
+def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> ModelReport:
+    """Faults of a model's weights and buffers; `print` shows them, `.ok` says whether it has any.
 
-    Weights and buffers: NaN, Inf, absurd size, negative variances, dead and constant layers. On
-    `probes`, inputs as the model is called with (16 or more tell most): answers not finite, out of
-    range, constant or random, and a forward that writes to the model.
+    NaN and Inf are faults, parameters without values warnings, mixed types of floats a note. With
+    `probes`, inputs as the model is called with, NaN and Inf in its outputs are faults too.
 
-    `outputs` is the kind of answers: logits, probabilities, ids or values; `classes` how many
-    there are (or words), `targets` which class each probe has. Zero layers and constant answers
-    are what fresh models have too: they are warnings with `trained=True`, and else notes.
-
-    The model is restored afterwards. Raises UsageError. It makes the host wait for the device.
+    The model is not changed. Raises UsageError. It makes the host wait for the device.
     """
-    if outputs is not None and outputs not in OUTPUTS:
-        raise UsageError(f"check_model: outputs must be one of {', '.join(OUTPUTS)}, got {outputs}")
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments("check_model", module)
+    report = check_weights(module)
     if probes is not None:
-        samples(probes, "check_model: probes")
-        probes = moved(probes, device_of(module))
-    return check.check_model(module, probes, expected=Expected(outputs, classes, targets, trained))
+        problems = safe_inference(model, probes, sanitise=False).problems
+        reasons = [
+            Reason("outputs.not_finite", Severity.REFUSAL, "", text)
+            for text in problems
+            if text.startswith("output")
+        ]
+        report = ModelReport([*report.reasons, *reasons], report.facts)
+    return report

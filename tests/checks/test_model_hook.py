@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.checks.model.check import ModelCheck
 from runner.jobs import evaluate as job
 from runner.record.history import History
 from runner.report import run as report
@@ -21,6 +21,7 @@ from runner.training.hook import Hook, Report
 from runner.training.run import Run
 from runner.training.summary import Summary
 
+CLEAN = {"ok": True, "faults": 0, "warnings": 0, "notes": 0, "worst": [], "after_training": True}
 SHORT = ["data=cancer", "monitoring=quiet", "training.steps=30"]
 
 
@@ -29,7 +30,7 @@ class Spoils(Hook):
 
     def on_report(self, run: Run, report: Report) -> None:
         if report.last == run.total_steps:
-            run.model.state_dict()["layers.0.weight"].flatten()[0] = 1e30
+            run.model.state_dict()["layers.0.weight"].flatten()[0] = math.nan
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +46,18 @@ def test_what_is_found_after_training_is_recorded_everywhere(
     spoiled: tuple[Path, Summary], tmp_path: Path
 ) -> None:
     folder, summary = spoiled
-    assert summary.status == "done" and summary.faults["weights.huge"] == 1
+    assert summary.status == "done" and summary.faults["weights.not_finite"] == 1
     check = json.loads((folder / "summary.json").read_text())["model_check"]
-    assert not check["ok"] and check["warnings"] >= 1 and check["after_training"]
+    assert not check["ok"] and check["faults"] == 1 and check["after_training"]
     assert check["worst"][0]["where"] == "layers.0.weight"
-    fault = next(f for f in History.read(folder) if f.kind == "weights.huge")
-    assert (fault.category, fault.severity, fault.steps) == ("model", "warning", [30])
+    fault = next(f for f in History.read(folder) if f.kind == "weights.not_finite")
+    assert (fault.category, fault.severity, fault.steps) == ("model", "error", [30])
     assert "layers.0.weight" in fault.message
     with (tmp_path / "out").open("w") as file:
         console = Console(width=100, record=True, file=file)
         console.print(report.terminal(summary, folder))
     shown = console.export_text()
-    assert "model check" in shown and "layers.0.weight: values from" in shown
+    assert "model check" in shown and "layers.0.weight: 1 NaN of" in shown
 
 
 def test_evaluating_a_checkpoint_checks_its_model(
@@ -65,10 +66,10 @@ def test_evaluating_a_checkpoint_checks_its_model(
     config = compose([*SHORT, "job=evaluate", f"checkpoint.resume={spoiled[0]}"])
     summary = job.main(config, tmp_path / "again")
     assert summary.model_check["worst"][0]["where"] == "layers.0.weight"
-    assert summary.model_check["after_training"] and summary.faults["weights.huge"] == 1
+    assert summary.model_check["after_training"] and summary.faults["weights.not_finite"] == 1
 
 
-def test_before_training_weights_and_structure_are_checked() -> None:
+def test_before_training_weights_are_checked() -> None:
     seen: list[dict[str, Any]] = []
 
     class Notes(Hook):
@@ -76,14 +77,14 @@ def test_before_training_weights_and_structure_are_checked() -> None:
             seen.append(run.model_check)
 
     model = nn.Sequential(nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    model[1].running_var[0] = -1.0
+    model[1].running_var[0] = -math.inf
     with build(compose([*SHORT, "checkpoint=off"]), given=Components(model=model)) as run:
         run.hooks.append(Notes())
         train(run)
         severities = {fault.kind: fault.severity for fault in run.history.faults.values()}
     assert seen[0]["faults"] == 1 and not seen[0]["after_training"]
-    assert seen[0]["worst"][0]["code"] == "weights.negative_variance"
-    assert severities["weights.negative_variance"] == "error"
+    assert seen[0]["worst"][0]["code"] == "weights.not_finite"
+    assert severities["weights.not_finite"] == "error"
 
 
 def test_a_run_trains_to_the_same_bits_with_and_without() -> None:
@@ -95,35 +96,10 @@ def test_a_run_trains_to_the_same_bits_with_and_without() -> None:
             check = train(run).model_check
             weights.append([p.clone() for p in run.model.parameters()])
         if enabled == "true":
-            assert (check["ok"], check["faults"], check["warnings"]) == (True, 0, 0)
+            assert check == CLEAN
         else:
             assert check == {}
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-class Failing(nn.Module):
-    broken = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(30, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        if self.broken:
-            raise RuntimeError("not today")
-        return super().named_modules(*args, **kwargs)
-
-
-def test_a_check_that_fails_does_not_end_the_run() -> None:
-    model = Failing()
-    with build(compose([*SHORT, "checkpoint=off"]), given=Components(model=model)) as run:
-        (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
-        model.broken = True
-        assert hook.check(run, probe=True) is None
-        assert run.history.counts == {"model_check_failed": 1}
 
 
 RUNS = {
@@ -139,21 +115,6 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_our_own_models_raise_no_alarm(name: str) -> None:
-    alarms(RUNS[name], 0, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("seed", range(5))
-def test_our_own_models_raise_no_alarm_over_many_seeds(name: str, seed: int) -> None:
-    for steps in (1, 40, 400):
-        alarms(RUNS[name], seed, steps)
-
-
-def alarms(overrides: list[str], seed: int, steps: int) -> None:
-    config = compose([*overrides, "checkpoint=off", "monitoring=quiet", f"seed={seed}",
-                      f"training.steps={steps}"])  # fmt: skip
-    with build(config) as run:
-        summary = train(run)
-    assert summary.model_check["ok"], summary.model_check["worst"]
-    assert {w["code"] for w in summary.model_check["worst"]} <= {"behaviour.constant"}  # a note
+    overrides = [*RUNS[name], "checkpoint=off", "monitoring=quiet", "training.steps=1"]
+    with build(compose(overrides)) as run:
+        assert train(run).model_check == CLEAN

@@ -37,15 +37,13 @@ class Large(nn.Module):
         return {"logits": y if scale is None else y * scale, "scale": torch.ones(2)}
 
 
-class Flaky(nn.Module):
-    def __init__(self, *errors: Exception) -> None:
+class Failing(nn.Module):
+    def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.layer, self.errors = nn.Linear(4, 3), list(errors)
+        self.error = error
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.errors:
-            raise self.errors.pop(0)
-        return self.layer(x)
+        raise self.error
 
 
 class Broken(nn.Module):
@@ -65,7 +63,7 @@ def test_the_output_is_the_models_in_eval_mode_without_gradients(net: nn.Module)
     net.eval()
     assert torch.equal(result.output, net(x))
     assert result.ok and result.problems == [] and result.non_finite == 0
-    assert (result.pieces, result.retries, result.device) == (1, 0, "cpu")
+    assert (result.pieces, result.device) == (1, "cpu")
     assert result.seconds > 0 and not result.output.requires_grad
 
 
@@ -108,19 +106,10 @@ def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
     assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
 
 
-def test_a_transient_error_is_tried_again() -> None:
-    error = ConnectionResetError("gone")
-    result = safe_inference(Flaky(TimeoutError("late"), error), torch.randn(4, 4))
-    assert result.ok and result.retries == 2
-    assert [line.endswith("; tried again") for line in result.problems] == [True, True]
-    with pytest.raises(ConnectionResetError):
-        safe_inference(Flaky(error, error, error), torch.randn(4, 4))
-
-
 def test_an_error_that_stays_is_raised_as_it_is() -> None:
     error = ValueError("my own mistake")
     with pytest.raises(ValueError, match="my own mistake") as caught:
-        safe_inference(Flaky(error), torch.randn(4, 4))
+        safe_inference(Failing(error), torch.randn(4, 4))
     assert caught.value is error
 
 
@@ -160,7 +149,6 @@ def test_a_mistake_names_the_argument(net: nn.Module) -> None:
         ((torch.relu, x), {}, "model must be a torch.nn.Module, got a builtin"),
         ((net, "text"), {}, "batch must be tensors .* got a str"),
         ((net, torch.ones(())), {}, "first dimension is the sample"),
-        ((net, x), {"retries": -1}, "retries must be ≥ 0, got -1"),
         ((net, x), {"nan": math.inf}, "nan must be a finite number"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -1,0 +1,150 @@
+"""A model's weights and buffers: `check_model`, and the hook by which a run calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from runner.record.text import escape_control_chars
+from runner.security.trust import Reason, Severity
+from runner.training.hook import Hook
+from runner.training.run import Run
+
+SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
+WORST = 5  # reasons that a summary holds; all are in the report and the history
+
+
+@dataclass
+class ModelReport:
+    """The findings about a model, the worst first; `print` shows it. None of them ends a run."""
+
+    reasons: list[Reason] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reasons = sorted(self.reasons, key=lambda r: -r.severity)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is nothing worse than a note."""
+        return not self.findings
+
+    @property
+    def findings(self) -> list[Reason]:
+        """All that is worse than a note."""
+        return [reason for reason in self.reasons if reason.severity > Severity.NOTE]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it in plain values."""
+        reasons = [asdict(r) | {"severity": r.severity.word} for r in self.reasons]
+        return {"ok": self.ok, "reasons": reasons, "facts": self.facts}
+
+    def compact(self) -> dict[str, Any]:
+        """The part that a run's summary holds."""
+        severities = [reason.severity for reason in self.reasons]
+        counts = {f"{s.word}s": severities.count(s) for s in reversed(Severity)}
+        return {"ok": self.ok, **counts, "worst": self.as_dict()["reasons"][:WORST]}
+
+    def __str__(self) -> str:
+        lines = [f"{r.severity.word} {r.code}: {r}" for r in self.reasons]
+        lines += [f"{name.replace('_', ' ')}: {value}" for name, value in self.facts.items()]
+        return "\n".join(map(escape_control_chars, lines))
+
+
+@torch.no_grad()
+def check_model(model: nn.Module) -> ModelReport:
+    """Faults: NaN and Inf. Warnings: parameters without values. Notes: mixed types of floats.
+
+    Tensors without plain memory (meta, lazy, quantized, sharded) are named and passed over, as is
+    -Inf in a buffer, which may be a mask. The host waits for the device once, and again for each
+    tensor that is not finite.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    tensors = parameters | buffers
+    plain = {name: t for name, t in tensors.items() if _is_plain(t)}
+    reasons = [*_value_reasons(plain, parameters), *_form_reasons(parameters)]
+    counted = sum(t.numel() for name, t in plain.items() if name in parameters)
+    skipped = {"not_checked": names} if (names := [n for n in tensors if n not in plain]) else {}
+    return ModelReport(reasons, {"parameters": counted} | skipped)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its values lie in memory as torch's own tensors have them."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.is_quantized:
+        return False
+    wrapper: object = tensor
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(wrapper)
+
+
+def _value_reasons(plain: dict[str, Tensor], parameters: dict[str, Any]) -> Iterator[Reason]:
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in plain.items():
+        if tensor.is_floating_point() and tensor.numel():
+            wide = tensor.float() if tensor.element_size() == 1 else tensor
+            by_device.setdefault(tensor.device, {})[name] = wide
+    for group in by_device.values():
+        limits = torch.stack([torch.stack(torch.aminmax(t)).float() for t in group.values()])
+        for (name, tensor), (low, high) in zip(group.items(), limits.tolist(), strict=True):
+            masks = name not in parameters and low == -math.inf and high < math.inf
+            statistic = name.rpartition(".")[2].startswith("running_")
+            if not (math.isfinite(low) and math.isfinite(high)) and (statistic or not masks):
+                yield from _not_finite(name, tensor)
+
+
+def _not_finite(name: str, tensor: Tensor) -> Iterator[Reason]:
+    """How many, and where the first is; none where float32 alone could not hold a value."""
+    bad = ~torch.isfinite(tensor)
+    nans = int(torch.isnan(tensor).sum())
+    counts = ((nans, "NaN"), (int(bad.sum()) - nans, "Inf"))
+    if kinds := " and ".join(f"{n:,} {kind}" for n, kind in counts if n):
+        first = torch.nonzero(bad)[0].tolist()
+        evidence = f"{kinds} of {tensor.numel():,} values, the first at {first}"
+        fix = "load an earlier checkpoint, or initialise it again"
+        yield Reason("weights.not_finite", Severity.REFUSAL, name, evidence, fix)
+
+
+def _form_reasons(parameters: dict[str, nn.Parameter]) -> Iterator[Reason]:
+    formed = {name: p for name, p in parameters.items() if not is_lazy(p)}
+    for name, parameter in formed.items():
+        if not parameter.numel():
+            evidence = f"its shape {list(parameter.shape)} has no values"
+            yield Reason("weights.empty", Severity.WARNING, name, evidence, "is a size 0?")
+    types = sorted({str(p.dtype) for p in formed.values() if p.is_floating_point()})
+    if len(types) > 1:
+        yield Reason("weights.dtypes", Severity.NOTE, "", f"parameters are {' and '.join(types)}")
+
+
+class ModelCheck(Hook):
+    """Checks the weights before the first step and after the last; it never ends a run.
+
+    Findings worse than a note go to the history, the worst to the summary.
+    """
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Before and after; a run that ends early keeps the findings of before."""
+        self.check(run, after_training=False)
+        yield
+        self.check(run, after_training=True)
+
+    def check(self, run: Run, after_training: bool) -> None:
+        """Check the weights that are evaluated."""
+        with run.update.averaged():
+            report = check_model(run.model)
+        for reason in report.findings:
+            run.history.add(
+                reason.code,
+                f"model: {reason}",
+                step=run.progress.step,
+                category="model",
+                severity=SEVERITIES[reason.severity],
+            )
+        run.model_check = report.compact() | {"after_training": after_training}

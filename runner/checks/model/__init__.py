@@ -1,1 +1,0 @@
-"""A model's weights, structure and behaviour on probes: `check_model`."""
