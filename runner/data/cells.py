@@ -27,6 +27,9 @@ ODD_CELLS = 0.01
 mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
 
 
+FEW_NUMBERS = 10
+
+
 @dataclass(frozen=True)
 class Texts:
     """A column of texts: the different ones, sorted, and which of them each row has."""
@@ -76,13 +79,15 @@ def parse_column(
     odd_share: float = ODD_CELLS,
     bad_share: float = 0.0,
     missing: Sequence[str] = (),
+    marker: bool = False,
 ) -> ParsedColumn:
     """The cells of an arrow column as what `kind` says, or as what nearly all of them are.
 
     Among numbers and dates, texts are missing values if they are in `missing` or at most
     `odd_share` of the cells, and cannot be used if they are more; a column of no `kind` is then one
-    of texts, unless they are at most `bad_share`. Texts such as NA are missing among numbers and
-    dates only: elsewhere they may be a category.
+    of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such as
+    "unknown", is a missing value up to half of the cells: that loses nothing. Texts such as NA
+    are missing among numbers and dates only: elsewhere they may be a category.
     """
     import pyarrow
     from pyarrow import types
@@ -106,6 +111,8 @@ def parse_column(
             empty = np.array([_is_missing(word) or word in missing for word in words])
             odd = np.flatnonzero((is_none(parsed) & ~empty)[codes])
             present = len(codes) - int(empty[codes].sum())
+            if marker and kind is Kind.any and _is_marker(words, codes[odd], present):
+                odd_share = 1.0
             limit = max(odd_share * present, bad_share * len(codes))
             if kind is form or len(odd) <= limit and len(odd) < present:
                 texts = {row: words[codes[row]] for row in odd.tolist()}
@@ -268,6 +275,17 @@ def _encode(column: Any) -> tuple[list[str], np.ndarray]:
 
 def _is_missing(word: str) -> bool:
     return word.strip().lower() in MISSING
+
+
+def _is_marker(words: Sequence[str], codes: np.ndarray, present: int) -> bool:
+    """Whether these cells, less than half of those present, all hold one word without digits.
+
+    Beside few different numbers, such as the codes 1, 2 and c, it is a category.
+    """
+    if len(words) < FEW_NUMBERS:
+        return False
+    used = {words[code].strip().lower() for code in np.unique(codes)}
+    return len(used) == 1 and 2 * len(codes) < present and not re.search(r"\d", *used)
 
 
 def _not_float32(numbers: np.ndarray) -> list[int]:

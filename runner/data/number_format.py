@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,19 @@ from runner.data.config import SIGNS, Tabular, sign_of
 from runner.errors import DataError
 from runner.techniques.base import Choice
 
+log = logging.getLogger(__name__)
+
 MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
 SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
 GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
 DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
 GROUPED = r"^\s*[+-]?\d{{1,3}}({}\d{{3}})+([.,]\d+)?\s*$"
+# 1,234.5 and 1,234,567 can be read in one way only, unlike 1,234
+WITH_DECIMALS = r"^\s*[+-]?\d{{1,3}}([{0}]\d{{3}})+[{1}]\d+\s*$"
+MANY_GROUPS = r"^\s*[+-]?\d{{1,3}}([{0}]\d{{3}}){{2,}}\s*$"
+READABLE = r"^\s*[+-]?(\d{{1,3}}([{0}]\d{{3}})+|\d*)([{1}]\d*)?([eE][+-]?\d+)?\s*$"
+PAIRS = [(",", "."), (".", ","), *((t, d) for t in (SPACES, APOSTROPHES) for d in ",.")]
 COMMA, POINT = DECIMAL.format(","), DECIMAL.format("[.]")
 
 
@@ -61,34 +69,39 @@ def convert_numbers(
 ) -> tuple[Choice, ...]:
     """Write numbers among texts as Python reads them, in place; returns what was recognised.
 
-    A decimal comma is recognised where commas do not separate cells, no number has a decimal point,
-    and some number, such as 12,5, cannot have it between thousands.
+    Signs between thousands are recognised where some number, such as 1,234.5, needs them and all
+    numbers can be read with them; a decimal comma where commas do not separate cells, no number has
+    a decimal point, and some number, such as 12,5, cannot have it between thousands.
     """
     import pyarrow
 
-    found = [
-        texts
-        for name, column in columns.items()
-        if (texts := _like_numbers(name, column, config.most_bad)) is not None
-    ]
+    candidates = (_like_numbers(*item, config.most_bad) for item in columns.items())
+    found = [texts for texts in candidates if texts is not None]
     if not found:
         return ()
+    choices: tuple[Choice, ...] = ()
+    points = any(str(column.type) == "double" for column in columns.values())
     decimal, thousands = sign_of(config.decimal), sign_of(config.thousands)
+    if decimal is None and thousands is None:
+        decimal, thousands, choices = _recognise_signs(found, points)
     if thousands == ".":
         decimal = ","
     if thousands is not None:
         signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
         for texts in found:
             texts.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
-    choices = _hints(found) if thousands is None and decimal is None else ()
+    if decimal is None and thousands is None:
+        choices = _hints(found)
     if decimal is None and thousands != ",":
         certain = [t for t in found if t.count(COMMA, GROUPED.format(","))]
-        points = any(str(column.type) == "double" for column in columns.values())
         mixed = any(t.count(POINT) or t.count(GROUPED.format(","), COMMA) for t in found)
         if certain and separator != "," and not points and not mixed:
             decimal, example = ",", certain[0].example(COMMA)
             reason = f"column {certain[0].name!r} holds numbers such as {example}"
             choices = (Choice("data.decimal", "comma", reason),)
+    for choice in choices:
+        if choice.value == "none":
+            log.warning("%s: %s", choice.key, choice.reason)
     if decimal == ",":
         for texts in found:
             if texts.count(POINT):
@@ -117,18 +130,46 @@ def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
     return texts if numbers and numbers >= (1 - share) * texts.counts.sum() else None
 
 
+def _recognise_signs(
+    found: list[_Texts], points: bool
+) -> tuple[str | None, str | None, tuple[Choice, ...]]:
+    """The decimal sign and the one between thousands, if they are certain."""
+    readable = []
+    for thousands, decimal in PAIRS:
+        certain = [p.format(thousands, decimal) for p in (WITH_DECIMALS, MANY_GROUPS)]
+        if len(thousands) > 1:  # 12 345 678 may be a telephone number
+            certain.pop()
+        evidence = [t.example(p) for t in found for p in certain if t.count(p)]
+        other = READABLE.format(thousands, decimal)
+        if evidence and not any(t.count(LIKE_A_NUMBER, other) for t in found):
+            readable.append((thousands, decimal, evidence[0]))
+    if len(readable) != 1 or (points and readable[0][1] == ","):
+        return None, None, ()
+    thousands, decimal, example = readable[0]
+    reason = f"the file holds numbers such as {example}"
+    choices = [Choice("data.thousands", _word(thousands[0]), reason)]
+    if decimal == ",":
+        choices.append(Choice("data.decimal", "comma", reason))
+    return decimal, thousands, tuple(choices)
+
+
+def _word(sign: str) -> str:
+    """How a key names a sign."""
+    if sign in SPACES:
+        return "space"
+    return "apostrophe" if sign in APOSTROPHES else next(w for w, s in SIGNS.items() if s == sign)
+
+
 def _hints(found: list[_Texts]) -> tuple[Choice, ...]:
     """What to name for columns that hold numbers with signs that were not asked for."""
     choices = []
-    words = {sign: word for word, sign in SIGNS.items()}
     for texts in found:
         for pattern, key in ((COMMA, "decimal"), (GROUPED.format(f"[{GROUP_SIGNS}]"), "thousands")):
             if not texts.count(pattern, "^$" if key == "thousands" else GROUPED.format(",")):
                 continue
             example = texts.example(pattern)
             sign = next(iter(re.findall(rf"[{GROUP_SIGNS}]", example)))
-            word = words.get(sign, "space" if sign in SPACES else "apostrophe")
             reason = f"column {texts.name!r} holds texts such as {example}; if they are numbers,"
-            choices.append(Choice(f"data.{key}", "none", f"{reason} use data.{key}={word}"))
+            choices.append(Choice(f"data.{key}", "none", f"{reason} use data.{key}={_word(sign)}"))
             break
     return tuple(choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -34,6 +35,8 @@ from runner.data.preprocessing import Preprocessing
 from runner.data.table_files import Content, Kind, read_content
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
+
+log = logging.getLogger(__name__)
 
 KEY = "data.bad_samples"
 GAPS = "data.missing"
@@ -132,6 +135,7 @@ def read_table(
             odd_share=1.0 if name in declared else ODD_CELLS,
             bad_share=share,
             missing=words.get(name, ()),
+            marker=name not in needed.values(),
         )
         problems = [(bad, column.bad)]
         if name in needed.values():
@@ -284,4 +288,5 @@ def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iter
             yield Choice(GAPS, value, f"not {column.kind.value}: {', '.join(cells)}{more}")
         if column.note:
             reason = f"{column.note}; with +{TYPES}={{{name}: number}} those are missing values"
+            log.warning("%s: column %r is read as texts: %s", TYPES, name, reason)
             yield Choice(TYPES, f"{name}: text", reason)

@@ -76,14 +76,32 @@ def test_a_few_texts_among_numbers_are_missing_values_whose_lines_are_named(tmp_
     assert np.allclose(source.inputs[gone, 0], 0, atol=1e-6)
 
 
+def test_one_word_beside_many_numbers_is_a_missing_value_however_often(tmp_path: Path) -> None:
+    ages = numbers()
+    ages[::3] = ["unknown", "Unknown "] * 40
+    source = opened(write(tmp_path / "a.csv", {"age": ages}))
+    assert [column.title for column in source.columns] == ["age", "age (missing)"]
+    assert source.inputs[:, 1].sum() == 80
+    assert "80 of 240 cells of 'age' read as missing" in said(source, "data.missing")
+    new = applied(source, write(tmp_path / "b.csv", {"age": ["unknown", 5, "unknown", 4]}))
+    assert new.inputs[:, 1].tolist() == [1, 0, 1, 0]
+    classes = ["1", "2", "other"] * 80  # of a target it is a class
+    path = write(tmp_path / "c.csv", {"age": numbers(), "class": classes})
+    assert tabular(Tabular(path=str(path), target="class")).sizes.class_names == ("1", "2", "other")
+    for grades in (["3+", *range(11)] * 20, ["c", "1", "2"] * 80):  # words with digits, codes
+        (column,) = opened(write(tmp_path / "d.csv", {"grade": grades})).columns
+        assert grades[0] in column.values
+
+
 def test_more_texts_among_numbers_make_a_column_of_texts_unless_its_type_is_declared(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ages = [round(age) for age in numbers()]
-    ages[::40] = ["unknown"] * 6
+    ages[::40] = ["unknown", "none of it"] * 3
     path = write(tmp_path / "a.csv", {"age": ages})
     source = opened(path)
     assert len(source.columns) == 1 and "unknown" in source.columns[0].values
+    assert "column 'age' is read as texts: 6 of 240 cells" in caplog.text
     assert "6 of 240 cells, such as 'unknown'" in said(source, "data.types")
     assert "data.types={age: number}" in said(source, "data.types")
     declared = opened(path, types={"age": ColumnType.number})
