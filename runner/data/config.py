@@ -90,6 +90,8 @@ class DataConfig:
     validation: float = bounded(0.2, above=0, below=1)  # share held out
     validation_samples: int | None = bounded(None, min=1)  # validate on so many; None: all
     split: SplitRule | None = None  # None: stratified where samples have a class, else random
+    folds: int | None = bounded(None, min=2)  # parts of a cross-validation, in place of validation
+    fold: int | None = bounded(None, min=0)  # which of them is held out: 0 to folds - 1
     split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
     bad_samples: BadSamples = BadSamples.stop  # rows of a table that cannot be used
     most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
@@ -120,6 +122,24 @@ class DataConfig:
             problem = "drop is for tables, whose rows are all read beforehand"
             raise ConfigError("data.bad_samples", problem, "use stop, and mend what it names")
         self._check_split(table)
+        self._check_folds()
+
+    @property
+    def validation_fold(self) -> tuple[int, int] | None:
+        """Which fold is held out, and of how many."""
+        return None if self.folds is None or self.fold is None else (self.fold, self.folds)
+
+    def _check_folds(self) -> None:
+        if self.folds is not None and self.kind in FIXED_SPLIT and self._target_ is None:
+            problem = f"data={self.kind} has parts of its own"
+            raise ConfigError("data.folds", problem, "leave it out")
+        if self.folds is None and self.fold is not None:
+            raise ConfigError("data.folds", f"data.fold={self.fold} needs it", "data.folds=5")
+        if self.folds is not None and (self.fold is None or self.fold >= self.folds):
+            problem = f"must be 0 to {self.folds - 1} with data.folds={self.folds}, got {self.fold}"
+            every = ",".join(map(str, range(min(self.folds, 5)))) + ",…" * (self.folds > 5)
+            fix = f"to train with each: -m data.fold={every}"
+            raise ConfigError("data.fold", problem.replace("None", "null"), fix)
 
     def _check_split(self, table: bool) -> None:
         name, by = self.split and self.split.name, getattr(self, "split_by", None)

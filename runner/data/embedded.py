@@ -28,7 +28,7 @@ def digits(config: Digits) -> Tensors:
         torch.from_numpy(images.astype(np.float32)[:, None] / 16),
         torch.from_numpy(labels.astype(np.int64)),
         Sizes("classification", 64, in_channels=1, image_size=8, classes=10, class_names=names),
-        split(len(images), config.validation, config.split_seed),
+        split(len(images), config.validation, config.split_seed, fold=config.validation_fold),
     )
 
 
@@ -36,7 +36,9 @@ def cancer(config: Cancer) -> Tensors:
     """Measurements float32 [30], standardised, and whether the biopsy was benign (1)."""
     with np.load(FILES / "cancer.npz") as file:
         measurements, labels = file["measurements"], file["labels"]
-    parts = split(len(measurements), config.validation, config.split_seed)
+    parts = split(
+        len(measurements), config.validation, config.split_seed, fold=config.validation_fold
+    )
     means, deviations = fit_scale(measurements, parts[0])
     names = [f"{kind} {what}" for kind in ("mean", "error of", "worst") for what in MEASURED]
     columns = zip(names, means.tolist(), deviations.tolist(), strict=True)

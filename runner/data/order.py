@@ -16,20 +16,38 @@ from runner.errors import DataError
 _SPLIT, _SHUFFLE, _SAMPLE, _EPOCH, _BALANCE = range(5)
 
 
+Fold = tuple[int, int]
+"""Which part of a cross-validation is held out, and of how many: (0, 5) is the first of five."""
+
+
 def split(
-    n: int, validation: float, split_seed: int, what: str = "the data"
+    n: int, validation: float, split_seed: int, what: str = "the data", fold: Fold | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and of the validation part of `n` samples, each ascending.
 
     The validation part is the share `validation` of the samples, rounded, with the smallest
     hashes: it has that exact size, and a sample added at the end moves few others. Neither part
-    is empty; fewer than two samples are a DataError, in which `what` names the data.
+    is empty; fewer than two samples are a DataError, in which `what` names the data. With a `fold`
+    that one is held out, whatever the share.
     """
     if n < 2:
         raise DataError(f"{what}: {n} samples; training and validation need at least one each")
     held_out = min(max(round(n * validation), 1), n - 1)
     ranked = np.argsort(split_hash(split_seed, np.arange(n)), kind="stable")
+    if fold is not None:
+        return take_fold(ranked, fold, what)
     return np.sort(ranked[held_out:]), np.sort(ranked[:held_out])
+
+
+def take_fold(
+    ranked: np.ndarray, fold: Fold, what: str = "the data"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every k-th of the ranked samples is held out. DataError for fewer samples than folds."""
+    number, folds = fold
+    if len(ranked) < folds:
+        raise DataError(f"{what}: {len(ranked)} samples make no data.folds={folds}; use fewer")
+    within = np.arange(len(ranked)) % folds == number
+    return np.sort(ranked[~within]), np.sort(ranked[within])
 
 
 def split_hash(split_seed: int, indices: np.ndarray) -> np.ndarray:

@@ -38,6 +38,8 @@ class Preprocessing:
     target: str = ""  # the name of what is predicted, where it has one
     ids: tuple[str, ...] = ()  # columns that name the rows and are no inputs
     split: str = "random"  # the rule, which a resumed run follows, too
+    folds: int = 0  # of a cross-validation
+    fold: int = 0  # the one that is held out
     format: int = FORMAT
 
     @classmethod
@@ -47,8 +49,8 @@ class Preprocessing:
         target = getattr(config, "target", "")
         chosen = [choice.value for choice in data.choices if choice.key == "data.split"]
         rule = config.split.name if config.split else next(iter(chosen), "random")
-        known = (data.sizes, columns, target, tuple(data.ids), rule)
-        return cls(kind_of(config), source_of(config), *known)
+        known = (data.sizes, columns, target, tuple(data.ids), rule, config.folds or 0)
+        return cls(kind_of(config), source_of(config), *known, config.fold or 0)
 
     def dump(self) -> bytes:
         """As JSON."""
@@ -86,7 +88,9 @@ class Opening:
         if self.whole(config):
             return rules.take_all(samples, self, what)
         rule, choices = rules.choose_rule(config, self.rule, labels)
-        return *rules.divide(rule, samples, config, what, labels, by), choices
+        config, folds = rules.choose_fold(config, self.fitted)
+        parts = rules.divide(rule, samples, config, what, labels, by)
+        return *parts, (*choices, *folds, *rules.describe_window(rule, config, samples, parts))
 
     def whole(self, config: DataConfig) -> bool:
         """Whether all samples are evaluated: those that the model was not trained on."""

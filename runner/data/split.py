@@ -5,17 +5,19 @@ Pure functions of the samples and `data.split_seed`, on the hash of `runner.data
 
 from __future__ import annotations
 
+from dataclasses import replace
+from heapq import heapreplace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runner.data.order import split, split_hash
+from runner.data.order import Fold, split, split_hash, take_fold
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
     from runner.data.config import DataConfig
-    from runner.data.preprocessing import Opening
+    from runner.data.preprocessing import Opening, Preprocessing
 
 KEY = "data.split"
 Parts = tuple[np.ndarray, np.ndarray]
@@ -38,6 +40,29 @@ def choose_rule(
     return "stratified", (Choice(KEY, "stratified", "each class has its share in both parts"),)
 
 
+def choose_fold(
+    config: DataConfig, fitted: Preprocessing | None
+) -> tuple[DataConfig, tuple[Choice, ...]]:
+    """The config with the fold that the resumed run held out, where the config names none."""
+    if fitted is None or not fitted.folds or config.folds is not None:
+        return config, ()
+    choice = Choice("data.folds", fitted.folds, f"as before, with data.fold={fitted.fold}")
+    return replace(config, folds=fitted.folds, fold=fitted.fold), (choice,)
+
+
+def describe_window(
+    rule: str, config: DataConfig, samples: int, parts: Parts
+) -> tuple[Choice, ...]:
+    """What a fold of data.split=time leaves out."""
+    if rule != "time" or config.validation_fold is None:
+        return ()
+    reason = (
+        f"{len(parts[0]):,} earlier samples are trained on, the next {len(parts[1]):,} held out"
+    )
+    later = samples - len(parts[0]) - len(parts[1])
+    return (Choice("data.folds", "expanding window", f"{reason}, {later:,} later ones not used"),)
+
+
 def divide(
     rule: str,
     samples: int,
@@ -47,15 +72,18 @@ def divide(
     by: np.ndarray | None,
 ) -> Parts:
     """The two parts by that rule; `what` names the data in a DataError."""
-    share, seed = config.validation, config.split_seed
+    share, seed, fold = config.validation, config.split_seed, config.validation_fold
     if by is not None:
         what = f"{what}: column {getattr(config, 'split_by', '')!r}"
         if rule == "group":
-            return split_groups(by, share, seed, what)
-        return split_times(by, share, what)
+            return split_groups(by, share, seed, what, fold)
+        return split_times(by, share, what) if fold is None else fold_times(by, fold, what)
     if rule == "stratified" and labels is not None and samples > 1:
+        if fold is not None:  # of those sorted by class each fold has its share
+            ranked = np.lexsort((split_hash(seed, np.arange(samples)), labels))
+            return take_fold(ranked, fold, what)
         return split_classes(labels, share, seed)
-    return split(samples, share, seed, what)
+    return split(samples, share, seed, what, fold)
 
 
 def take_all(
@@ -91,17 +119,24 @@ def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Par
 
 
 def split_groups(
-    groups: np.ndarray, validation: float, split_seed: int, what: str = "the data"
+    groups: np.ndarray,
+    validation: float,
+    split_seed: int,
+    what: str = "the data",
+    fold: Fold | None = None,
 ) -> Parts:
     """Two parts that share no group: groups with small hashes, as near to the share as they fit.
 
-    A group's hash is that of its first sample. DataError for fewer than two groups.
+    A group's hash is that of its first sample. With a `fold` the largest groups come first, each
+    into the smallest fold so far. DataError for fewer groups than two, or than folds.
     """
     _, first, codes, sizes = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True
     )
     if len(sizes) < 2:
         raise DataError(f"{what}: has one value; training and validation need at least one each")
+    if fold is not None:
+        return _fold_groups(codes, np.lexsort((split_hash(split_seed, first), -sizes)), fold, what)
     missing, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
     # all but the last, so that training has one
     for group in np.argsort(split_hash(split_seed, first), kind="stable")[:-1].tolist():
@@ -111,6 +146,19 @@ def split_groups(
     if not held_out.any():
         held_out[sizes.argmin()] = True
     return np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
+
+
+def _fold_groups(codes: np.ndarray, largest: np.ndarray, fold: Fold, what: str) -> Parts:
+    number, folds = fold
+    if len(largest) < folds:
+        raise DataError(f"{what}: {len(largest)} values make no data.folds={folds}; use fewer")
+    sizes, place = np.bincount(codes), np.empty(len(largest), np.int64)
+    smallest = [(0, which) for which in range(folds)]
+    for group in largest.tolist():
+        samples, place[group] = smallest[0]
+        heapreplace(smallest, (samples + int(sizes[group]), int(place[group])))
+    within = place[codes] == number
+    return np.flatnonzero(~within), np.flatnonzero(within)
 
 
 def split_times(times: np.ndarray, validation: float, what: str = "the data") -> Parts:
@@ -123,3 +171,20 @@ def split_times(times: np.ndarray, validation: float, what: str = "the data") ->
     if not late.any():
         raise DataError(f"{what}: has one value; training and validation need at least one each")
     return np.flatnonzero(~late), np.flatnonzero(late)
+
+
+def fold_times(times: np.ndarray, fold: Fold, what: str = "the data") -> Parts:
+    """An expanding window: of k + 1 stretches of time one is held out, those before are trained on.
+
+    No stretch after it is used: a model is never trained on what comes later than its validation.
+    """
+    number, folds = fold
+    ordered = np.sort(times)
+    starts = ordered[[len(times) * stretch // (folds + 1) for stretch in range(folds + 1)]]
+    late = times >= starts[number + 1]
+    if number + 2 <= folds:
+        late &= times < starts[number + 2]
+    early = times < starts[number + 1]
+    if not early.any() or not late.any():
+        raise DataError(f"{what}: has too few values for data.folds={folds}; use fewer")
+    return np.flatnonzero(early), np.flatnonzero(late)

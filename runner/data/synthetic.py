@@ -35,7 +35,7 @@ def synthetic(config: Synthetic) -> Tensors:
         sizes = Sizes("classification", prod(shape), classes=config.classes)
         if images:
             sizes = Sizes("classification", prod(shape), config.channels, side, config.classes)
-    parts = split(config.samples, config.validation, config.split_seed)
+    parts = split(config.samples, config.validation, config.split_seed, fold=config.validation_fold)
     return Tensors(inputs, target, sizes, parts)
 
 

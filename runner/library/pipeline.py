@@ -173,7 +173,8 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
         nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(rest)]))
         train, held_out = np.split(np.arange(total), [n])
     else:
-        train, held_out = split(n, config.data.validation, config.data.split_seed, "data")
+        held = config.data
+        train, held_out = split(n, held.validation, held.split_seed, "data", held.validation_fold)
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
             raise DataError(
