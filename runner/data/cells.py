@@ -72,8 +72,6 @@ class ParsedColumn:
 
 def parse_column(
     column: Any,
-    name: str,
-    where: str,
     kind: Kind,
     *,
     odd_share: float = ODD_CELLS,
@@ -87,7 +85,8 @@ def parse_column(
     `odd_share` of the cells, and cannot be used if they are more; a column of no `kind` is then one
     of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such as
     "unknown", is a missing value up to half of the cells: that loses nothing. Texts such as NA
-    are missing among numbers and dates only: elsewhere they may be a category.
+    are missing among numbers and dates only: elsewhere they may be a category. DataError names the
+    type of cells that are none of these.
     """
     import pyarrow
     from pyarrow import types
@@ -101,9 +100,7 @@ def parse_column(
     try:
         words, codes = _encode(column)
     except (pyarrow.ArrowException, UnicodeDecodeError):
-        problem = f"is of type {column.type}, neither numbers, dates nor UTF-8 texts"
-        fix = f"convert it, or leave it out with data.ignore=[{name}]"
-        raise DataError(f"{where} {problem}; {fix}") from None
+        raise DataError(str(column.type)) from None
     note = ""
     for form, read in READ.items():
         if kind is form or kind is Kind.any:

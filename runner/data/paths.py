@@ -26,12 +26,16 @@ def existing(path: str, key: str = "data.path") -> Path:
     raise ConfigError(key, f"{path} is not there", near)
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of the `known` names that is most like it, if one is."""
+    return next(iter(get_close_matches(name, sorted(known), 1)), None)
+
+
 def suggestion(name: str, known: Iterable[str], has: str) -> str:
     """The nearest of the `known` names, else all of them after the word `has`."""
     names = sorted(known)
-    near = get_close_matches(name, names, 1)
-    if near:
-        return f"did you mean {near[0]!r}?"
+    if near := nearest(name, names):
+        return f"did you mean {near!r}?"
     some = ", ".join(names[:10]) + (f", … ({len(names)} in all)" if len(names) > 10 else "")
     return f"{has} {some}" if names else f"{has} nothing"
 

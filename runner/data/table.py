@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +25,17 @@ from runner.data.cells import (
     parse_time,
     select_rows,
 )
-from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, SplitRule, Tabular, Text
+from runner.data.config import BadSamples, ColumnType, Missing, SplitRule, Tabular, Text
 from runner.data.labels import class_name
-from runner.data.paths import existing, suggestion
+from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
-from runner.data.table_files import Content, Kind, read_content
+from runner.data.problems import GAPS, KEY, NAMED, TYPES, Problems
+from runner.data.table_files import Content, Kind, Select, read_content
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
 
-KEY = "data.bad_samples"
-GAPS = "data.missing"
-TYPES = "data.types"
-NAMED = 5  # bad rows, in a message
 MOST_WORDS = 100  # texts read as missing that are saved for other data
 KINDS = {
     ColumnType.number: Kind.numbers,
@@ -74,109 +68,117 @@ def read_table(
 
     With `ignore`, every column but those, as numbers where it holds numbers; with `fitted`, its
     columns as what they were fitted as, in any order. A row with a cell that cannot be used, or
-    none in a `needed` column, is a DataError, or is left out with `data.bad_samples=drop`; rows
-    with other missing cells likewise with `data.missing=error` and `drop`.
+    none in a `needed` column, is left out with `data.bad_samples=drop`; rows with other missing
+    cells with `data.missing=drop`. All other problems are one ConfigError or DataError.
     """
     path = existing(config.path)
     if path.is_dir():
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
-    declared = config.types if isinstance(config, Tabular) and fitted is None else {}
-    kinds = {name: KINDS[kind] for name, kind in declared.items()}
-    if fitted is not None:
-        kinds = _fitted_kinds(fitted)
-
-    def select(names: Sequence[str]) -> list[str]:
-        for name, count in Counter(names).items():
-            if count > 1 or not name:
-                problem = f"{count} columns are called {name[:LONGEST]!r}"
-                raise DataError(
-                    f"{path}: {problem}; each needs a name of its own in the first line"
-                )
-        wanted = list(needed.values())
-        if fitted is not None and fitted.columns:
-            trained = [column.name for column in fitted.columns]
-            if missing := [
-                name for name in dict.fromkeys([*trained, *wanted]) if name not in names
-            ]:
-                listed = ", ".join(repr(name[:LONGEST]) for name in missing[:NAMED])
-                more = f", … ({len(missing)} in all)" if len(missing) > NAMED else ""
-                problem = f"lacks {listed}{more}, which the model was trained on"
-                raise DataError(f"{path} {problem}; {suggestion(missing[0], names, 'it has')}")
-            return list(dict.fromkeys([*trained, *wanted, *(n for n in fitted.ids if n in names)]))
-        others = {"data.ignore": ignore or (), TYPES: declared}
-        asked = [(key, name) for key, columns in others.items() for name in columns]
-        absent = [(key, name) for key, name in [*needed.items(), *asked] if name not in names]
-        if absent:
-            near = "; ".join(suggestion(n, names, "its columns are") for _, n in absent[:NAMED])
-            listed = ", ".join(f"{name!r} ({key})" for key, name in absent[1:])
-            more = f", nor {listed}" if listed else ""
-            raise ConfigError(absent[0][0], f"{path} has no column {absent[0][1]!r}{more}", near)
-        return wanted if ignore is None else [n for n in names if n in wanted or n not in ignore]
+    types = config.types if isinstance(config, Tabular) and fitted is None else {}
+    problems = Problems(path, config, dict(needed), [*(ignore or ())], dict(types))
+    kinds = {} if fitted is None else _fitted_kinds(fitted)
 
     def kind(name: str) -> Kind:
-        return Kind.texts if ignore is None else kinds.get(name, Kind.any)
+        if ignore is None:
+            return Kind.texts
+        declared = problems.types.get(name)
+        return KINDS[declared] if declared else kinds.get(name, Kind.any)
 
-    content = read_content(path, select, kind, config)
-    total = len(content.numbers) + len(content.malformed)
-    if not total:
-        raise DataError(f"data.path: {path} has no rows below its header")
-    policy = config.missing if isinstance(config, Tabular) else None
-    share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
-    words = {} if fitted is None else {c.name: c.missing for c in fitted.columns}
-    columns = dict[str, ParsedColumn]()
-    bad, gaps = dict(content.malformed), dict[int, str]()
-    ids, choices = _take_ids(content, needed.values(), config, fitted)
-    for name in list(content.columns):
-        columns[name] = column = parse_column(
-            content.columns.pop(name),  # its memory is free once it is parsed
-            name,
-            f"{path}: column {name!r}",
-            kind(name),
-            odd_share=1.0 if name in declared else ODD_CELLS,
-            bad_share=share,
-            missing=words.get(name, ()),
-            marker=name not in needed.values(),
-        )
-        problems = [(bad, column.bad)]
-        if name in needed.values():
-            problems.append((bad, column.missing()))
-        elif policy in (Missing.drop, Missing.error):
-            problems.append((gaps, column.missing()))
-        for collected, cells in problems:
-            for row, problem in cells.items():
-                text = f", column {name!r}: {problem}"
-                collected.setdefault(int(content.numbers[row]), text)
-    for line in bad:
-        gaps.pop(line, None)
-    drops = {KEY: config.bad_samples is BadSamples.drop, GAPS: policy is Missing.drop}
-    left = {KEY: bad, GAPS: gaps}
-    _refuse(
-        path, content.word, {k: rows for k, rows in left.items() if not drops[k]}, total, config
-    )
-    choices = content.choices + choices
-    for key, left_rows in left.items():
-        choices += _without(path, content.word, left_rows, total, config, key)
-    choices += tuple(_type_choices(columns, content))
-    left_out = [*bad, *gaps]
+    try:
+        content = read_content(path, _select(problems, ignore is None, fitted), kind, config)
+        problems.total = len(content.numbers) + len(content.malformed)
+        if not problems.total:
+            raise DataError(f"data.path: {path} has no rows below its header")
+    except DataError as error:
+        problems.refuse(error)
+        raise
+    ids, choices = _take_ids(content, problems, fitted)
+    columns = _parse_columns(content, kind, problems, fitted)
+    problems.refuse()
+    choices = (*content.choices, *choices, *problems.left_out(), *_type_choices(columns, content))
+    left_out = [*problems.bad, *problems.gaps]
     usable = ~np.isin(content.numbers, left_out) if left_out else slice(None)
     rows = RowNames(content.word, content.numbers[usable])
     odd = {n: tuple(sorted({*column.odd.values()}))[:MOST_WORDS] for n, column in columns.items()}
     values = {name: select_rows(column.values, usable) for name, column in columns.items()}
     if left_out:
         ids = {name: column.filter(usable) for name, column in ids.items()}
-    return Table(path, values, rows, choices, total - len(left_out), odd, ids)
+    return Table(path, values, rows, choices, problems.total - len(left_out), odd, ids)
+
+
+def _select(problems: Problems, only: bool, fitted: Preprocessing | None) -> Select:
+    """What chooses the columns to read: the needed ones `only`, those trained on, or all."""
+    trained = [] if fitted is None else [column.name for column in fitted.columns]
+
+    def select(names: Sequence[str], unreadable: Mapping[str, Any]) -> list[str]:
+        problems.check_names(names, trained and [*trained, *problems.needed.values()])
+        used = list(dict.fromkeys([*trained, *problems.needed.values()]))
+        if fitted is not None and trained:
+            used += [name for name in fitted.ids if name not in used]
+        elif not only:
+            used = [name for name in names if name in used or name not in problems.ignore]
+        problems.add_unreadable({name: unreadable[name] for name in used if name in unreadable})
+        readable = [name for name in used if name in names and name not in unreadable]
+        if not readable:
+            problems.refuse()
+        return readable
+
+    return select
+
+
+def _parse_columns(
+    content: Content,
+    kind: Callable[[str], Kind],
+    problems: Problems,
+    fitted: Preprocessing | None,
+) -> dict[str, ParsedColumn]:
+    """The cells of each column; what is wrong with them goes to the problems, by row."""
+    config = problems.config
+    policy = config.missing if isinstance(config, Tabular) else None
+    share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
+    words = {} if fitted is None else {c.name: c.missing for c in fitted.columns}
+    problems.word = content.word
+    problems.add_rows(KEY, content.malformed)
+    columns = dict[str, ParsedColumn]()
+    for name in list(content.columns):
+        cells = content.columns.pop(name)  # its memory is free once it is parsed
+        odd_share = 1.0 if name in problems.types else ODD_CELLS
+        try:
+            column = parse_column(
+                cells,
+                kind(name),
+                odd_share=odd_share,
+                bad_share=share,
+                missing=words.get(name, ()),
+                marker=name not in problems.needed.values(),
+            )
+        except DataError as error:
+            problems.add_unreadable({name: error})
+            continue
+        columns[name] = column
+        wrong = [(KEY, column.bad)]
+        if name in problems.needed.values():
+            wrong.append((KEY, column.missing()))
+        elif policy in (Missing.drop, Missing.error):
+            wrong.append((GAPS, column.missing()))
+        for key, bad in wrong:
+            texts = {int(content.numbers[i]): f", column {name!r}: {bad[i]}" for i in bad}
+            problems.add_rows(key, texts)
+    for row in problems.bad:
+        problems.gaps.pop(row, None)
+    return columns
 
 
 def _take_ids(
-    content: Content, needed: Collection[str], config: DataConfig, fitted: Preprocessing | None
+    content: Content, problems: Problems, fitted: Preprocessing | None
 ) -> tuple[dict[str, Any], tuple[Choice, ...]]:
     """The columns that are ids, taken out of the content, and why; one column always stays."""
-    declared = config.types if isinstance(config, Tabular) else {}
+    declared, needed = problems.types, problems.needed.values()
     names = [name for name in content.columns if name not in needed]
     reasons = {name: "" for name, kind in declared.items() if kind is ColumnType.id}
     if fitted is not None:
         reasons = dict.fromkeys(fitted.ids, "")
-    elif isinstance(config, Tabular):
+    elif isinstance(problems.config, Tabular):
         for name in names:
             if name not in declared and len(reasons) + 1 < len(names):
                 if reason := id_reason(name, content.columns[name]):
@@ -222,54 +224,6 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
     if any(class_name(number(name)) != name for name in fitted.sizes.class_names):
         kinds[fitted.target] = Kind.texts
     return kinds
-
-
-def _refuse(
-    path: Path, word: str, problems: Mapping[str, Mapping[int, str]], total: int, config: DataConfig
-) -> None:
-    """Raise for rows that cannot be used, all kinds in one message, with the keys that drop them.
-
-    `problems` are by the key that drops them, and by row.
-    """
-    texts = [text for rows in problems.values() for text in _kinds(word, rows)]
-    if not texts:
-        return
-    keys = [f"{key}=drop" for key, rows in problems.items() if rows]
-    share = max(len(rows) for rows in problems.values()) / total
-    if share > config.most_bad:
-        keys.append(f"data.most_bad={min(math.ceil(100 * share) / 100, 0.99)}")
-    fill = f", fill the missing with {GAPS}=mean" if problems.get(GAPS) else ""
-    fix = f"correct them{fill}, leave out a column with data.ignore, or run with {' '.join(keys)}"
-    raise DataError(f"{path}: {'; '.join(texts)}; {fix}")
-
-
-def _kinds(word: str, problems: Mapping[int, str]) -> list[str]:
-    """Each kind of problem with its first row, how many rows have it, and the next ones."""
-    kinds = dict[str, list[int]]()
-    for row in sorted(problems):
-        kinds.setdefault(re.sub(": .* is ", ": is ", problems[row]), []).append(row)
-    texts = []
-    for rows in kinds.values():
-        following = ", ".join(map(str, rows[1:NAMED]))
-        more = f" ({len(rows):,} {word}s in all: also {following}" if following else ""
-        more += (", …)" if len(rows) > NAMED else ")") if more else ""
-        texts.append(f"{word} {rows[0]}{problems[rows[0]]}{more}")
-    return texts
-
-
-def _without(
-    path: Path, word: str, problems: Mapping[int, str], total: int, config: DataConfig, key: str
-) -> tuple[Choice, ...]:
-    """What is said of the rows that `key` leaves out."""
-    if not problems:
-        return ()
-    texts = [f"{word} {number}{problems[number]}" for number in sorted(problems)]
-    more = f"; and {len(texts) - NAMED:,} more" if len(texts) > NAMED else ""
-    examples = "; ".join(texts[:NAMED]) + more
-    if len(texts) / total > config.most_bad:
-        problem = f"{len(texts):,} of {total:,} rows cannot be used, more than data.most_bad="
-        raise DataError(f"{path}: {problem}{config.most_bad:g}: {examples}")
-    return (Choice(key, f"{len(texts):,} of {total:,} left out", examples),)
 
 
 def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iterator[Choice]:

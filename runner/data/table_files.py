@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -51,8 +51,8 @@ class Kind(Enum):
     texts = "a text"
 
 
-Select = Callable[[Sequence[str]], list[str]]
-"""Given the columns of a file, returns those to read."""
+Select = Callable[[Sequence[str], Mapping[str, Any]], list[str]]
+"""Given the columns of a file, and the types of unreadable ones, returns those to read."""
 
 
 def read_content(
@@ -134,7 +134,7 @@ def _parse_csv(
         return "skip"
 
     with _CsvRows(path, config) as rows:
-        used = select(rows.names)
+        used = select(rows.names, {})
         convert = csv.ConvertOptions(
             column_types={name: string() for name in used if kind(name) is Kind.texts},
             include_columns=used,
@@ -315,8 +315,8 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
     try:
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
-        used = select(schema.names)
-        _check_types(path, {name: schema.field(name).type for name in used})
+        unreadable = {f.name: f.type for f in schema if not _is_readable(f.type)}
+        used = select(schema.names, unreadable)
         texts = [name for name in used if _is_text(schema.field(name).type)]
         check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)  # as float64
         batches, decoded = [], 0
@@ -333,16 +333,8 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
     return Content(columns, "row", np.arange(1, len(table) + 1), {})
 
 
-def _check_types(path: Path, types: dict[str, Any]) -> None:
-    """Refuse columns whose cells are no single number, time or text, all of them by name."""
-    unreadable = {name: arrow for name, arrow in types.items() if not _is_readable(arrow)}
-    if unreadable:
-        listed = ", ".join(f"{name!r} of type {arrow}" for name, arrow in unreadable.items())
-        fix = f"convert them, or leave them out with data.ignore=[{','.join(unreadable)}]"
-        raise DataError(f"{path}: cannot read the columns {listed}; {fix}")
-
-
 def _is_readable(arrow: Any) -> bool:
+    """Whether each cell is a single number, time or text."""
     from pyarrow import types
 
     if types.is_dictionary(arrow):

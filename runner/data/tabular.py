@@ -19,7 +19,8 @@ from runner.data.cells import GAP, LONGEST, PARTS, Texts, Values, missing_cells,
 from runner.data.config import Missing, SplitRule, Tabular
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
 from runner.data.preprocessing import Opening
-from runner.data.table import GAPS, NAMED, TYPES, Table, read_table, split_values
+from runner.data.problems import GAPS, NAMED, TYPES
+from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
 from runner.data.tensors import Tensors, fit_scale, scale, scale_of
 from runner.errors import ConfigError, DataError

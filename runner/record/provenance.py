@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -47,13 +48,32 @@ def versions() -> dict[str, str]:
 
 def command() -> str:
     """The shell command that starts this run again; for a job of a sweep, that job alone."""
-    arguments = _sweep_job()
+    arguments = _arguments()
     if arguments is None:
-        script, arguments = Path(sys.argv[0] if sys.argv else ""), sys.argv[1:]
-        ours = script.name in ("", "runner") or script.parts[-2:] == ("runner", "__main__.py")
-        if not ours:  # used as a library
-            return shlex.join(["python", *sys.argv])
+        return shlex.join(["python", *sys.argv])
     return shlex.join(["python", "-m", "runner", *arguments])
+
+
+def changed_command(changes: Mapping[str, str]) -> str:
+    """The command with other values of some keys; from a program, these overrides alone."""
+    arguments = _arguments()
+    keys = tuple(f"{key.lstrip('+')}." for key in changes)
+    kept = [
+        text
+        for text in arguments or ()
+        if not f"{text.partition('=')[0].lstrip('+')}.".startswith(keys)
+    ]
+    start = [] if arguments is None else ["python", "-m", "runner"]
+    return shlex.join([*start, *kept, *(f"{key}={value}" for key, value in changes.items())])
+
+
+def _arguments() -> list[str] | None:
+    """What was typed after the program's name; None where a program uses the library."""
+    if (job := _sweep_job()) is not None:
+        return job
+    script = Path(sys.argv[0] if sys.argv else "")
+    ours = script.name in ("", "runner") or script.parts[-2:] == ("runner", "__main__.py")
+    return sys.argv[1:] if ours else None
 
 
 def _sweep_job() -> list[str] | None:

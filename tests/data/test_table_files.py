@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import shlex
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow
@@ -20,6 +21,7 @@ from runner.data.tensors import Tensors
 from runner.data.text import text
 from runner.device import memory
 from runner.errors import ConfigError, DataError
+from tests.runs import command, config
 
 HEADER = "größe;preis;name;y\n"
 ROWS = [f"{i};{i},5;{'blau' if i % 3 else 'grün'};{'ja' if i % 2 else 'nein'}\n" for i in range(40)]
@@ -326,7 +328,7 @@ def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Pat
         "line 32 has 1 values, and the header names 2 columns; ",
         "line 34 has 3 values, and the header names 2 columns; ",
         "line 33, column 'x': 1e+99 is too large for float32 (3 lines in all: also 35, 36); ",
-        "column 'y': the value is missing (8 lines in all: also 38, 39, 40, 41, …); ",
+        "line 35, column 'y': the value is missing (10 lines in all: also 36, 37, 38, 39, …); ",
     ):
         assert part in message
     assert message.endswith("or run with data.bad_samples=drop data.most_bad=0.31")
@@ -334,3 +336,63 @@ def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Pat
     assert len(source.target) == 30
     with pytest.raises(ConfigError, match=r"no column 'x1', nor 'z' \(data.ignore\).*'x'"):
         tabular(Tabular(path=path, target="x1", ignore=["z"]))
+
+
+def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs(
+    tmp_path: Path,
+) -> None:
+    rows = [f"{i},{'Ayr' if i % 2 else 'Bath'},{i}.5\n" for i in range(60)]
+    rows += ["1e99,Ayr,1.5\n", ",Ayr,1.5\n", "1,Bath\n", "1,Bath,\n"]
+    path = write(tmp_path, "".join(["area,town,price\n", *rows]))
+    asked = [f"data.path={path}", "data.target=prise", "data.ignore=[twon]", "model.width=8"]
+    ended = command(
+        tmp_path, "data=tabular", *asked, "+data.types.aera=number", "data.missing=error"
+    )
+    message = ended.stderr.partition("error: ")[2].strip()
+    assert ended.returncode == 2 and "\n" not in message and not (tmp_path / "outputs").exists()
+    places = [
+        message.index(part)
+        for part in (
+            "data.target: ",
+            "has no column 'prise', nor 'twon' (data.ignore), 'aera' (data.types); ",
+            "did you mean 'price'?; did you mean 'town'?; did you mean 'area'?; ",
+            "line 62, column 'area': 1e+99 is too large for float32; ",
+            "line 63, column 'area': the value is missing; ",
+            "line 65, column 'price': the value is missing; ",
+            "line 64 has 2 values, and the header names 3 columns; ",
+            "or run with python -m runner data=tabular ",
+        )
+    ]
+    assert places == sorted(places) and len(message) < 1_000
+    *_, overrides = message.partition("python -m runner ")
+    typed = shlex.split(overrides)
+    assert {"model.width=8", "data.target=price", "data.ignore=[town]"} <= {*typed}
+    assert "+data.types={area: number}" in typed
+    data = tabular(cast("Tabular", config(*typed).data))
+    assert len(data.target) == 60 and [c.name for c in data.columns] == ["area"]
+
+
+def test_unreadable_and_absent_columns_and_bad_cells_of_parquet_are_one_message(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path, tags=[["a"]] * 30, far=[1e99, *range(29)])
+    with pytest.raises(ConfigError) as raised:
+        tabular(Tabular(path=path, target="z", ignore=["nn", "none"]))
+    message = str(raised.value)
+    assert "has no column 'z', nor 'nn' (data.ignore), 'none' (data.ignore); its columns" in message
+    assert "cannot read the columns 'tags' of type list<" in message
+    assert "row 1, column 'far': 1e+99 is too large" in message
+    fixed = "run with data.target=COLUMN 'data.ignore=[n,tags]' data.bad_samples=drop"
+    assert message.endswith(fixed)
+
+
+def test_a_message_about_very_many_columns_is_bounded(tmp_path: Path) -> None:
+    nested = {f"tags {i}": [["a"]] * 30 for i in range(300)}
+    far = {f"far {i}": [1e99, *range(29)] for i in range(40)}
+    path = written(tmp_path, **nested, **far)
+    with pytest.raises(DataError) as raised:
+        opened(path)
+    message = str(raised.value)
+    assert "'tags 4' of type list<" in message and "'tags 5'" not in message
+    assert "row 1, column 'far 9': 1e+99" in message and "and 30 more kinds of bad rows" in message
+    assert "(300 in all)" in message and len(message) < 1_500 and message.endswith("data.ignore")
