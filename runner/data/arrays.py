@@ -13,13 +13,12 @@ from runner.data.batch import Sizes
 from runner.data.config import Arrays
 from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
 from runner.data.paths import existing, suggestion
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
-PLAIN = Opening()
 TABLES = (".csv", ".tsv", ".parquet")
 
 

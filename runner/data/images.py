@@ -15,7 +15,7 @@ from runner.data.config import Images
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.paths import existing
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
@@ -27,7 +27,6 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded, under any name: others contain programs, such as PostScript's."""
 HEADS = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop
-PLAIN = Opening()
 
 
 class ImageFolder(Dataset):

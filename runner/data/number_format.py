@@ -69,12 +69,17 @@ def convert_numbers(
 ) -> tuple[Choice, ...]:
     """Write numbers among texts as Python reads them, in place; returns what was recognised.
 
+    Columns of texts become dictionaries, of which each text is parsed once.
+
     Signs between thousands are recognised where some number, such as 1,234.5, needs them and all
     numbers can be read with them; a decimal comma where commas do not separate cells, no number has
     a decimal point, and some number, such as 12,5, cannot have it between thousands.
     """
     import pyarrow
 
+    for name, column in columns.items():
+        if pyarrow.types.is_string(column.type):
+            columns[name] = pyarrow.chunked_array([column.dictionary_encode().combine_chunks()])
     candidates = (_like_numbers(*item, config.most_bad) for item in columns.items())
     found = [texts for texts in candidates if texts is not None]
     if not found:
@@ -118,9 +123,9 @@ def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
     import pyarrow
     from pyarrow import compute
 
-    if not pyarrow.types.is_string(column.type):
+    if not pyarrow.types.is_dictionary(column.type):
         return None
-    encoded = column.dictionary_encode().combine_chunks()
+    encoded = column.combine_chunks()
     codes = encoded.indices.drop_null().to_numpy()
     counts = np.bincount(codes, minlength=len(encoded.dictionary))
     words = compute.utf8_lower(compute.utf8_trim_whitespace(encoded.dictionary))

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError
 from runner.security.registry import assembled, construct
 
@@ -30,14 +30,13 @@ FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
 
 
 def open_data(
-    config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening | None = None
+    config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening = PLAIN
 ) -> Dataset:
     """The data set that `config` names: one of ours, or the user's own by `_target_`.
 
     Raises ConfigError or DataError for what can be checked without reading every sample on disk,
     and SecurityError for a `_target_` that is not trusted.
     """
-    opening = opening or Opening()
     if config._target_ is not None:
         from runner.data.user_dataset import UserDataset
 

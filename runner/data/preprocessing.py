@@ -99,6 +99,10 @@ class Opening:
         return not self.labelled or self.fitted.source != source_of(config)
 
 
+PLAIN = Opening()
+"""Data that are trained on, with nothing fitted."""
+
+
 def check_predicts(fitted: Preprocessing | None) -> None:
     """Raise ConfigError where there is no model, or its answers are not one for each sample."""
     if fitted is None:

@@ -24,11 +24,12 @@ from runner.techniques.base import Choice
 # pyarrow compares letter for letter
 MISSING_FORMS = [f for word in MISSING for f in {word, word.upper(), word.title(), "NaN", "Na"}]
 PARQUET_ROWS = 1 << 17  # decoded at a time
-BLOCK = 1 << 20  # bytes of csv that are parsed at a time
+BLOCK = 1 << 22  # bytes of csv that are parsed at a time: fewer, larger pieces are freed faster
 CELLS = 4  # bytes that a byte of csv takes: "1," becomes a float64
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 BYTE_ORDER = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SEPARATORS = ",;\t|"
+NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,9 @@ class _CsvRows(io.RawIOBase):
         """The next bytes of the rows."""
         part: bytes = self.file.read(size)
         self._count_memory(part)
-        self.quotes, self.lines = self.quotes + part.count(b'"'), self.lines + part.count(b"\n")
+        if b'"' in part:  # to look is faster than to count
+            self.quotes += part.count(b'"')
+        self.lines += int(np.count_nonzero(np.frombuffer(part, np.uint8) == NEWLINE))
         if part:
             self.last = part[-1:]
         elif self.last != b"\n":  # a last line without its end
@@ -284,7 +287,7 @@ def _decompress(path: Path) -> Any:
     with path.open("rb") as file:
         start = file.read(4)
     codec = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-    return pyarrow.input_stream(str(path), codec, BLOCK)
+    return pyarrow.input_stream(str(path), codec)
 
 
 def _undecodable(path: Path, encoding: str | None) -> str:

@@ -18,7 +18,7 @@ from runner.data.batch import Column, Sizes
 from runner.data.cells import GAP, LONGEST, PARTS, Texts, Values, missing_cells, part_of
 from runner.data.config import Missing, SplitRule, Tabular
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.data.problems import GAPS, NAMED, TYPES
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
@@ -29,7 +29,6 @@ from runner.techniques.base import Choice
 FEATURE = 4  # bytes of a float32
 MOST = "data.categories"
 UNKNOWN = "data.unknown_categories"
-PLAIN = Opening()
 
 
 def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:

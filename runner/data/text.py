@@ -16,13 +16,12 @@ from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.labels import check_classes, trained_labels
 from runner.data.paths import existing
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.data.table import read_table, split_values
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
-PLAIN = Opening()
 
 
 class TextClassificationDataset(Dataset):

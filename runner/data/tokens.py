@@ -12,10 +12,9 @@ from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
 from runner.data.paths import check_link, existing
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError, DataError
 
-PLAIN = Opening()
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
 

@@ -19,12 +19,11 @@ from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.order import sample_seeds
-from runner.data.preprocessing import Opening
+from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError, DataError, RunnerError
 
 TIMED = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # of a sample, after which no other is timed
-PLAIN = Opening()
 
 
 class UserDataset(Dataset):
