@@ -74,8 +74,7 @@ class GradcheckConfig:
     """Backward passes compared with differences, in float64, once at the start."""
 
     enabled: bool = False
-    modules: list[str] | None = None  # names (blocks.*) or classes; null: all but torch's own
-    skip: list[str] = field(default_factory=list)  # what is no derivative on purpose
+    skip: list[str] = field(default_factory=list)  # names or classes: no derivative on purpose
     budget_s: float = bounded(10.0, above=0)  # seconds for all checks, smallest first
     tolerance: float = bounded(1e-3, above=0, below=1)  # relative
 

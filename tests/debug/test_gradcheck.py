@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runner import Summary, train
 from runner.build import Components
 from runner.debug.config import GradcheckConfig
 from runner.debug.gradcheck import GradientCheck, check_model
-from runner.errors import ConfigError, NotVerified
+from runner.errors import NotVerified
 from runner.objectives.custom import Custom
 from tests import runs
 
@@ -102,18 +103,21 @@ def by_name(checks: list[GradientCheck]) -> dict[str, GradientCheck]:
     return {check.name: check for check in checks}
 
 
-@pytest.mark.parametrize(("function", "leaf", "error"), [(Doubled, "by", 0.5), (Turned, "x", 2.0)])
+@pytest.mark.parametrize(
+    ("function", "leaf", "ratio"), [(Doubled, "by", 2.0), (Turned, "input", -1)]
+)
 def test_a_wrong_backward_is_found_by_module_and_input(
-    function: type[Scale], leaf: str, error: float
+    function: type[Scale], leaf: str, ratio: float
 ) -> None:
     checks = by_name(checked(Own(function), images(), cross_entropy))
     wrong = checks["tail.scale"]
     assert (wrong.of, wrong.result, wrong.where) == ("Scaling", "wrong", leaf)
-    assert wrong.error == pytest.approx(error, rel=1e-3)
+    analytical, numerical = map(float, re.findall(r"al ([-\d.e]+)", wrong.reason))
+    assert analytical / numerical == pytest.approx(ratio, rel=1e-2)
     assert checks["objective"].result == "passed"
     for name in ("tail", "Own"):  # blamed on what is wrong in them, not once more
         assert checks[name].result == "unchecked"
-        assert "contains tail.scale" in checks[name].why
+        assert "contains tail.scale" in checks[name].reason
     x, by = torch.randn(3, 4).double().requires_grad_(), torch.ones(1).double().requires_grad_()
     theirs: Any = function.apply
     assert not torch.autograd.gradcheck(theirs, (x, by), raise_exception=False), "as torch has it"
@@ -123,7 +127,6 @@ def test_a_right_one_passes_with_all_that_is_around_it() -> None:
     checks = checked(Own(), images(), cross_entropy)
     assert [check.name for check in checks] == ["objective", "tail.scale", "tail", "Own"]
     assert {c.result for c in checks} == {"passed"}
-    assert all(c.error is not None and c.error < 1e-5 for c in checks)
 
 
 class Sparse(nn.Module):
@@ -137,10 +140,9 @@ class Sparse(nn.Module):
         return self.head(self.norm(self.embed(ids)))
 
 
-def test_torchs_own_layers_pass_with_sparse_gradients_too() -> None:
-    checks = checked(Sparse(), torch.arange(60).reshape(3, 20) % 20, modules=["*"])
-    assert {c.name for c in checks} == {"embed", "norm", "head", "head.0", "head.1", "Sparse"}
-    assert {c.result for c in checks} == {"passed"}
+def test_a_model_with_sparse_gradients_passes() -> None:
+    (check,) = checked(Sparse(), torch.arange(60).reshape(3, 20) % 20)
+    assert (check.name, check.result) == ("Sparse", "passed")
 
 
 class Kinked(nn.Module):
@@ -188,20 +190,16 @@ def test_kinks_float32_inside_and_models_that_want_all_samples_are_not_taken_for
         assert [check.result for check in checked(model, batch)] == ["passed"]
 
 
-class Small(nn.Module):
+class Small(Scaling):
     """A wrong gradient that is far below torch.autograd.gradcheck's absolute tolerance."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = Scaling(Doubled)
-
     def forward(self, x: Tensor) -> Tensor:
-        return 1e-9 * self.scale(x)
+        return 1e-9 * super().forward(x)
 
 
 def test_a_small_gradient_is_checked_as_well_as_a_large_one() -> None:
-    (check,) = checked(Small(), torch.randn(4, 16), modules=["Small"])
-    assert (check.result, check.where) == ("wrong", "scale.by")
+    (check,) = checked(Small(Doubled), torch.randn(4, 16))
+    assert (check.result, check.where) == ("wrong", "by")
 
 
 class Drifting(nn.Module):
@@ -216,22 +214,17 @@ class Drifting(nn.Module):
 
 def test_what_cannot_be_checked_says_why() -> None:
     (check,) = checked(Drifting(), torch.randn(4, 16))
-    assert check.result == "unchecked" and "two calls" in check.why
+    assert check.result == "unchecked" and "two calls" in check.reason
     (check,) = checked(Drifting(), torch.randn(4, 3))
-    assert check.result == "unchecked" and "shapes cannot be multiplied" in check.why
-    (check,) = checked(Own(), images(), budget_s=1e-9, modules=["body.1"])
-    assert check.result == "unchecked" and "budget_s" in check.why
+    assert check.result == "unchecked" and "shapes cannot be multiplied" in check.reason
+    check = checked(Own(), images(), budget_s=1e-9)[0]
+    assert check.result == "unchecked" and "budget_s" in check.reason
 
 
-def test_torchs_own_modules_are_left_out_unless_named_and_an_absent_one_is_an_error() -> None:
+def test_torchs_own_modules_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
-    batch = torch.randn(4, 16), torch.tensor([0, 1, 2, 0])
-    (loss,) = checked(model, batch, cross_entropy)
+    (loss,) = checked(model, (torch.randn(4, 16), torch.tensor([0, 1, 2, 0])), cross_entropy)
     assert (loss.name, loss.result) == ("objective", "passed")
-    named = checked(model, batch, cross_entropy, modules=["0", "2"])
-    assert [check.name for check in named] == ["objective", "2", "0"]
-    with pytest.raises(ConfigError, match="debug.gradcheck.modules: the model has no 'tial'"):
-        checked(Own(), images(), modules=["tial"])
 
 
 def halved(output: Tensor, target: Tensor) -> Tensor:
@@ -242,8 +235,7 @@ def halved(output: Tensor, target: Tensor) -> Tensor:
 
 def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_passes() -> None:
     wrong = by_name(checked(Own(), images(), halved))["objective"]
-    assert (wrong.of, wrong.result, wrong.where) == ("halved", "wrong", "output")
-    assert wrong.error == pytest.approx(0.5, rel=1e-3)
+    assert (wrong.of, wrong.result, wrong.where) == ("halved", "wrong", "input")
     weighted = nn.CrossEntropyLoss(weight=torch.rand(10) + 0.5, label_smoothing=0.1)
     assert by_name(checked(Own(), images(), weighted))["objective"].result == "passed"
     assert "objective" not in by_name(checked(Own(), images(), halved, skip=["halved"]))
@@ -310,10 +302,10 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
     history = json.loads((tmp_path / "debug/history.json").read_text())
     (fault,) = [f for f in history["faults"] if f["kind"] == "wrong_gradient"]
     assert fault["severity"] == "error" and "tail.scale (Scaling)" in fault["message"]
-    assert "gradient of by is off by 0.5" in fault["message"]
+    assert "gradient of by is wrong: analytical " in fault["message"]
     assert "tail.scale (Scaling)" in caplog.text
     (tool,) = summary.tools
-    assert tool.finding == "2 checked, 1 wrong: tail.scale off by 0.5; 2 could not be checked"
+    assert tool.finding == "2 checked, 1 wrong: tail.scale; 2 could not be checked"
 
 
 def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path: Path) -> None:
