@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
 
-from runner.debug.config import DebugConfig
-from runner.debug.profile_report import (
-    Facts,
-    operator_name,
-    section_table,
-    trace_table,
-    verdicts,
-)
-from runner.debug.profile_trace import Trace, Window
+import torch
+from torch._C._autograd import DeviceType
+
+from runner.debug.config import DebugConfig, ProfileConfig
 from runner.debug.sections import Totals, collect
 from runner.debug.tool import Tool
-from runner.record import markdown as md
+from runner.record import markdown
 from runner.record.storage import replace_text
 from runner.training.hook import Report, Step
 from runner.training.run import Run
@@ -36,6 +33,201 @@ PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
 PAGE, ROWS, TRACES = "debug/profile.md", "debug/profile.json", "debug/traces"
 AHEAD = 1000  # steps in which a place for the window is looked for
 QUIET = "KINETO_LOG_LEVEL"
+SHOWN = 15  # operators in a table
+
+WAITS = 0.2  # share of a step
+LONG = 0.25  # share of a step, of the optimizer or of what is between steps
+BUSY = 0.7  # an accelerator that computes more of the time than this is what limits the run
+MANY = 100  # operators in a step
+SMALL_US = 20.0  # of a step, per operator: calling them takes 5 to 15
+LARGE = 0.3  # share of the operators' time, from which one operator is worth a word
+GRAPH = "compiled graph"
+
+
+@dataclass
+class Facts:
+    """Of a step, outside the profiler's window where possible; shares are of its time."""
+
+    split: dict[str, float] = field(default_factory=dict)  # by phase, as in the summary
+    step_ms: float = 0.0
+    operators: float = 0.0  # called in a step
+    operator: str = ""  # that takes most of the operators' time
+    operator_share: float = 0.0
+    operator_ms: float = 0.0  # of it, a step
+    busy: float | None = None  # share of the time in which an accelerator computed
+    workers: int = 0  # that fetch data
+    in_memory: bool = False
+    cores: int = 1
+    techniques: list[str] = field(default_factory=list)  # those applied
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is the host that decides how fast a step is."""
+        return self.busy is None or self.busy < BUSY
+
+    @property
+    def waits(self) -> bool:
+        """Whether the data come too late for anything else to matter; from memory they never do."""
+        return self.idle and not self.in_memory and self.split.get("data", 0.0) > WAITS
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether a step is so many operators that calling them is most of the work."""
+        small = self.step_ms * 1e3 < SMALL_US * self.operators
+        return self.operators >= MANY and self.idle and not self.waits and small
+
+
+def verdicts(facts: Facts) -> list[str]:
+    """What can be said, the most important first; never empty."""
+    split = facts.split if facts.idle else {}
+    texts = [*_operators(facts), *_phases(facts, split)]
+    if texts:
+        return texts
+    parts = sorted(facts.split.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
+    many = f"{facts.operators:,.0f} operators a step, " if facts.operators else ""
+    return [f"nothing stands out: {many}{shares}" if shares else "too few steps to say anything"]
+
+
+def _operators(facts: Facts) -> Iterator[str]:
+    if facts.host_bound:
+        compiled = "whole_step" in facts.techniques
+        fix = "a larger training.batch_size" if compiled else "optimization.whole_step.enabled=true"
+        busy = "" if facts.busy is None else f", the device busy {facts.busy:.0%} of the time"
+        yield f"host-bound: {facts.operators:,.0f} small operators a step{busy}: {fix}"
+    elif not facts.waits and facts.operator_share > LARGE:
+        text = f"{facts.operator} takes {facts.operator_share:.0%} of the operators' time, "
+        text += f"{facts.operator_ms:.3g} ms a step"
+        if "amp" not in facts.techniques and not facts.operator.startswith(GRAPH):
+            text += "; 16 bits may help: optimization.amp.enabled=true"
+        yield text
+
+
+def _phases(facts: Facts, split: dict[str, float]) -> Iterator[str]:
+    if (share := split.get("data", 0.0)) > WAITS:
+        fix = f"raise data.workers (now {facts.workers})"
+        if facts.workers >= facts.cores:
+            fix = f"all {facts.cores} cores fetch already; make samples cheaper to read"
+        if facts.in_memory:
+            fix = "it is in memory, so a larger training.batch_size is what helps"
+        yield f"{share:.0%} of step time waits for data: {fix}"
+    if (share := split.get("other", 0.0)) > LONG:
+        fix = "raise monitoring.every and debug.every"
+        yield f"{share:.0%} of step time is spent between steps, in hooks and the record: {fix}"
+    if (share := split.get("optimizer", 0.0)) > LONG:
+        fused = "fused_optimizer" in facts.techniques
+        fix = "optimization.fused_optimizer.enabled=true"
+        fix = "a larger training.batch_size needs fewer updates" if fused else fix
+        yield f"the optimizer takes {share:.0%} of a step: {fix}"
+
+
+# -- the window -------------------------------------------------------------------------------
+
+
+class Window:
+    """Steps under torch.profiler; made between two steps, and asked after each of them."""
+
+    def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
+        """Start, to keep so many steps; raises RuntimeError where another profiler is at work."""
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError("another profiler is at work already")
+        self.run, self.totals, self.steps = run, totals, steps
+        self.first = run.progress.step + config.warmup + 1  # step in the trace
+        self.left = config.warmup + steps
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if run.device.kind == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(
+            activities=kinds,
+            schedule=torch.profiler.schedule(wait=0, warmup=config.warmup, active=steps, repeat=1),
+            record_shapes=config.shapes,
+            profile_memory=config.memory,
+            with_stack=config.stacks,
+        )
+        run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
+        self.profiler.start()
+        self.start = perf_counter()
+        self.seconds = 0.0  # wall time of the steps in the trace
+        totals.tracing = True
+
+    @property
+    def recorded(self) -> int:
+        """Steps that are in the trace so far."""
+        return max(0, self.steps - self.left)
+
+    def step(self) -> bool:
+        """A step has ended; says whether it was the last."""
+        self.left -= 1
+        if self.left == 0:
+            self.run.device.synchronize()  # waits: kernels still under way belong to the window
+        self.seconds = perf_counter() - self.start if self.recorded else 0.0
+        if self.left == 0:
+            return True
+        self.profiler.step()
+        if not self.recorded:
+            self.start = perf_counter()
+        return False
+
+    def stop(self) -> None:
+        """End it, early if need be."""
+        self.totals.tracing = False
+        self.profiler.stop()
+
+    def rows(self) -> tuple[list[dict[str, Any]], float | None]:
+        """Operators by the time in them alone, and the share of time in which a GPU computed."""
+        on_gpu = self.run.device.kind == "cuda"
+        spent = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
+        events = [e for e in self.profiler.key_averages() if not e.is_user_annotation]
+        kernels = [e for e in events if e.device_type != DeviceType.CPU]
+        operators = [
+            {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, spent) / 1e6}
+            for e in events
+            if e.device_type == DeviceType.CPU
+            and not e.key.startswith(("cuda", "hip", "ProfilerStep"))
+        ]
+        operators.sort(key=lambda row: -row["seconds"])
+        computed = sum(e.self_device_time_total for e in kernels) / 1e6
+        return operators, min(1.0, computed / self.seconds) if kernels and self.seconds else None
+
+    def store(self, path: Path) -> None:
+        """Write the trace, compressed. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(path))
+
+
+def operator_name(key: str) -> str:
+    """An operator's name: a graph's without the marks of the trace, its hash short."""
+    call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
+    return f"{GRAPH} {call[1][:8]}" if call else key
+
+
+def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
+    """How many steps to keep, and the first step, from this one on, to begin after.
+
+    Validations, checkpoints and other tools' looks do not belong in a window: it is moved, or made
+    smaller, to lie between two of them. Where there is no such place, they are in it.
+    """
+    looks = [
+        hook.every
+        for hook in run.hooks
+        if isinstance(hook, Tool) and overrides_event(hook, "around") and hook.every > 2
+    ]
+    ends = [run.validate_every, run.checkpoint_every]  # after a step of these there is a pause
+    room = [pace - 1 - warmup for pace in (*ends, *looks)]
+    steps = min([steps, *(most for most in room if most > 0)])
+    span = warmup + steps
+
+    def is_clear(first: int) -> bool:
+        made = range(first, first + span)
+        return not any(step % pace == 0 for step in made for pace in ends) and not any(
+            (step + 1) % pace == 0 for step in made for pace in looks
+        )
+
+    latest = min(step + AHEAD, run.total_steps - span)
+    return steps, next((first for first in range(step, latest + 1) if is_clear(first)), step)
+
+
+# -- the tool ---------------------------------------------------------------------------------
 
 
 class ProfileTool(Tool):
@@ -52,15 +244,15 @@ class ProfileTool(Tool):
         self.own = config.profile
         self.next = math.inf  # step after which there is something to do
         self.window: Window | None = None
-        self.trace: Trace | None = None
+        self.operators: list[dict[str, Any]] = []
+        self.busy: float | None = None
         self.trace_file = ""
-        self.first = 0  # step of the trace
+        self.first, self.steps = 0, 0  # of the trace
         self.totals = Totals()
         self.before: dict[str, float] = {}  # the stopwatch when the window began
         self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds of the window: no usual steps
         self.verdicts: list[str] = []
-        self.facts = Facts({})
-        self.collected = 0.0  # seconds for which sections were counted
+        self.facts = Facts()
         self.tools = 0.0  # seconds of the other debug tools, without what they draw at the end
 
     def due(self, step: int) -> bool:
@@ -78,13 +270,13 @@ class ProfileTool(Tool):
             with collect() as self.totals:
                 yield
         finally:
-            self.collected = perf_counter() - entered
+            collected = perf_counter() - entered
             if self.window is not None:
                 self._close(run, self.window)
             if loud:
                 os.environ.pop(QUIET, None)
             start = perf_counter()
-            self._conclude(run)
+            self._conclude(run, collected)
             self.seconds += perf_counter() - start
 
     def on_step(self, run: Run, step: Step) -> None:
@@ -98,8 +290,6 @@ class ProfileTool(Tool):
         """Remember what the other tools took so far."""
         tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook is not self)
         self.tools = sum(tool.seconds for tool in tools)
-
-    # -- the window ----------------------------------------------------------------------------
 
     def _begin(self, run: Run, step: int) -> None:
         if self.rests(step):
@@ -126,7 +316,8 @@ class ProfileTool(Tool):
         try:
             window.stop()
             if window.recorded:
-                self.trace, self.first = window.read(), window.first
+                self.first, self.steps = window.first, window.recorded
+                self.operators, self.busy = window.rows()
                 self._store(run, window)
         except (ValueError, RuntimeError) as error:
             self._give_up(run, error)
@@ -163,125 +354,111 @@ class ProfileTool(Tool):
     # -- findings ------------------------------------------------------------------------------
 
     def _judge(self, run: Run) -> None:
-        self.facts = _collect_facts(run, self.trace, self.excluded, self.tools)
+        self.facts = self._facts(run)
         self.verdicts = verdicts(self.facts)
         self.finding = "; ".join(self.verdicts[:2])
+
+    def _facts(self, run: Run) -> Facts:
+        """Of the steps outside the window.
+
+        The seconds of other debug tools lie between steps for the most part: more than the truth is
+        excluded rather than less.
+        """
+        spent = {p: max(0.0, run.watch.spent[p] - self.excluded[p]) for p in PHASES}
+        spent["other"] = max(0.0, spent["other"] - self.tools)
+        if not any(spent.values()):
+            spent = dict(run.watch.spent)
+        whole, steps = sum(spent.values()), run.watch.steps[SETTLING:] or run.watch.steps
+        workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
+        facts = Facts(
+            split={phase: seconds / whole for phase, seconds in spent.items()} if whole else {},
+            step_ms=median(steps) * 1e3 if steps else 0.0,
+            busy=self.busy,
+            workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
+            in_memory=bool(workers and "in memory" in workers.reason),
+            cores=run.device.cores,
+            techniques=sorted(name for name, _ in run.techniques if name not in run.fallen),
+        )
+        if self.operators:
+            largest = self.operators[0]
+            facts.operators = sum(row["calls"] for row in self.operators) / self.steps
+            facts.operator, facts.operator_ms = (
+                largest["name"],
+                largest["seconds"] / self.steps * 1e3,
+            )
+            facts.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
+        return facts
+
+    def _operator_seconds(self) -> float:
+        return float(sum(row["seconds"] for row in self.operators))
 
     def _show(self, run: Run) -> None:
         step, facts = run.progress.step, self.facts
         values = {"step_ms": facts.step_ms}
         values |= {f"{name}_percent": share * 100 for name, share in facts.split.items() if share}
-        if self.trace is not None:
+        if self.operators:
             values["operators_per_step"] = facts.operators
-            run.recorder.text("profile/trace", trace_table(self.trace), step)
+            run.recorder.text("profile/trace", self._operator_table(), step)
         if facts.busy is not None:
             values["device_busy_percent"] = facts.busy * 100
         run.recorder.show(step, "profile", values)
 
-    def _conclude(self, run: Run) -> None:
+    def _conclude(self, run: Run, collected: float) -> None:
         """The verdict over the whole run, in TensorBoard and in two files."""
         self._judge(run)
-        text = "\n".join(f"- {md.escape(verdict)}" for verdict in self.verdicts)
+        text = "\n".join(f"- {markdown.escape(verdict)}" for verdict in self.verdicts)
         run.recorder.text("profile/verdict", text, run.progress.step)
         record = {
             "verdicts": self.verdicts,
-            "facts": asdict(self.facts) | {"techniques": sorted(self.facts.techniques)},
+            "facts": asdict(self.facts),
             "first": self.first,
             "trace_file": self.trace_file,
-            "trace": self.trace.as_dict() if self.trace else None,
-            "seconds": self.collected,
+            "trace": {"steps": self.steps, "operators": self.operators},
+            "seconds": collected,
             "sections": [vars(total) | {"mean": total.mean} for total in self.totals.by_time()],
         }
         self.write_json(run.folder, ROWS, record)
         if run.folder is not None:
             try:
-                replace_text(run.folder / PAGE, self.markdown())
+                replace_text(run.folder / PAGE, self.markdown(collected))
             except OSError as error:
                 log.warning("%s is not written: %s", PAGE, error)
 
-    def markdown(self) -> str:
-        """All of it as a document."""
-        lines = ["# Profile", "", *(f"- {md.escape(verdict)}" for verdict in self.verdicts), ""]
+    def markdown(self, collected: float) -> str:
+        """All of it as a document; sections were collected for so many seconds."""
+        lines = ["# Profile", "", *(f"- {markdown.escape(text)}" for text in self.verdicts), ""]
         split = [("a step", f"{self.facts.step_ms:.3g} ms")]
         split += [(PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.facts.split.items() if v]
-        lines += ["## Time of a step", "", md.table(("", ""), split), ""]
+        lines += ["## Time of a step", "", markdown.table(("", ""), split), ""]
         lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
-        if self.trace is not None:
-            last = self.first + self.trace.steps - 1
-            lines += [f"## Steps {self.first} to {last}, profiled", "", trace_table(self.trace)]
+        if self.operators:
+            last = self.first + self.steps - 1
+            lines += [f"## Steps {self.first} to {last}, profiled", "", self._operator_table()]
         if self.trace_file:
             lines += ["", f"To be opened in ui.perfetto.dev: `{self.trace_file}`"]
         if self.totals.rows:
-            lines += ["", "## Sections", "", section_table(self.totals, self.collected)]
+            rows = [
+                (f"{t.name} {t.category}".strip(), float(t.calls), t.seconds)
+                for t in self.totals.by_time()
+            ]
+            lines += ["", "## Sections", "", _table("section", rows, collected or 1.0), ""]
+            lines += ["Of this process; sections in data workers are not seen."]
         return "\n".join(lines).rstrip() + "\n"
 
+    def _operator_table(self) -> str:
+        """The slowest operators of a step, each without those that it calls."""
+        steps = max(1, self.steps)
+        rows = [
+            (row["name"], row["calls"] / steps, row["seconds"] / steps)
+            for row in self.operators[:SHOWN]
+        ]
+        return _table("operator", rows, self._operator_seconds() / steps or 1.0)
 
-def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
-    """How many steps to keep, and the first step, from this one on, to begin after.
 
-    Validations, checkpoints and other tools' looks do not belong in a window: it is moved, or made
-    smaller, to lie between two of them. Where there is no such place, they are in it.
-    """
-    looks = [
-        hook.every
-        for hook in run.hooks
-        if isinstance(hook, Tool) and overrides_event(hook, "around") and hook.every > 2
+def _table(heading: str, rows: Iterable[tuple[str, float, float]], whole: float) -> str:
+    """Names, calls and seconds, with their share of `whole`, in Markdown."""
+    cells = [
+        (name, f"{calls:,.4g}" if calls else "", f"{seconds * 1e3:,.3g}", f"{seconds / whole:.1%}")
+        for name, calls, seconds in rows
     ]
-    ends = [run.validate_every, run.checkpoint_every]  # after a step of these there is a pause
-    room = [pace - 1 - warmup for pace in (*ends, *looks)]
-    steps = min([steps, *(most for most in room if most > 0)])
-    span = warmup + steps
-
-    def is_clear(first: int) -> bool:
-        made = range(first, first + span)
-        return not any(step % pace == 0 for step in made for pace in ends) and not any(
-            (step + 1) % pace == 0 for step in made for pace in looks
-        )
-
-    latest = min(step + AHEAD, run.total_steps - span)
-    return steps, next((first for first in range(step, latest + 1) if is_clear(first)), step)
-
-
-def _collect_facts(
-    run: Run, trace: Trace | None, excluded: dict[str, float], tools: float
-) -> Facts:
-    """What is known of the run's steps; `excluded` are seconds of the window by phase.
-
-    The seconds of other debug `tools` lie between steps for the most part: more than the truth is
-    excluded rather than less.
-    """
-    spent = {phase: max(0.0, run.watch.spent[phase] - excluded[phase]) for phase in PHASES}
-    spent["other"] = max(0.0, spent["other"] - tools)
-    if not any(spent.values()):
-        spent = dict(run.watch.spent)
-    whole = sum(spent.values())
-    steps = run.watch.steps[SETTLING:] or run.watch.steps
-    workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
-    return Facts(
-        split={phase: seconds / whole for phase, seconds in spent.items()} if whole else {},
-        step_ms=median(steps) * 1e3 if steps else 0.0,
-        workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
-        in_memory=bool(workers and "in memory" in workers.reason),
-        cores=run.device.cores,
-        techniques=frozenset(name for name, _ in run.techniques if name not in run.fallen),
-        **_trace_facts(trace),
-    )
-
-
-def _trace_facts(trace: Trace | None) -> dict[str, Any]:
-    if trace is None or not trace.calls or not trace.seconds:
-        return {}
-    steps, largest = max(1, trace.steps), trace.operators[0]
-    (module, share), caller = trace.hot_spot, trace.caller
-    return {
-        "operators": trace.calls / steps,
-        "calling": trace.calling,
-        "operator": operator_name(largest.name),
-        "operator_share": largest.seconds / (trace.operator_seconds or 1.0),
-        "operator_ms": largest.seconds / steps * 1e3,
-        "busy": trace.busy,
-        "module": module.name if module else "",
-        "module_share": share,
-        "caller": caller.name if caller else "",
-        "caller_operators": caller.operators / steps if caller else 0.0,
-    }
+    return markdown.table((heading, "calls", "ms", "share"), cells)
