@@ -18,10 +18,9 @@ from runner.data.tensors import Tensors
 from runner.debug.config import DebugConfig, enabled_tools
 from runner.device.resources import Machine
 from runner.errors import ConfigError, OutOfMemory
-from runner.hooks.faults import Faults
 from runner.hooks.limits import Limits
 from runner.hooks.progress import ProgressDisplay
-from runner.hooks.recording import Recording
+from runner.hooks.recording import Faults, Recording
 from runner.hooks.resources import Resources
 from runner.security.registry import assembled
 from runner.training.hook import Hook
@@ -45,8 +44,7 @@ def build_hooks(
     tools = load_tools(debug)
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None:
-        outputs = config.checks.outputs
-        hooks.append(Recording(config.monitoring, settings, machine=machine, outputs=outputs))
+        hooks.append(Recording(config.monitoring, settings, machine=machine))
         hooks.append(Faults(empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))

@@ -61,7 +61,6 @@ class GradientsConfig:
     exploding: Bounds = field(default_factory=lambda: Bounds(1e3, 1e2))  # of its own median so far
     dead_after: int = bounded(3, min=0)  # looks; 0: no activations, and those steps stay compiled
     dead_share: float = bounded(0.25, above=0, max=1)  # of a layer's units: a fault from there on
-    histograms_every: int = bounded(10, min=0)  # looks; 0: no histograms
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.gradients")

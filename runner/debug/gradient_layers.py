@@ -245,7 +245,8 @@ class GradientReport:
         return [f"{layer.name}: {layer.state}" for layer in bad]
 
     def __str__(self) -> str:
-        return f"{layer_table(self.layers, {})}\n\n{summarize(names_by_state(self.layers), {})}"
+        table = markdown.table(HEADER, [layer.cells() for layer in self.layers])
+        return f"{table}\n\n{summarize(names_by_state(self.layers), {})}"
 
 
 def check_gradients(
@@ -274,7 +275,7 @@ def check_gradients(
     return GradientReport(judge(layers, config or GradientsConfig(), optimized=optimized))
 
 
-# -- pictures and tables ----------------------------------------------------------------------
+# -- the picture --------------------------------------------------------------------------------
 
 
 def select_weights(layers: Sequence[Layer], most: int) -> list[Layer]:
@@ -303,12 +304,3 @@ def draw_flow(layers: Sequence[Layer], step: int) -> Any:
         {state.value: colours[state] for state in LayerState if state in states},
         step,
     )
-
-
-def layer_table(layers: Sequence[Layer], dead: Dead) -> str:
-    """A table in Markdown."""
-    text = markdown.table(HEADER, [layer.cells() for layer in layers])
-    if dead:
-        rows = [(name, f"{gone} of {units}") for name, (gone, units) in dead.items()]
-        text += "\n\n" + markdown.table(("layer", "dead units"), rows)
-    return text

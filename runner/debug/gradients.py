@@ -26,7 +26,6 @@ from runner.debug.gradient_layers import (
     draw_flow,
     join_names,
     judge,
-    layer_table,
     measure,
     norms,
     select_weights,
@@ -41,7 +40,6 @@ CHARTS = 48  # of one kind in TensorBoard
 CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
 REMEMBERED = 20  # looks, whose median is what a layer's norm usually is
 LOGGED = 5  # layers with the same fault that get a line in the log; all are in history.json
-SAMPLE = 10_000  # values of a tensor in a histogram, evenly spread
 ROWS = 20_000  # of the file, the newest ones: about 5 MB; a row is a layer at one look
 NAMED_FAULTS = (LayerState.EXPLODING, LayerState.VANISHING)  # the guard names what is not finite
 
@@ -55,7 +53,6 @@ class _Look:
     named: Named
     statistics: Tensor | None
     before: list[Tensor]  # weights
-    samples: dict[str, Tensor]  # for histograms
 
 
 class Gradients(Tool):
@@ -84,7 +81,7 @@ class Gradients(Tool):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """The last picture, table and file, also of a run that was cut off."""
+        """The picture and the file, also of a run that was cut off."""
         if self.knobs.dead_after:
             self.units = DeadUnits(run.model, self.knobs.dead_after)
         self.eager = self.units is not None
@@ -112,13 +109,10 @@ class Gradients(Tool):
         named: Named = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
         gradients = [p.grad for _, p in named if p.grad is not None]
         scale = run.update.scale.value if run.update.scale else None
-        every = self.knobs.histograms_every
         with torch.no_grad():
             statistics = measure(gradients, scale) if gradients else None
             before = [p.detach().clone() for _, p in named]
-            wanted = every and self.looks % every == 0 and run.recorder.showing
-            samples = _sample_values(named, scale) if wanted else {}
-        self.pending = _Look(step.number, step.skipped, named, statistics, before, samples)
+        self.pending = _Look(step.number, step.skipped, named, statistics, before)
         self.seconds += time.perf_counter() - start
 
     def _finish(self, run: Run) -> None:
@@ -128,7 +122,7 @@ class Gradients(Tool):
         with self.timed(), torch.no_grad():
             layers = self._read(look)
             self._judge(run, look.step, layers)
-            self._show(run, look)
+            self._show(run, look.step)
             if self.units is not None and not self.units.layers:
                 self.units, self.eager = None, False  # there are no ReLUs
 
@@ -210,21 +204,17 @@ class Gradients(Tool):
 
     # -- pictures and files --------------------------------------------------------------------
 
-    def _show(self, run: Run, look: _Look) -> None:
-        if run.recorder.showing:
-            values: dict[str, float] = {}
-            for layer in select_weights(self.layers, CHARTS):
-                for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
-                    if value is not None:
-                        values[f"{chart}/{layer.name}"] = value
-            for name, (gone, units) in self.dead.items():
-                values[f"dead_units/{name}"] = gone / units
-            run.recorder.show(look.step, "gradients", values)
-        for tag, sample in look.samples.items():
-            run.recorder.histogram(tag, sample.float().cpu().numpy(), look.step)  # waits
+    def _show(self, run: Run, step: int) -> None:
+        """Scalars for TensorBoard."""
+        values = {f"dead_units/{name}": gone / units for name, (gone, units) in self.dead.items()}
+        for layer in select_weights(self.layers, CHARTS):
+            for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
+                if value is not None:
+                    values[f"{chart}/{layer.name}"] = value
+        run.recorder.show(step, "gradients", values)
 
     def _write(self, run: Run) -> None:
-        """Picture, table and file."""
+        """Picture and file."""
         if run.folder is None:
             return
         if self.layers:
@@ -232,7 +222,6 @@ class Gradients(Tool):
             picture = draw_flow(self.layers, step)
             run.recorder.image("gradients/flow", picture, step)
             run.recorder.save_image(PICTURE, picture)
-            run.recorder.text("gradients/layers", layer_table(self.layers, self.dead), step)
         layers, units = list(self.rows), list(self.unit_rows)
         self.write_json(
             run.folder, FILE, {"finding": self.finding, "layers": layers, "units": units}
@@ -243,19 +232,3 @@ def _with_update(layer: Layer, update: float) -> Layer:
     if layer.norm is None or not layer.weight_norm:
         return layer
     return replace(layer, update_ratio=update / layer.weight_norm)
-
-
-def _sample_values(named: Named, scale: Tensor | None) -> dict[str, Tensor]:
-    """At most `SAMPLE` values of each gradient and weight, by tag; still on the device."""
-
-    def spread(tensor: Tensor) -> Tensor:
-        values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-        return values[:: -(-max(1, values.numel()) // SAMPLE)].clone()
-
-    samples = {}
-    for name, parameter in named:
-        samples[f"weights/{name}"] = spread(parameter.detach())
-        if parameter.grad is not None and parameter.grad.layout is torch.strided:
-            gradient = spread(parameter.grad)
-            samples[f"gradients/{name}"] = gradient if scale is None else gradient / scale
-    return samples

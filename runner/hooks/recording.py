@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.checks.config import OutputsConfig
 from runner.device import memory
 from runner.device.resources import Machine
 from runner.errors import Interrupted
-from runner.hooks.predictions import Predictions
-from runner.record import hparams, hydra_files, markdown, provenance
+from runner.record import history, hparams, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report
@@ -25,12 +23,13 @@ log = logging.getLogger("runner")
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
-SAMPLES_S = 5.0  # between two records of the model's predictions, which take some 30 ms
+TABLE_S = 5.0  # between two tables of the confusion matrix
+HISTORY_S = 1.0  # between two writings of history.json
 MOST_CLASSES = 24  # of the confusion matrix; more could not be read
 
 
 class Recording(Hook):
-    """Rows of metrics, the config as text, and what is being learned.
+    """Rows of metrics, the config as text, and the confusion matrix.
 
     `settings` is the config, flat: `optimizer.lr` and so on.
     """
@@ -40,15 +39,13 @@ class Recording(Hook):
         config: MonitoringConfig,
         settings: Mapping[str, Any],
         machine: Machine | None = None,
-        outputs: OutputsConfig | None = None,
     ) -> None:
         self.config = config
         self.machine = machine or Machine(every_s=config.system_every_s)
         self.settings = settings
-        self.predictions = Predictions(outputs)
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
-        self.row_due = self.load_due = self.samples_due = 0.0
+        self.row_due = self.load_due = self.table_due = 0.0
         self.pending: Evaluation | None = None  # an improvement that came too soon after the last
 
     @contextmanager
@@ -56,7 +53,7 @@ class Recording(Hook):
         """Open with where the run comes from; close with how it ended."""
         self.machine.open(run.device)
         now = time.monotonic()
-        self.row_due, self.samples_due = now + SYSTEM_ROW_S, now + SAMPLES_S
+        self.row_due, self.table_due = now + SYSTEM_ROW_S, now + TABLE_S
         if run.folder is not None:
             self._introduce(run, run.folder)
         status = "failed"
@@ -87,16 +84,17 @@ class Recording(Hook):
             self._write_system_row(run)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        """A row, and when it is the best so far, what the model makes of some samples."""
+        """A row, and when it is the best so far, the confusion matrix."""
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
         if not evaluation.improved or not run.recorder.showing:
             return
         self.pending = evaluation
         now = time.monotonic()
-        if now >= self.samples_due:
-            self.samples_due = now + SAMPLES_S
-            self._record_predictions(run, evaluation)
+        if now >= self.table_due:
+            self.table_due = now + TABLE_S
+            self.pending = None
+            _record_confusion(run, evaluation)
 
     def _introduce(self, run: Run, folder: Path) -> None:
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
@@ -132,27 +130,46 @@ class Recording(Hook):
         run.recorder.scalars(self.last_step, "system", values)
         self.seconds, self.samples, self.steps = 0.0, 0, 0
 
-    def _record_predictions(self, run: Run, evaluation: Evaluation) -> None:
-        self.pending = None
-        _record_confusion(run, evaluation)
-        try:
-            self.predictions.show(run, evaluation.step)
-        except Exception as error:  # a model of the user's may take no other batch than its own
-            log.warning("no sample predictions: %s: %s", type(error).__name__, error)
-            self.samples_due = math.inf
-
     def _conclude(self, run: Run, status: str) -> None:
         if self.steps:
             self._write_system_row(run)
-        late = self.pending
-        if late is not None and status in ("done", "stopped"):
-            if late.step == run.progress.step:
-                self._record_predictions(run, late)
-            else:  # the weights have moved on
-                _record_confusion(run, late)
+        if self.pending is not None and status in ("done", "stopped"):
+            _record_confusion(run, self.pending)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
         best = {} if value is None else {name: value}
         run.recorder.end(status, run.progress.step, best)
+
+
+class Faults(Hook):
+    """Keeps debug/history.json up to date; shows it in TensorBoard when the run ends.
+
+    With `empty`, a run without a fault leaves history.json and anomalies.json that say so.
+    """
+
+    def __init__(self, empty: bool = False) -> None:
+        self.empty = empty
+        self.written = 0.0
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Write what there was, also of a run that failed."""
+        try:
+            yield
+        finally:
+            run.history.unwritten |= self.empty
+            run.guardian.anomalies.unwritten |= self.empty
+            run.history.write()
+            run.guardian.anomalies.write(run.folder)
+            if faults := list(run.history.faults.values()):
+                table = history.fault_table(faults)
+                run.recorder.text("faults/history", table, run.progress.step)
+
+    def on_report(self, run: Run, report: Report) -> None:
+        """Write the history now and then."""
+        now = time.monotonic()
+        if now - self.written > HISTORY_S:
+            self.written = now
+            run.history.write()
 
 
 def _mean(values: list[float]) -> float:

@@ -1,14 +1,10 @@
-"""What went wrong, gradients and memory, drawn by matplotlib: import this only to draw.
-
-Each function returns pixels [height, width, 3], 640 wide. Names are shown as they are, without
-mathematics in them.
-"""
+"""Gradients of all layers, drawn by matplotlib: import this only to draw."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +21,9 @@ if TYPE_CHECKING:
 SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
 INK, GREY = "#212529", "#6c757d"
-SEVERITY = {"info": BLUE, "warning": ORANGE, "error": RED}
 STYLE: Any = {
     "text.parse_math": False,
-    "font.size": 13,
+    "font.size": 11,
     "font.family": "DejaVu Sans",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -40,32 +35,7 @@ STYLE: Any = {
     "xtick.color": GREY,
     "ytick.color": INK,
 }
-MOST_ROWS = 12
 NAME = 28  # letters of a name
-
-
-class _Picture:
-    """A figure of one row of axes; `pixels` draws it."""
-
-    def __init__(self, height: float, title: str, columns: int = 1, **keywords: Any) -> None:
-        self.figure = Figure(figsize=(SIDE / DPI, height / DPI), dpi=DPI, layout="constrained")
-        self.canvas: Any = FigureCanvasAgg(self.figure)
-        self.figure.suptitle(title, fontsize=16 if len(title) < 48 else 12)
-        self.axes: list[Axes] = list(self.figure.subplots(1, columns, squeeze=False, **keywords)[0])
-
-    def legend(self, colours: Mapping[str, str]) -> None:
-        """Names and their colours, below the axes."""
-        handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-        self.figure.legend(
-            handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=11
-        )
-
-    def pixels(self) -> NDArray[np.uint8]:
-        """RGB of the figure."""
-        with warnings.catch_warnings():  # about letters that the font has not
-            warnings.simplefilter("ignore")
-            self.canvas.draw()
-        return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
 
 def _power(value: float, position: float) -> str:
@@ -78,40 +48,6 @@ def _shorten(name: str) -> str:
     return name if len(name) <= NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """One row for each name, the first at the top."""
-    axes.set_yticks(range(len(names)), [_shorten(name) for name in names])
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
-
-
-def fault_timeline(
-    lanes: Mapping[str, Collection[int]],
-    counts: Mapping[str, int],
-    severities: Mapping[str, str],
-    last: int,
-) -> NDArray[np.uint8]:
-    """A lane for each kind of fault, a mark for each step at which it was; up to step `last`.
-
-    Where not all of its `counts` steps are known, a lighter bar goes from the first to the last.
-    """
-    shown = list(lanes.items())[:MOST_ROWS]
-    with rc_context(STYLE):
-        picture = _Picture(110 + 54 * len(shown), "faults by step")
-        axes = picture.axes[0]
-        names = [f"{kind} · {counts.get(kind, len(steps)):,}" for kind, steps in shown]
-        _rows(axes, names)
-        for i, (kind, steps) in enumerate(shown):
-            colour = SEVERITY[severities[kind]]
-            if counts.get(kind, 0) > len(steps) > 1:
-                axes.barh(i, max(steps) - min(steps), 0.3, min(steps), color=colour, alpha=0.3)
-            axes.scatter(list(steps), [i] * len(steps), 260, colour, marker="|", linewidths=3)
-        axes.set_xlim(-0.02 * last, 1.02 * max(last, 1))
-        axes.set_xlabel("step")
-        return picture.pixels()
-
-
 def gradient_flow(
     names: Sequence[str],
     norms: Sequence[float | None],
@@ -122,17 +58,29 @@ def gradient_flow(
 ) -> NDArray[np.uint8]:
     """Bars for the gradient norm and the relative update of each layer, from input to output.
 
-    The dashed line is an update of a thousandth of the weight, the rule of thumb of CS231n.
+    RGB [height, width, 3], 640 wide. Names are shown as they are, without mathematics in them. The
+    dashed line is an update of a thousandth of the weight, the rule of thumb of CS231n.
     """
-    with rc_context(STYLE | {"font.size": 11}):
-        picture = _Picture(170 + 32 * len(names), f"gradient flow, step {step:,}", 2, sharey=True)
+    with rc_context(STYLE):
+        size = (SIDE / DPI, (170 + 32 * len(names)) / DPI)
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+        canvas: Any = FigureCanvasAgg(figure)
+        figure.suptitle(f"gradient flow, step {step:,}", fontsize=16)
+        both: Any = figure.subplots(1, 2, sharey=True)
         panels = (("gradient norm", norms, None), ("update / weight", updates, 1e-3))
-        for axes, (title, values, mark) in zip(picture.axes, panels, strict=True):
+        for axes, (title, values, mark) in zip(both, panels, strict=True):
             axes.set_title(title, fontsize=12, color=GREY)
             _logarithmic_bars(axes, values, colours, mark)
-        _rows(picture.axes[0], names)
-        picture.legend({**legend, "0.001: a rule of thumb": GREEN})
-        return picture.pixels()
+        both[0].set_yticks(range(len(names)), [_shorten(name) for name in names])
+        both[0].set_ylim(len(names) - 0.4, -0.6)
+        colours_by_name = {**legend, "0.001: a rule of thumb": GREEN}
+        handles = [Patch(color=colour, label=name) for name, colour in colours_by_name.items()]
+        look: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 11}
+        figure.legend(handles=handles, **look)
+        with warnings.catch_warnings():  # about letters that the font has not
+            warnings.simplefilter("ignore")
+            canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def _logarithmic_bars(
@@ -155,3 +103,4 @@ def _logarithmic_bars(
     if mark is not None:
         axes.axvline(mark, color=GREEN, linestyle="--")
     axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)

@@ -85,10 +85,6 @@ class Recorder:
         """Values for TensorBoard alone, under `<group>/<name>`: a tool has its own file."""
         self._show(lambda events: events.scalars(step, group, values))
 
-    def histogram(self, tag: str, values: NDArray[np.floating], step: int) -> None:
-        """How `values`, of any shape, are distributed, for TensorBoard."""
-        self._show(lambda events: events.histogram(tag, values, step))
-
     def text(self, tag: str, markdown: str, step: int) -> None:
         """A text for TensorBoard."""
         self._show(lambda events: events.text(tag, markdown, step))

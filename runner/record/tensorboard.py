@@ -17,12 +17,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_STRING
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import masked
@@ -30,9 +29,9 @@ from runner.record.hparams import Scalar
 from runner.record.storage import Appender
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-BUCKETS = 30  # of a histogram, as TensorBoard draws
 PREFIX = "events.out.tfevents."
 KINDS = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
 """The types of columns of HParams; all others are numbers."""
@@ -74,17 +73,6 @@ class TensorBoard:
         height, width = rgb.shape[:2]
         parts = (str(width).encode(), str(height).encode(), png.getvalue())
         self._tensor(step, tag, "images", _strings(*parts, shape=[3]))
-
-    def histogram(self, tag: str, values: NDArray[np.floating], step: int) -> None:
-        """Counts in buckets of equal width of what is finite in `values`; the Histograms tab."""
-        finite = values[np.isfinite(values)].astype(np.float64)
-        if not finite.size:
-            return
-        counts, edges = np.histogram(finite, BUCKETS)
-        rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
-        shape = _shape(*rows.shape)
-        tensor = TensorProto(dtype=DT_DOUBLE, tensor_shape=shape, tensor_content=rows.tobytes())
-        self._tensor(step, tag, "histograms", tensor)
 
     def hparams(
         self,

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runner import Hook, build, compose, train
@@ -26,7 +25,7 @@ POISONED = [
 ]
 
 
-def test_every_fault_is_in_the_history_in_tensorboard_and_in_a_picture(
+def test_every_fault_is_in_the_history_and_in_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
@@ -37,11 +36,9 @@ def test_every_fault_is_in_the_history_in_tensorboard_and_in_a_picture(
     assert history["counts"]["non_finite"] == summary.skipped_steps
     events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()["tensors"]
-    assert {"faults/history", "faults/timeline"} <= set(tags)
+    assert "faults/history" in tags
     text = events.Tensors("faults/history")[0].tensor_proto.string_val[0].decode()
     assert "non\\_finite" in text
-    with Image.open(tmp_path / "debug" / "plots" / "timeline.png") as picture:
-        assert picture.size[0] == 640
 
 
 class Watcher(Hook):

@@ -114,7 +114,6 @@ def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(
     texts = {tag: strings[0].decode() for tag, strings in plain.items() if strings}
     assert "${oc.env:SECRET}" in texts["about/config"]
     assert "| 0 | 3 | 0 |" in texts["val/confusion"]
-    assert "val/predictions" in texts
     content = {tag: value.metadata.plugin_data.content for tag, value in values.items()}
     session = metadata.parse_session_start_info_plugin_data(content[SESSION])
     assert session.group_name == f"{tmp_path.name} of trial/{tmp_path.parent.name}"
@@ -138,20 +137,7 @@ def test_the_row_ends_with_the_run_unless_that_may_be_resumed(
     assert ("_hparams_/session_end_info" in tags) == (error is None)
 
 
-def test_looking_changes_neither_random_state_nor_modes_nor_weights(
-    run: Run, tmp_path: Path
-) -> None:
-    run.model.train()
-    run.model[1].eval()  # a part that the user froze
-    before = torch.get_rng_state(), [p.clone() for p in run.model.parameters()]
-    hook().on_validation(run, evaluation())
-    assert "val/predictions" in {value.tag for _, value in events(tmp_path)}
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert [module.training for module in run.model.modules()] == [True, True, False, True]
-    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), before[1], strict=True))
-
-
-def test_looks_are_rare_and_only_at_improvements(
+def test_tables_are_rare_and_only_at_improvements(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -163,58 +149,9 @@ def test_looks_are_rare_and_only_at_improvements(
             now[0] = clock
             run.progress.step = step
             watcher.on_validation(run, evaluation(step, improved))
-        run.progress.step = 7  # the weights have moved on from the last improvement
+        run.progress.step = 7
     found = events(tmp_path)
-    assert [s for s, v in found if v.tag == "val/predictions"] == [3, 5]
     assert [s for s, v in found if v.tag == "val/confusion"] == [3, 5, 6]
-    assert run.validation.asked == 1  # the same samples, fetched once
-
-
-def test_a_model_that_takes_only_its_own_batch_size_is_said_once(
-    make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Rigid(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.view(20, 64))
-
-    batch = (torch.rand(20, 1, 8, 8), torch.randint(10, (20,)))
-    run = make_run(tmp_path, Rigid(64, 10), batch, DIGITS)
-    watcher = hook()
-    watcher.on_validation(run, evaluation(1))
-    watcher.on_validation(run, evaluation(2))
-    assert caplog.text.count("no sample predictions") == 1
-
-
-def shown_text(run: Run, folder: Path, tag: str) -> str:
-    hook().on_validation(run, Evaluation(1, {"val/loss": 1.0}, None, True))
-    return next(v for _, v in events(folder) if v.tag == tag).tensor.string_val[0].decode()
-
-
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return torch.eye(2)[(input_ids[:, 0] == ord("y")).long()] * self.scale * 10
-
-
-def test_labelled_text_is_a_table_with_the_text(make_run: MakeRun, tmp_path: Path) -> None:
-    ids = torch.tensor([[ord("y"), ord("|"), 256], [ord("n"), ord("o"), 256]])
-    inputs = {"input_ids": ids, "attention_mask": ids < 256}
-    sizes = Sizes("classification", classes=2, vocab=257, sequence=3, class_names=("no", "yes"))
-    run = make_run(tmp_path, Reads(), (inputs, torch.tensor([1, 1])), sizes)
-    table = shown_text(run, tmp_path, "val/predictions").splitlines()
-    assert table[2:] == ["| y\\| | yes | yes | 100% |  |", "| no | yes | no | 100% | wrong |"]
-
-
-def test_regression_shows_the_errors(make_run: MakeRun, tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight)
-    nn.init.zeros_(model.bias)
-    batch = torch.ones(3, 1), torch.full((3, 1), 0.5)
-    run = make_run(tmp_path, model, batch, Sizes("regression"))
-    assert "| 0.5 | 1 | +0.5 |" in shown_text(run, tmp_path, "val/predictions")
 
 
 def test_without_a_folder_it_watches_in_silence(

@@ -8,19 +8,12 @@ import numpy as np
 from matplotlib.colors import to_rgb
 
 from runner.record import plots
-from runner.record.plots import BLUE, GREEN, ORANGE, RED, SIDE
+from runner.record.plots import BLUE, GREEN, RED, SIDE
 
 
 def has(picture: np.ndarray, colour: str) -> bool:
     pixel = np.array([round(255 * part) for part in to_rgb(colour)], np.uint8)
     return bool((picture == pixel).all(2).any())
-
-
-def test_faults_have_the_colour_of_their_severity() -> None:
-    kinds = {"spike": "warning", "non_finite": "error"}
-    lanes = {"spike": {3, 9}, "non_finite": {5}}
-    picture = plots.fault_timeline(lanes, {"spike": 50, "non_finite": 1}, kinds, 100)
-    assert has(picture, ORANGE) and has(picture, RED) and not has(picture, BLUE)
 
 
 def test_layers_of_any_number_are_drawn_with_their_colours() -> None:

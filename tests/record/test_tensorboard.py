@@ -122,17 +122,3 @@ def test_an_event_file_that_was_torn_is_no_hindrance_to_a_resume(tmp_path: Path)
     second.scalars(20, "train", {"loss": 2.0})
     second.close()
     assert points(tmp_path, "train/loss") == [(10, 1.0), (20, 2.0)]
-
-
-def test_a_histogram_counts_what_is_finite(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
-    numbers = np.array([[0.0, 1.0, 1.0], [2.0, np.nan, np.inf]], np.float32)
-    recorder.histogram("gradients/w", numbers, 7)
-    recorder.histogram("gradients/none", np.array([np.nan]), 7)
-    recorder.close()
-    (value,) = [v for v in values(tmp_path) if v.tag.startswith("gradients/")]
-    assert value.metadata.plugin_data.plugin_name == "histograms"
-    rows = np.frombuffer(value.tensor.tensor_content).reshape(-1, 3)
-    assert rows[:, 2].sum() == 4 and rows[0, 0] == 0.0 and rows[-1, 1] == 2.0
-    (event,) = read(tmp_path).Tensors("gradients/w")
-    assert event.step == 7
