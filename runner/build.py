@@ -241,6 +241,13 @@ class _Build:
         self.objective = self.given.objective or build_objective(
             config.objective, self.data.sizes, self.look_up, weights
         )
+        if config.objective.metrics:
+            from runner.objectives.named_metrics import build_named_metrics
+
+            ignored, sizes = config.objective.ignore_index, self.data.sizes
+            named = build_named_metrics(config.objective.metrics, sizes, ignored)
+            self.objective.named = named[0]
+            self.choices += named[1]
         self.monitor = monitored(self.objective, config.training.monitor)
 
     def loader(self, **how: Any) -> BatchLoader:

@@ -12,7 +12,10 @@ from runner.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from runner.objectives.named_metrics import NamedMetrics
+
 MONITOR = "training.monitor"
+NAMED = "objective.metrics"  # their place among the sums
 ERRORS = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Metrics of which less is better."""
 
@@ -30,6 +33,7 @@ class Objective(ABC):
     takes_deferred: bool = False  # `DeferredLogits`, which an output layer put off
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # a class index that stands for no target
+    named: NamedMetrics | None = None  # those of `objective.metrics`
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -55,7 +59,20 @@ class Objective(ABC):
         """Whether more of `metric` (`val/…`) is better."""
         if metric == self.monitor:
             return self.higher_is_better
-        return metric.rpartition("/")[2] not in ERRORS
+        name = metric.rpartition("/")[2]
+        if self.named is not None and name in self.named.metrics:
+            return self.named.rises(name)
+        return name not in ERRORS
+
+    def tally_all(self, output: Any, target: Any) -> dict[str, Any]:
+        """`tally`, with the metrics of `objective.metrics`."""
+        sums = self.tally(output, target)
+        return sums if self.named is None else {**sums, NAMED: self.named.tally(output, target)}
+
+    def all_metrics(self, totals: dict[str, Any]) -> dict[str, float]:
+        """`metrics`, with those of `objective.metrics`."""
+        own = self.metrics({name: sums for name, sums in totals.items() if name != NAMED})
+        return {**own, **totals[NAMED].compute()} if NAMED in totals else own
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """Counts [true class, predicted class], where that makes sense."""
@@ -68,7 +85,8 @@ def monitored(objective: Objective, asked: str | None) -> str:
         return objective.monitor
     ours = type(objective).__module__.startswith("runner.")  # a user's may make other metrics
     names = objective.metric_names() if ours else None
-    found = [f"val/{name}" for name in names or ()]
+    named = objective.named.metrics if objective.named is not None else ()
+    found = [f"val/{name}" for name in (*names, *named)] if names else []
     if found and asked not in (objective.monitor, *found):
         raise unknown(asked, found)
     return asked

@@ -29,8 +29,9 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     totals: dict[str, Any] = {}
     with inference(run, model) as forward:
         for batch in run.validation.batches(0):
-            totals = _add(totals, _tally(run, forward, batch))
-    metrics = {f"val/{name}": x for name, x in run.objective.metrics(totals).items()}
+            for sums in _tally(run, forward, batch):
+                totals = {k: totals[k] + x for k, x in sums.items()} if totals else sums
+    metrics = {f"val/{name}": x for name, x in run.objective.all_metrics(totals).items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
 
@@ -52,24 +53,20 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
         yield run.forward if model is None else model
 
 
-def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    """The sums over a batch, in parts that fit the memory."""
+def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> list[dict[str, Any]]:
+    """The sums over each part of a batch; the parts fit the memory."""
     samples = count(batch[1])
     while True:
         size = run.evaluation_batch or samples
-        sums: dict[str, Any] = {}
+        sums = list[dict[str, Any]]()
         try:
             for which in split(samples, size):
                 part = rows(batch, which) if size < samples else batch
-                sums = _add(sums, run.objective.tally(call(forward, part[0]), part[1]))
+                sums.append(run.objective.tally_all(call(forward, part[0]), part[1]))
             return sums
         except Exception as error:
             if not halve_evaluation_batch(run, error, samples):
                 raise
-
-
-def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
-    return {name: totals[name] + x for name, x in sums.items()} if totals else sums
 
 
 def standalone(run: Run) -> nn.Module:

@@ -1,0 +1,194 @@
+"""Metrics of torchmetrics, by name, over the whole validation set."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from runner.data.batch import Sizes
+from runner.errors import ConfigError
+from runner.objectives import model_output
+from runner.techniques.base import Choice
+
+KEY = "objective.metrics"
+ROWS = 8  # of each class, or in all, of the data that a metric is tried on
+Metrics = dict[str, Any]
+"""By name, objects of torchmetrics.Metric, which has no types."""
+
+
+class NamedMetrics:
+    """Metrics that torchmetrics computes of class probabilities, or of values in the target's unit.
+
+    Class indices of `ignored` are left out; each of the other targets counts once.
+    """
+
+    def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None, logits: bool) -> None:
+        self.metrics, self.sizes = metrics, sizes
+        self.ignored, self.logits = ignored, logits
+
+    def tally(self, output: Any, target: Any) -> MetricState:
+        """A batch, as what adds up over batches. ConfigError where it does not fit the task."""
+        if not isinstance(target, Tensor):
+            problem = f"need one tensor of targets, not a {type(target).__name__}"
+            raise ConfigError(KEY, problem, "leave them out")
+        predicted = model_output.logits(output).detach()
+        if self.sizes.task == "classification":
+            return MetricState(self.metrics, *self._classes(predicted, target))
+        return MetricState(self.metrics, *self._values(predicted, target))
+
+    def rises(self, name: str) -> bool:
+        """Whether more of that metric is better."""
+        return self.metrics[name].higher_is_better is not False
+
+    def _classes(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities [targets, classes], or [targets] of class 1 of two, and the labels."""
+        width = output.shape[1] if output.ndim > 1 and output.numel() != target.numel() else 1
+        rows = output.movedim(1, -1).reshape(-1, width) if output.ndim > 1 else output[:, None]
+        target = target.flatten().long()
+        widths = {self.sizes.classes, 1} if self.sizes.classes == 2 else {self.sizes.classes}
+        if len(rows) != len(target) or width not in widths:
+            problem = f"the model returns {list(output.shape)} for labels of {len(target)} samples"
+            fix = f"return a number for each of {self.sizes.classes} classes, or leave them out"
+            raise ConfigError(KEY, problem, fix)
+        counts = target != self.ignored if self.ignored is not None else slice(None)
+        rows, target = rows[counts].float(), target[counts].clone()
+        if width == 1:
+            return rows[:, 0].sigmoid() if self.logits else rows[:, 0].clone(), target
+        shares = rows.softmax(1)
+        return shares if width > 2 else shares[:, 1], target
+
+    def _values(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in the target's unit, float64 where the device has it; [samples] of one target."""
+        if output.numel() != target.numel():
+            problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
+            raise ConfigError(KEY, problem, "return as many numbers as there are targets")
+        exact = torch.float32 if output.device.type == "mps" else torch.float64
+        values = output.to(exact) * self.sizes.target_deviation + self.sizes.target_mean
+        rows = (len(target), -1) if target.numel() > len(target) else (-1,)
+        return values.reshape(rows), target.to(exact, copy=True).reshape(rows)
+
+
+class MetricState:
+    """Metrics over some batches; `+` adds one more batch to the first, in place."""
+
+    def __init__(self, metrics: Metrics, predicted: Tensor, target: Tensor) -> None:
+        self.batch = predicted, target
+        self.metrics, self.started = metrics, False
+
+    def __add__(self, other: MetricState) -> Self:
+        for metric in self._started().values():
+            metric.update(*other.batch)
+        return self
+
+    def compute(self) -> dict[str, float]:
+        """The metrics over all batches, by name. The host waits."""
+        return {name: float(metric.compute()) for name, metric in self._started().items()}
+
+    def _started(self) -> Metrics:
+        """Copies of the metrics that have seen the first batch."""
+        if not self.started:
+            predicted, target = self.batch
+            self.metrics = {
+                name: metric.clone().to(predicted.device) for name, metric in self.metrics.items()
+            }
+            for metric in self.metrics.values():
+                if target.is_floating_point():
+                    metric.set_dtype(target.dtype)
+                metric.update(predicted, target)
+            self.started = True
+        return self.metrics
+
+
+def build_named_metrics(
+    names: Sequence[str], sizes: Sizes, ignored: int | None, logits: bool = True
+) -> tuple[NamedMetrics, list[Choice]]:
+    """The metrics of those names for the data's task, and how they are averaged.
+
+    `logits`: a single output of a model for two classes is one, and no probability. ConfigError for
+    an unknown name, or where torchmetrics is not installed.
+    """
+    known, arguments = _known(sizes)
+    metrics, choices = Metrics(), []
+    for name in names:
+        if name not in known:
+            lower = {other.lower(): other for other in known}
+            near = [lower[n] for n in get_close_matches(name.lower(), lower, 1)]
+            fix = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+            raise ConfigError(KEY, f"torchmetrics has no {name!r} for {sizes.task}", fix)
+        taken = inspect.signature(known[name]).parameters
+        chosen = {key: value for key, value in arguments.items() if key in taken}
+        if "average" in chosen:
+            # its own micro average of most metrics equals the accuracy
+            chosen["average"] = "micro" if name == "Accuracy" else "macro"
+            over = "all samples" if name == "Accuracy" else "the classes, each counts the same"
+            choices.append(Choice(KEY, f"{name}: {chosen['average']}", f"the mean over {over}"))
+        metrics[name] = _made(name, known[name], chosen, sizes)
+    if metrics and sizes.task == "classification" and sizes.classes == 2:
+        positive = sizes.class_names[1] if len(sizes.class_names) == 2 else "1"
+        choices.append(Choice(KEY, f"positive: {positive}", "the second class of two"))
+    return NamedMetrics(metrics, sizes, ignored, logits), choices
+
+
+def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metrics for the task by name, and what their constructors may take."""
+    try:
+        from torchmetrics import Metric, classification, regression
+    except ImportError as error:
+        problem = f"needs torchmetrics, which cannot be imported: {error}"
+        raise ConfigError(KEY, problem, "pip install 'runner[metrics]'") from None
+    if sizes.task == "regression":
+        classes = {n: c for n, c in vars(regression).items() if _is_class(c, Metric)}
+        return classes, {"num_outputs": sizes.classes or 1}
+    if sizes.task != "classification" or not sizes.classes:
+        problem = f"are for classification and regression, and this is {sizes.task}"
+        raise ConfigError(KEY, problem, "leave them out")
+    prefix = "Binary" if sizes.classes == 2 else "Multiclass"
+    classes = {
+        name.removeprefix(prefix): found
+        for name, found in vars(classification).items()
+        if name.startswith(prefix) and _is_class(found, Metric)
+    }
+    if sizes.classes == 2:
+        return classes, {}
+    return classes, {"num_classes": sizes.classes, "average": "macro"}
+
+
+def _is_class(found: Any, base: type) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
+
+
+def _made(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:
+    """The metric, tried on a few samples; ConfigError where it makes no single number of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about memory, and about so few samples
+        try:
+            metric = factory(**arguments)
+            tried = metric.clone()
+            tried.update(*_samples(sizes))
+            value = tried.compute()
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(KEY, f"{name} does not fit: {reason}", "leave it out") from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ConfigError(KEY, f"{name} is no single number", "leave it out")
+    return metric
+
+
+def _samples(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    classes = sizes.classes or 1
+    if sizes.task == "regression":
+        target = torch.linspace(1, 2, ROWS * classes).reshape(ROWS, classes)
+        target = target if classes > 1 else target[:, 0]
+        return target + torch.linspace(0, 1, ROWS).reshape(
+            ROWS, *[1] * (target.ndim - 1)
+        ).cos(), target
+    target = torch.arange(ROWS * classes) % classes
+    steps = torch.arange(ROWS * classes * classes, dtype=torch.float32)
+    shares = steps.sin().reshape(-1, classes).softmax(1)
+    return (shares if classes > 2 else shares[:, 1]), target

@@ -1,0 +1,196 @@
+"""objective.metrics: metrics of torchmetrics, compared with NumPy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, train
+from runner.data.batch import Sizes
+from runner.errors import ConfigError
+from runner.objectives.base import monitored
+from runner.objectives.build import build_objective
+from runner.objectives.config import ObjectiveConfig
+from runner.objectives.custom import Custom
+from runner.objectives.named_metrics import build_named_metrics
+from runner.training.evaluation import evaluate
+from tests.objectives.sums import CUTS
+from tests.runs import command, config, opened, rows
+
+THREE = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
+TWO = Sizes("classification", 4, classes=2, class_names=("no", "yes"))
+VALUE = Sizes("regression", 4, classes=1, target_mean=50.0, target_deviation=4.0)
+SMALL = ("model.width=8", "training.steps=20", "checkpoint=off", "optimization=none")
+
+
+def measured(
+    names: list[str], sizes: Sizes, output: Tensor, target: Tensor, cuts: list[int]
+) -> dict[str, float]:
+    named, _ = build_named_metrics(names, sizes, -100)
+    parts = zip(output.split(cuts), target.split(cuts), strict=True)
+    first, *others = [named.tally(o, t) for o, t in parts]
+    for other in others:
+        first = first + other
+    return first.compute()
+
+
+def f1_scores(predicted: np.ndarray, target: np.ndarray, classes: list[int]) -> list[float]:
+    scores = []
+    for c in classes:
+        hits = ((predicted == c) & (target == c)).sum()
+        scores.append(2 * hits / ((predicted == c).sum() + (target == c).sum()))
+    return scores
+
+
+def area(score: np.ndarray, positive: np.ndarray) -> float:
+    """The share of pairs of a positive and a negative in which the positive scores higher."""
+    pairs = score[positive][:, None] - score[~positive][None]
+    return float((pairs > 0).mean() + (pairs == 0).mean() / 2)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_multiclass_metrics_are_means_over_classes_of_all_samples_but_the_ignored(
+    cuts: list[int],
+) -> None:
+    torch.manual_seed(0)
+    logits, target = torch.randn(37, 3), torch.randint(3, (37,))
+    target[[3, 20]] = -100
+    names = ["F1Score", "AUROC", "Accuracy", "Recall"]
+    values = measured(names, THREE, logits, target, cuts)
+    x, y = logits.numpy()[target.numpy() >= 0], target.numpy()[target.numpy() >= 0]
+    shares = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+    areas = [area(shares[:, c], y == c) for c in range(3)]
+    recalls = [(x.argmax(1)[y == c] == c).mean() for c in range(3)]
+    assert values["F1Score"] == pytest.approx(np.mean(f1_scores(x.argmax(1), y, [0, 1, 2])))
+    assert values["AUROC"] == pytest.approx(np.mean(areas))
+    assert values["Accuracy"] == pytest.approx((x.argmax(1) == y).mean())
+    assert values["Recall"] == pytest.approx(np.mean(recalls))
+
+
+@pytest.mark.parametrize("outputs", ["two logits", "one logit [n, 1]", "one logit [n]"])
+def test_binary_metrics_are_of_the_second_class(outputs: str) -> None:
+    torch.manual_seed(1)
+    logits, target = torch.randn(37, 2), torch.randint(2, (37,))
+    score, y = (logits[:, 1] - logits[:, 0]), target.numpy()
+    given = {"two logits": logits, "one logit [n, 1]": score[:, None], "one logit [n]": score}
+    values = measured(["F1Score", "AUROC"], TWO, given[outputs], target, CUTS[0])
+    assert values["F1Score"] == pytest.approx(f1_scores(score.numpy() > 0, y, [1])[0])
+    assert values["AUROC"] == pytest.approx(area(score.numpy(), y == 1))
+
+
+def test_regression_metrics_are_in_the_targets_unit() -> None:
+    torch.manual_seed(2)
+    output, noise = torch.randn(37, 1), torch.randn(37)
+    target = (output[:, 0] + 0.3 * noise) * 4 + 50
+    names = ["MeanSquaredError", "PearsonCorrCoef", "R2Score"]
+    values = measured(names, VALUE, output, target, CUTS[1])
+    x, y = output[:, 0].double().numpy() * 4 + 50, target.double().numpy()
+    squared = (x - y) ** 2
+    assert values["MeanSquaredError"] == pytest.approx(squared.mean())
+    assert values["PearsonCorrCoef"] == pytest.approx(np.corrcoef(x, y)[0, 1])
+    assert values["R2Score"] == pytest.approx(1 - squared.sum() / ((y - y.mean()) ** 2).sum())
+
+
+def test_a_run_records_them_and_may_monitor_one_of_which_less_is_better(tmp_path: Path) -> None:
+    asked = config(
+        *SMALL,
+        "objective.metrics=[F1Score,AUROC,CalibrationError]",
+        "training.monitor=val/CalibrationError",
+        "training.validate_every=10",
+    )
+    with build(asked, tmp_path / "run") as run:
+        assert not run.higher_is_better
+        summary = train(run)
+        again = evaluate(run).metrics
+    metrics = summary.metrics
+    assert metrics["val/F1Score"] == pytest.approx(metrics["val/f1"])  # of ours
+    assert metrics["val/AUROC"] == pytest.approx(metrics["val/auroc"], abs=1e-6)
+    assert again == {name: metrics[name] for name in again}
+    logged = [row for row in rows(tmp_path / "run", "val")]
+    assert len(logged) == 2 and logged[-1]["F1Score"] == metrics["val/F1Score"]
+    best = min(row["CalibrationError"] for row in logged)
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert written["best"] == pytest.approx(best)
+    chosen = {(choice.key, choice.value) for choice in summary.choices}
+    assert {
+        ("objective.metrics", "F1Score: macro"),
+        ("objective.metrics", "AUROC: macro"),
+    } <= chosen
+
+
+def test_memory_that_runs_out_halves_the_batch_and_leaves_the_metrics_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "objective.metrics=[F1Score,AUROC]"
+    with opened(*SMALL, names) as run:
+        expected = evaluate(run).metrics
+    with opened(*SMALL, names) as run:
+        forward = run.forward
+
+        def starved(x: Tensor) -> Any:
+            if len(x) > 9:
+                raise MemoryError
+            return forward(x)
+
+        run.forward = starved  # type: ignore[assignment]
+        assert evaluate(run).metrics == pytest.approx(expected, abs=1e-6)
+        assert run.evaluation_batch is not None and run.evaluation_batch <= 9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "says"),
+    [
+        (THREE, "f1score", "torchmetrics has no 'f1score' for classification; did you mean F1Sc"),
+        (THREE, "os.system", "torchmetrics has no 'os.system'.*there are AUROC, Accuracy"),
+        (VALUE, "F1Score", "no 'F1Score' for regression; .*R2Score"),
+        (THREE, "ConfusionMatrix", "ConfusionMatrix is no single number"),
+        (THREE, "ROC", "ROC is no single number"),
+        (THREE, "FBetaScore", "FBetaScore does not fit: .*beta"),
+        (Sizes("language_modelling", vocab=9), "F1Score", "are for classification and regression"),
+    ],
+)
+def test_names_that_make_no_metric_are_one_line(sizes: Sizes, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^objective.metrics: .*{says}"):
+        build_named_metrics([name], sizes, -100)
+
+
+def test_outputs_that_do_not_fit_the_data_are_one_line() -> None:
+    named, _ = build_named_metrics(["F1Score"], THREE, -100)
+    with pytest.raises(ConfigError, match=r"returns \[5, 4\] for labels of 5 .*each of 3 classes"):
+        named.tally(torch.zeros(5, 4), torch.zeros(5))
+    named, _ = build_named_metrics(["R2Score"], VALUE, -100)
+    with pytest.raises(ConfigError, match=r"returns \[5, 2\] for targets \[5\]"):
+        named.tally(torch.zeros(5, 2), torch.zeros(5))
+
+
+def test_an_objective_that_knows_its_metrics_refuses_to_monitor_another() -> None:
+    for objective in (
+        Custom(torch.nn.MSELoss(), "loss"),
+        build_objective(ObjectiveConfig(), VALUE, max),
+    ):
+        objective.named, _ = build_named_metrics(["R2Score", "MeanAbsoluteError"], VALUE, None)
+        assert monitored(objective, "val/R2Score") == "val/R2Score"
+        assert objective.rises("val/R2Score") and not objective.rises("val/MeanAbsoluteError")
+        with pytest.raises(ConfigError, match="did you mean training.monitor=val/R2Score"):
+            monitored(objective, "val/R2Scor")
+
+
+def test_without_the_extra_it_is_one_line_that_names_the_key_and_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with pytest.raises(ConfigError, match=r"^objective.metrics: needs .*pip install 'runner\[metr"):
+        build_named_metrics(["F1Score"], THREE, -100)
+
+
+def test_a_mistake_leaves_no_folder(tmp_path: Path) -> None:
+    ended = command(tmp_path, "objective.metrics=[F1Scores]")
+    assert ended.returncode == 2 and not (tmp_path / "outputs").exists()
+    assert "objective.metrics: torchmetrics has no 'F1Scores'" in ended.stderr
