@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests import composed
+
+
+def pytest_configure() -> None:
+    composed.install()
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:

@@ -16,6 +16,7 @@ from typing import Any
 from runner import RunConfig, Summary, build, compose, train
 from runner.techniques.base import TechniqueStatus
 from runner.training.run import Run
+from tests import forks
 
 TESTS = Path(__file__).parent
 QUICK = ("device=cpu", "device.threads=2", "monitoring.progress=false")
@@ -66,9 +67,14 @@ def _is_stable(row: dict[str, Any]) -> bool:
 def command(
     folder: Path, *typed: str, flags: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m runner` typed in a folder; `my_package` can be imported."""
+    """`python -m runner` typed in a folder; `my_package` can be imported.
+
+    With flags of Python's or variables, which are read early, it is a process from the start.
+    """
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    if not flags and not variables:
+        return forks.run(folder, typed, environment)
     return subprocess.run(
         [sys.executable, *flags, "-m", "runner", *typed],
         cwd=folder, env=environment, text=True, capture_output=True, timeout=300,

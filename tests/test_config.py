@@ -30,6 +30,7 @@ from runner.models import config as model_config
 from runner.overrides.aliases import TORCH_OPTIMIZERS
 from runner.overrides.groups import CONF, default_options, options
 from runner.security import secrets
+from tests import composed
 
 NEEDS = {
     ("data", "stdlib_text"): ["model=gpt"],
@@ -336,3 +337,20 @@ def test_an_argument_of_the_wrong_kind_is_one_line(what: str) -> None:
 def test_a_folder_may_be_a_text(tmp_path: Path) -> None:
     with runner.build(compose(["data=cancer", "training.steps=2"]), str(tmp_path / "run")) as run:
         assert run.folder == tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["training.steps=7", "optimizer.lr=0.1"],
+        ["data=stdlib_text", "model=gpt", "model.width=16", "~experiment"],
+        ["experiment=digits_cnn", "optimization=ultra", "optimization.amp.enabled=false"],
+        ["hydra/launcher=basic", "+model.arguments.width=5", "model._target_=torch.nn.Linear"],
+    ],
+)
+def test_what_the_tests_compose_is_what_hydra_composes(typed: list[str]) -> None:
+    ours = [OmegaConf.to_yaml(compose_raw(typed, hydra_too=True)) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, original in composed.REPLACED:
+            patch.setattr(owner, name, original)
+        assert ours == [OmegaConf.to_yaml(compose_raw(typed, hydra_too=True))] * 2

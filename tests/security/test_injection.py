@@ -45,6 +45,7 @@ from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 from runner.training.summary import CheckpointPaths, Summary
+from tests import runs
 from tests.report import planted_results
 
 FORGED = "2026-01-01T00:00:00.000 INFO    runner: all is well"
@@ -294,22 +295,15 @@ Net.__qualname__ = Net.__name__ = HOSTILE
 """
 
 
-def started(folder: Path, *typed: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "runner", *typed], cwd=folder, capture_output=True,
-        timeout=200, env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-    )  # fmt: skip
-
-
 def test_a_hostile_class_forges_no_line_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "evil_pkg.py").write_text(HOSTILE_PACKAGE)
-    done = started(
+    done = runs.command(
         tmp_path, "data=cancer", "device=cpu", "optimization=none", "training.steps=3",
         "model._target_=evil_pkg.Net", "security.trusted=[evil_pkg]",
         "debug.capture.enabled=false",
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr.decode()
-    said = (done.stdout + done.stderr).decode()
+    assert done.returncode == 1, done.stderr
+    said = done.stdout + done.stderr
     assert "evil" in said
     assert not CODES.findall(said.replace("\n", ""))
     assert not [x for x in said.splitlines() if x.lstrip().startswith(FORGED[:20])]
@@ -321,9 +315,9 @@ def test_a_hostile_class_forges_no_line_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("typed", [[f"model={HOSTILE[:60]}"], ["--config-dir", HOSTILE[:60]]])
 def test_a_mistake_is_told_on_one_line_whatever_was_typed(typed: list[str], tmp_path: Path) -> None:
-    done = started(tmp_path, *typed)
+    done = runs.command(tmp_path, *typed)
     assert done.returncode in (2, 3)
-    said = done.stderr.decode()
+    said = done.stderr
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert not CODES.findall(said.replace("\n", ""))

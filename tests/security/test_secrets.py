@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from runner.overrides.groups import CONF
 from runner.record import markdown
 from runner.record.text import escape_control_chars
 from runner.security import secrets
+from tests import runs
 
 CANARY = "canary-4b1d <&'\"*_>"
 OTHER = "canary-nobody-asked-for"
@@ -259,11 +259,7 @@ def quoted(value: str) -> str:
     return f"'{value}'"
 
 
-def run(folder: Path, *typed_in: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "runner", *typed_in], cwd=folder, text=True, timeout=300,
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-    )  # fmt: skip
+run = runs.command
 
 
 def assert_silent(folder: Path, *done: subprocess.CompletedProcess[str]) -> None:

@@ -1,0 +1,82 @@
+"""`python -m runner` in processes forked from one that has imported what takes seconds."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryFile
+
+
+def run(
+    folder: Path, typed: tuple[str, ...], variables: dict[str, str], timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` of `python -m runner` with these variables returns."""
+    server = _server()
+    server.settimeout(timeout_s)
+    request = json.dumps([str(folder), typed, variables]).encode()
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], [out.fileno(), err.fileno()])
+        server.sendall(request)
+        code = int(server.recv(16))
+        printed = [(file.seek(0), file.read())[1] for file in (out, err)]
+    return subprocess.CompletedProcess(["python", "-m", "runner", *typed], code, *printed)
+
+
+@cache
+def _server() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is imported
+    with theirs:
+        process = subprocess.Popen([sys.executable, __file__], stdin=theirs, env=variables)
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # first, as it ends the server
+    return ours
+
+
+def _serve(requests: socket.socket) -> None:
+    """Fork a child for each request and wait for it; only a child returns."""
+    import torch._dynamo  # noqa: F401  # which every optimizer of torch's imports
+
+    import runner.build  # noqa: F401
+    import runner.cli.launch  # noqa: F401
+
+    gc.freeze()
+    while True:
+        length, files, *_ = socket.recv_fds(requests, 4, 2)
+        if not length:
+            os._exit(0)
+        text = requests.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+        child = os.fork()
+        if not child:
+            requests.close()
+            _become(*files, *json.loads(text))
+            return
+        for file in files:
+            os.close(file)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        requests.sendall(str(code).encode())
+
+
+def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[str, str]) -> None:
+    for file, number in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    places = variables.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [folder, *filter(None, places)]  # as `python -m` does
+    sys.argv = ["runner", *typed]
+    runpy.run_module("runner", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=os.dup(0)))
