@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.config import SIGNS, Tabular, sign_of
+from runner.data.config import SIGNS, CsvFormat, Tabular, sign_of
+from runner.data.preprocessing import Preprocessing
 from runner.errors import DataError
 from runner.techniques.base import Choice
 
@@ -64,12 +66,19 @@ class _Texts:
         return np.asarray(matches.fill_null(False))
 
 
+def encode_texts(columns: dict[str, Any]) -> None:
+    """Make dictionaries of the columns of texts, of which each text is then parsed once."""
+    import pyarrow
+
+    for name, column in columns.items():
+        if pyarrow.types.is_string(column.type):
+            columns[name] = pyarrow.chunked_array([column.dictionary_encode().combine_chunks()])
+
+
 def convert_numbers(
     columns: dict[str, Any], path: Path, separator: str, config: Tabular
 ) -> tuple[Choice, ...]:
-    """Write numbers among texts as Python reads them, in place; returns what was recognised.
-
-    Columns of texts become dictionaries, of which each text is parsed once.
+    """Write numbers among encoded texts as Python reads them; returns what was recognised.
 
     Signs between thousands are recognised where some number, such as 1,234.5, needs them and all
     numbers can be read with them; a decimal comma where commas do not separate cells, no number has
@@ -77,9 +86,6 @@ def convert_numbers(
     """
     import pyarrow
 
-    for name, column in columns.items():
-        if pyarrow.types.is_string(column.type):
-            columns[name] = pyarrow.chunked_array([column.dictionary_encode().combine_chunks()])
     candidates = (_like_numbers(*item, config.most_bad) for item in columns.items())
     found = [texts for texts in candidates if texts is not None]
     if not found:
@@ -116,6 +122,30 @@ def convert_numbers(
             texts.replace(COMMA, ",", ".")
     columns.update({texts.name: pyarrow.chunked_array([texts.column]) for texts in found})
     return choices
+
+
+def as_trained(config: CsvFormat, fitted: Preprocessing | None) -> Tabular | None:
+    """The config with the signs of the training file, if it had any and the config names none."""
+    if fitted is None or not isinstance(config, Tabular) or config.decimal or config.thousands:
+        return None
+    if not fitted.decimal and not fitted.thousands:
+        return None
+    decimal = fitted.decimal or "point"
+    return replace(config, decimal=decimal, thousands=fitted.thousands or None)
+
+
+def trained_signs(config: Tabular | None) -> tuple[Choice, ...]:
+    """The signs of the training file, where it had any."""
+    signs = () if config is None else ("decimal", "thousands")
+    words = [(f"data.{key}", getattr(config, key)) for key in signs if getattr(config, key)]
+    return tuple(Choice(key, word, "as in the file of the training") for key, word in words)
+
+
+def uses_other_decimals(columns: Mapping[str, Any], config: Tabular) -> bool:
+    """Whether some number has the other decimal sign for certain: 12.5, where 1.234 may be 1234."""
+    other = "[.]" if sign_of(config.decimal) == "," else ","
+    found = (_like_numbers(*item, config.most_bad) for item in columns.items())
+    return any(t and t.count(DECIMAL.format(other), GROUPED.format(other)) for t in found)
 
 
 def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ class Preprocessing:
     split: str = "random"  # the rule, which a resumed run follows, too
     folds: int = 0  # of a cross-validation
     fold: int = 0  # the one that is held out
+    decimal: str = ""  # sign of the numbers in a csv, as data.decimal names it; "": a point
+    thousands: str = ""  # likewise, as data.thousands
     format: int = FORMAT
 
     @classmethod
@@ -50,7 +53,8 @@ class Preprocessing:
         chosen = [choice.value for choice in data.choices if choice.key == "data.split"]
         rule = config.split.name if config.split else next(iter(chosen), "random")
         known = (data.sizes, columns, target, tuple(data.ids), rule, config.folds or 0)
-        return cls(kind_of(config), source_of(config), *known, config.fold or 0)
+        signs = _number_signs(config, data.choices)
+        return cls(kind_of(config), source_of(config), *known, config.fold or 0, *signs)
 
     def dump(self) -> bytes:
         """As JSON."""
@@ -111,6 +115,16 @@ def check_predicts(fitted: Preprocessing | None) -> None:
     if fitted.sizes.task not in PREDICTED:
         problem = f"predict is for {' and '.join(PREDICTED)}, and this is {fitted.sizes.task}"
         raise ConfigError("job", problem, "use job=evaluate")
+
+
+def _number_signs(config: DataConfig, choices: Iterable[Choice]) -> tuple[str, str]:
+    """The words for the decimal sign and the one between thousands: stated ones or recognised."""
+    recognised = {choice.key: str(choice.value) for choice in choices if choice.value != "none"}
+    decimal, thousands = (
+        getattr(config, key, None) or recognised.get(f"data.{key}", "")
+        for key in ("decimal", "thousands")
+    )
+    return decimal or ("comma" if thousands in ("point", ".") else ""), thousands
 
 
 def kind_of(config: DataConfig) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from runner.data.batch import RowNames
 from runner.data.cells import (
+    GAP,
     LONGEST,
     ODD_CELLS,
     PARTS,
@@ -85,7 +86,8 @@ def read_table(
         return KINDS[declared] if declared else kinds.get(name, Kind.any)
 
     try:
-        content = read_content(path, _select(problems, ignore is None, fitted), kind, config)
+        select = _select(problems, ignore is None, fitted)
+        content = read_content(path, select, kind, config, fitted)
         problems.total = len(content.numbers) + len(content.malformed)
         if not problems.total:
             raise DataError(f"data.path: {path} has no rows below its header")
@@ -220,7 +222,8 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
     kinds = dict.fromkeys(fitted.ids, Kind.texts)
     for column in fitted.columns:
         kind = Kind.texts if column.values else Kind.times if column.part in PARTS else Kind.numbers
-        kinds.setdefault(column.name, kind)
+        # only whether there is a value: it was a number or a date
+        kinds.setdefault(column.name, Kind.any if column.part == GAP else kind)
     if any(class_name(number(name)) != name for name in fitted.sizes.class_names):
         kinds[fitted.target] = Kind.texts
     return kinds

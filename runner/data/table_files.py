@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from runner.data.config import SIGNS, CsvFormat, Tabular, sign_of
-from runner.data.number_format import MISSING, convert_numbers
+from runner.data.number_format import (
+    MISSING,
+    as_trained,
+    convert_numbers,
+    encode_texts,
+    trained_signs,
+    uses_other_decimals,
+)
+from runner.data.preprocessing import Preprocessing
 from runner.device import memory
 from runner.errors import DataError
 from runner.techniques.base import Choice
@@ -57,9 +65,17 @@ Select = Callable[[Sequence[str], Mapping[str, Any]], list[str]]
 
 
 def read_content(
-    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
+    path: Path,
+    select: Select,
+    kind: Callable[[str], Kind],
+    config: CsvFormat,
+    fitted: Preprocessing | None = None,
 ) -> Content:
-    """The selected columns of a csv or parquet file; `kind` says what each is read as."""
+    """The selected columns of a csv or parquet file; `kind` says what each is read as.
+
+    Numbers of a csv are read as those of the file that was `fitted` on, unless they are certainly
+    written otherwise.
+    """
     with path.open("rb") as file:
         start = file.read(4)
     if not start:
@@ -68,7 +84,7 @@ def read_content(
         raise DataError(f"data.path: {path} is a workbook or a zip archive; save its table as csv")
     if start == b"PAR1" or path.suffix in (".parquet", ".pq"):
         return _read_parquet(path, select, kind)
-    return _read_csv(path, select, kind, config)
+    return _read_csv(path, select, kind, config, as_trained(config, fitted))
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -84,14 +100,18 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
 
 
 def _read_csv(
-    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
+    path: Path,
+    select: Select,
+    kind: Callable[[str], Kind],
+    config: CsvFormat,
+    trained: Tabular | None = None,  # the config with the signs of the training file
 ) -> Content:
     import pyarrow
     from pyarrow.types import is_binary
 
     check_memory(path, CELLS * path.stat().st_size, "its cells", "split it, or leave out columns")
     try:
-        rows, table, malformed = _parse_csv(path, select, kind, config)
+        rows, table, malformed = _parse_csv(path, select, kind, trained or config)
         invalid = any(is_binary(column.type) for column in table.columns)
     except (UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
         if isinstance(error, pyarrow.ArrowInvalid) and "invalid UTF8" not in str(error):
@@ -112,7 +132,12 @@ def _read_csv(
     choices = rows.choices
     if isinstance(config, Tabular):
         numeric = {n: column for n, column in columns.items() if kind(n) is not Kind.texts}
-        choices += convert_numbers(numeric, path, rows.separator, config)
+        encode_texts(numeric)
+        if trained is not None and uses_other_decimals(numeric, trained):
+            del table, columns, numeric  # whose memory is needed again
+            return _read_csv(path, select, kind, config)
+        choices += convert_numbers(numeric, path, rows.separator, trained or config)
+        choices += trained_signs(trained)
         columns |= numeric
     return Content(columns, "line" if one_line_each else "row", numbers, problems, choices)
 

@@ -77,8 +77,7 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
                 raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
                 _write_traced(run, program, raw, samples, kind, pipeline)
                 entry["pipeline"] = f"{folder.name}/{pipeline.name}"
-                if kind is ExportKind.export and preprocessing.columns:
-                    _write_example(folder)
+                _write_example(folder)
         if stored:
             (folder / PREPROCESSING).write_bytes(stored)  # as it is: it is read back
         entry["bytes"] = os.path.getsize(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from runner.objectives.model_output import logits
 class RawInputModel(nn.Module):
     """Probabilities of the classes, or values in the target's unit, from raw inputs.
 
-    Of tables: numbers before scaling, float32 [batch, columns], NaN where one is missing, and
+    Of tables: numbers before scaling, float64 [batch, columns], NaN where one is missing, and
     places of categories, int64 [batch, columns]: any other for an unknown one. Of images: uint8
     [batch, channels, height, width].
     """
@@ -27,7 +29,7 @@ class RawInputModel(nn.Module):
         super().__init__()
         self.model, self.sizes = model, preprocessing.sizes
         self.columns = preprocessing.columns
-        numbers = [column for column in self.columns if is_number(column)]
+        numbers = number_columns(self.columns)
         fills = [c.mean if c.fill is None else c.fill for c in numbers]
         for name, values in (
             ("means", [c.mean for c in numbers]),
@@ -51,8 +53,9 @@ class RawInputModel(nn.Module):
         missing = numbers.isnan()
         scaled = torch.where(missing, self.fills, numbers.double())
         scaled = (scaled - self.means) / self.deviations
-        parts, number, category = [], 0, 0
-        places: dict[str, int] = {}
+        numbers_of = number_columns(self.columns)
+        places = {column.name: place for place, column in enumerate(numbers_of)}
+        parts, category = [], 0
         for column in self.columns:
             if column.values:
                 known = torch.arange(len(column.values))
@@ -60,18 +63,19 @@ class RawInputModel(nn.Module):
                 parts += [one_hot, ~one_hot.any(1, keepdim=True)]
                 category += 1
             elif column.part == GAP:
-                place = places[column.name]
-                parts.append(missing[:, place : place + 1])
+                parts.append(missing[:, places[column.name]].unsqueeze(1))
             else:
-                places[column.name] = number
-                parts.append(scaled[:, number : number + 1])
-                number += 1
+                parts.append(scaled[:, numbers_of.index(column)].unsqueeze(1))
         return torch.cat([part.float() for part in parts], 1)
 
 
-def is_number(column: Column) -> bool:
-    """Whether it is one of the pipeline's numbers."""
-    return not column.values and column.part != GAP
+def number_columns(columns: Sequence[Column]) -> list[Column]:
+    """The columns that the pipeline gets a number of.
+
+    An indicator of missing values is one of them only where its number is no input.
+    """
+    names = {column.name for column in columns if column.part != GAP}
+    return [c for c in columns if not c.values and (c.part != GAP or c.name not in names)]
 
 
 def has_pipeline(preprocessing: Preprocessing) -> bool:
@@ -80,19 +84,23 @@ def has_pipeline(preprocessing: Preprocessing) -> bool:
 
 
 def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ...]:
-    """Raw inputs that the pipeline makes about these of."""
-    if not preprocessing.columns:
+    """Raw inputs that the pipeline makes about these of; gaps are NaN."""
+    columns = preprocessing.columns
+    if not columns:
         return ((inputs * 255).round().to(torch.uint8),)
-    numbers, categories, at = [], [], 0
-    for column in preprocessing.columns:
-        cells = inputs[:, at : at + column.width]
-        if column.values:
-            categories.append(cells.argmax(1))
-        elif is_number(column):
-            numbers.append((cells[:, 0].double() * column.deviation + column.mean).float())
-        at += column.width
+    cells = dict(
+        zip(columns, torch.split(inputs.double(), [c.width for c in columns], 1), strict=True)
+    )
+    categories = [cells[column].argmax(1) for column in columns if column.values]
+    gaps = {column.name: cells[column][:, 0] > 0 for column in columns if column.part == GAP}
+    numbers = [
+        (cells[column][:, 0] * column.deviation + column.mean).masked_fill(
+            gaps.get(column.name, torch.tensor(False)), torch.nan
+        )
+        for column in number_columns(columns)
+    ]
     count = len(inputs)
     return (
-        torch.stack(numbers, 1) if numbers else torch.zeros(count, 0),
+        torch.stack(numbers, 1) if numbers else torch.zeros(count, 0, dtype=torch.float64),
         torch.stack(categories, 1) if categories else torch.zeros(count, 0, dtype=torch.int64),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shlex
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,8 @@ from pyarrow import parquet
 
 from runner.data.config import BadSamples, CsvFormat, Tabular
 from runner.data.config import Text as TextConfig
+from runner.data.preprocessing import Opening, Preprocessing
+from runner.data.preprocessing_file import parse_preprocessing
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.data.text import text
@@ -199,6 +202,38 @@ def test_a_comma_is_not_chosen_beside_a_column_with_points(tmp_path: Path) -> No
     assert [bool(c.values) for c in opened(path).columns] == [True, False]
     with pytest.raises(DataError, match=r"'q' holds 0.5, .*comma; use data.decimal=point"):
         opened(path, decimal="comma")
+
+
+AS_TRAINED = [  # a file of the training, a new one, and what its numbers are
+    (["12,5", "7"], ["1,234", "5,678"], ";", [1.234, 5.678]),
+    (["1.234,5", "7"], ["1.234", "2.500"], ";", [1234, 2500]),  # 1.234 alone is a number, too
+    (["1,234.5", "7"], ["1,234", "2,500"], ";", [1234, 2500]),
+    (["12,5", "7"], ["1.234", "12.5"], ",", [1.234, 12.5]),  # certainly written otherwise
+    (["1.234,5", "7"], ["1,234.5", "2.5"], ";", [1234.5, 2.5]),
+    (["1,234.5", "7"], ["12,5", "1,234"], ";", [12.5, 1.234]),
+    (["12.5", "7"], ["12,5", "1,234"], ";", [12.5, 1.234]),
+    (["12,5", "7"], ["1.234", "5.678"], ";", r"'x' holds 1.234, .* comma; use data.decimal=point"),
+    (["12.5", "7"], ["1,234", "5,678"], ";", "column 'x': 1,234 is not a finite number"),
+]
+
+
+@pytest.mark.parametrize(("trained", "cells", "separator", "numbers"), AS_TRAINED)
+def test_numbers_of_new_files_are_read_as_trained_unless_certainly_written_otherwise(
+    trained: list[str], cells: list[str], separator: str, numbers: Any, tmp_path: Path
+) -> None:
+    config, source = Tabular(path="train.csv", target="y"), column(tmp_path, trained)
+    fitted = Preprocessing.of(config, source)
+    rows = [f"{cells[i % 2]}{separator}{'ab'[i % 2]}" for i in range(30)]
+    new = replace(config, path=write(tmp_path, "\n".join([f"x{separator}y", *rows]), "new.csv"))
+    opening = Opening(fitted=parse_preprocessing(fitted.dump(), tmp_path), evaluates=True)
+    if isinstance(numbers, str):
+        with pytest.raises(DataError, match=numbers):
+            tabular(new, opening)
+        return
+    assert values(tabular(new, opening))[:2] == pytest.approx(numbers, rel=1e-4)
+    stated = replace(new, decimal="point", thousands="comma")
+    if cells[0] == "1,234":
+        assert values(tabular(stated, opening))[0] == pytest.approx(1234, rel=1e-4)
 
 
 def test_texts_with_commas_and_dates_are_left_alone(tmp_path: Path) -> None:

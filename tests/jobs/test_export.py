@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
@@ -180,15 +179,10 @@ def test_what_cannot_be_exported_is_refused_by_its_key(asked: list[str], says: s
         compose(asked)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onnx") is not None, reason="onnx is there")
-def test_onnx_without_its_packages_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+def test_onnx_without_its_packages_is_refused_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.jobs.export.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^evaluate\.export: .*pip install 'runner\[onnx\]'"):
         evaluated(tmp_path / "nothing", tmp_path / "to", "evaluate.export=onnx")
     assert not (tmp_path / "to").exists()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs onnx")
-def test_an_onnx_file_gives_the_same_outputs(text: Path, tmp_path: Path) -> None:
-    summary = evaluated(text, tmp_path, *TEXT, "evaluate.export=onnx")
-    assert summary.export["file"] == "exports/model.onnx"
-    assert summary.export["largest_difference"] < 1e-4
