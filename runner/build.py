@@ -33,7 +33,7 @@ from runner.errors import ConfigError, UsageError
 from runner.jobs.config import EVALUATING, JobKind
 from runner.models.build import build_model, refuse_lazy
 from runner.objectives.base import Objective, monitored
-from runner.objectives.build import build_objective
+from runner.objectives.build import adapt_sizes, build_objective, pairwise_loss
 from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
@@ -159,6 +159,11 @@ class _Build:
         data = self.given.data or open_data(config.data, self.look_up, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
         self.data, self.table_report = check_data_table(data, table)
+        own = config.data._target_ is not None
+        self.data.sizes, chosen = adapt_sizes(config.objective, self.data.sizes, own)
+        standardised = [c for c in chosen if c.key == "data.target"]
+        others = (c for c in self.data.choices if not (standardised and c.key == "data.target"))
+        self.data.choices = (*others, *chosen)
         self.preprocessing = fitted or Preprocessing.of(config.data, self.data)
         self.checkpointer.preprocessing = self.preprocessing.dump()
 
@@ -218,8 +223,12 @@ class _Build:
         """The model on its device, with its first weights: techniques and the average see them."""
         model = self.given.model
         if model is None:
-            model = build_model(self.config.model, self.data.sizes, self.look_up)
+            sizes = self.data.sizes
+            if sizes.task == "classification" and pairwise_loss(self.config.objective):
+                sizes = replace(sizes, classes=1)
+            model = build_model(self.config.model, sizes, self.look_up)
         refuse_lazy(model)
+        self.choices += self.data.match_dtype(model)
         self.choices += _first_weights(
             self.config, model, self.policy, self.checkpointer, self.continued
         )

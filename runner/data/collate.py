@@ -70,7 +70,7 @@ def _tensors(value: Any, key: str, index: int) -> Nest:
         tensor = torch.as_tensor(value) if isinstance(value, list | np.ndarray) else value
     except (TypeError, ValueError):
         tensor = value
-    if not isinstance(tensor, Tensor) or tensor.dtype == torch.float64:
+    if not isinstance(tensor, Tensor):
         fix = "return a tensor from __getitem__, float32 where it holds floats, such as x.float()"
         raise DataError(f"data: sample {index}: {key} is {_describe(tensor)}; {fix}")
     return tensor.detach()

@@ -54,6 +54,10 @@ class Dataset(ABC):
         trained = labels[self.train]  # a negative one stands for no class
         return np.bincount(trained[trained >= 0], minlength=self.sizes.classes)
 
+    def match_dtype(self, model: Any) -> tuple[Choice, ...]:
+        """Return floats of the dtype of the model's weights from now on, and say so."""
+        return ()
+
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """A batch on the CPU. `seeds` (uint64, one per sample) drive augmentation; None: none.

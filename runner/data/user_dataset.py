@@ -18,9 +18,11 @@ from runner.data.config import DataConfig
 from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
+from runner.data.nested import named_leaves, tree_map
 from runner.data.order import sample_seeds
 from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError, DataError, RunnerError
+from runner.techniques.base import Choice
 
 TIMED = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # of a sample, after which no other is timed
@@ -35,6 +37,7 @@ class UserDataset(Dataset):
 
     in_memory = False
     augments = True
+    dtype = torch.float32  # of floats where samples have float64, which arrays of NumPy have
 
     def __init__(
         self, dataset: Any, target: str, config: DataConfig, opening: Opening = PLAIN
@@ -58,6 +61,26 @@ class UserDataset(Dataset):
                     with suppress(DataError):  # it is raised when its batch is fetched
                         self._timed_sample(index)
 
+    def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
+        """Cast float64 to the dtype of the model's weights, and all floats for one in float64."""
+        weights = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        self.dtype = next(iter(weights), self.dtype)
+        cast = set[torch.dtype]()
+        with suppress(DataError):
+            leaves = named_leaves(self._timed_sample(0)) if len(self.dataset) else ()
+            cast = {leaf.dtype for _, leaf in leaves if self._cast(leaf) is not leaf}
+        if not cast:
+            return ()
+        names = [
+            str(dtype).removeprefix("torch.") for dtype in (self.dtype, *sorted(cast, key=str))
+        ]
+        reason = f"samples have {' and '.join(names[1:])}; the weights of the model are {names[0]}"
+        return (Choice("data._target_", f"cast to {names[0]}", reason),)
+
+    def _cast(self, values: torch.Tensor) -> torch.Tensor:
+        double = torch.float64 in (values.dtype, self.dtype)
+        return values.to(self.dtype) if double and values.is_floating_point() else values
+
     def labels(self) -> np.ndarray | None:
         """Its `targets`, as torchvision calls them, where it has them."""
         with suppress(TypeError, ValueError):  # of other types
@@ -80,8 +103,8 @@ class UserDataset(Dataset):
         numbers = indices.tolist()
         with _global_generators():
             samples = [self._sample(i, s) for i, s in zip(numbers, seeds.tolist(), strict=True)]
-        inputs = stack([sample[0] for sample in samples], numbers, "inputs")
-        target = stack([sample[1] for sample in samples], numbers, "target")
+        inputs = tree_map(stack([sample[0] for sample in samples], numbers, "inputs"), self._cast)
+        target = tree_map(stack([sample[1] for sample in samples], numbers, "target"), self._cast)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
             limits.append(("target", target, "classes", self.sizes.classes))

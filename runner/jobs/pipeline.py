@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from runner.data.batch import Column, call
 from runner.data.cells import GAP
 from runner.data.preprocessing import Preprocessing
-from runner.objectives.model_output import logits
+from runner.objectives.model_output import class_logits, logits
 
 
 class RawInputModel(nn.Module):
@@ -43,7 +43,7 @@ class RawInputModel(nn.Module):
         inputs = raw.float() / 255 if categories is None else self._inputs(raw, categories)
         output = logits(call(self.model, inputs)).double()
         if self.sizes.task == "classification":
-            return output.softmax(1).float()
+            return class_logits(output, self.sizes.classes).softmax(1).float()
         values = output * self.sizes.target_deviation + self.sizes.target_mean
         # len() would fix the batch size
         return values.reshape(values.shape[0], -1).float()

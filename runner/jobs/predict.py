@@ -17,7 +17,7 @@ from runner.data.loader import BatchLoader
 from runner.errors import StorageError
 from runner.jobs.config import PredictFormat
 from runner.jobs.evaluate import build_trained
-from runner.objectives.model_output import logits
+from runner.objectives.model_output import class_logits, logits
 from runner.record.console import console, takes_live_display
 from runner.report import run as report
 from runner.training.evaluation import inference
@@ -123,6 +123,7 @@ def _predicted(output: torch.Tensor, sizes: Sizes) -> Columns:
         if values.shape[1] == 1:
             return {"prediction": values[:, 0].numpy()}
         return {f"prediction {i}": values[:, i].numpy() for i in range(values.shape[1])}
+    output = class_logits(output, sizes.classes)
     names = sizes.class_names or tuple(map(str, range(output.shape[1])))
     probability = output.double().softmax(1)
     predicted = np.array(names, dtype=object)[probability.argmax(1).numpy()]

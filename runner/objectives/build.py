@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from runner.errors import ConfigError
 from runner.objectives.base import Objective
 from runner.objectives.config import KINDS, ObjectiveConfig
 from runner.security.registry import assembled, construct
+from runner.techniques.base import Choice
 
 Resolve = Callable[[str, str], Any]
 KEY = "objective._target_"
@@ -34,6 +36,12 @@ KNOBS = {
 
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
 """By kind; the first is the default."""
+PROBABILITIES = ("BCELoss", "binary_cross_entropy")
+BINARY = (*PROBABILITIES, "BCEWithLogitsLoss", "binary_cross_entropy_with_logits")
+QUANTITIES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss") + (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"),
+)
+"""Losses of torch.nn that compare number by number, by name."""
 OF_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
 
 
@@ -96,6 +104,45 @@ def _loss(config: ObjectiveConfig, kind: str) -> str:
     return loss
 
 
+def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes, list[Choice]]:
+    """The sizes of data for a loss by `_target_`, which gets targets in their own unit.
+
+    Whole numbers are quantities to a loss of torch's that compares number by number; `own`: the
+    data set is the user's, so that they are those that it returned. ConfigError where they are
+    classes and it is not for these.
+    """
+    name = pairwise_loss(config)
+    if config._target_ is None or (sizes.task == "classification" and not name):
+        return sizes, []
+    if sizes.task != "classification":
+        reason = f"{config._target_} gets targets in their own unit"
+        scaled = sizes.target_mean or sizes.target_deviation != 1.0
+        choices = [Choice("data.target", "not standardised", reason)] if scaled else []
+        return replace(sizes, target_mean=0.0, target_deviation=1.0), choices
+    if name in BINARY:
+        if sizes.classes != 2:
+            problem = f"{name} is for two classes, and the data has {sizes.classes}"
+            raise ConfigError(KEY, problem, "use objective=auto")
+        if name in PROBABILITIES:
+            problem = f"{name} takes probabilities, and predictions are made of logits"
+            raise ConfigError(KEY, problem, f"use {KEY}=torch.nn.BCEWithLogitsLoss")
+        reason = f"{config._target_} takes float targets, and one output for two classes"
+        return sizes, [Choice(KEY, "float targets", reason)]
+    if not own:
+        problem = f"{name} compares quantities, and the targets are classes"
+        fix = "use objective=auto; of quantities in a table or arrays: data.task=regression"
+        raise ConfigError(KEY, problem, fix)
+    reason = f"{config._target_} compares quantities; of classes: objective=auto"
+    quantities = replace(sizes, task="regression", classes=1, class_names=())
+    return quantities, [Choice(KEY, "float targets", reason)]
+
+
+def pairwise_loss(config: ObjectiveConfig) -> str:
+    """The name of a loss of torch's that compares outputs with targets number by number, or ""."""
+    module, _, name = (config._target_ or "").rpartition(".")
+    return name if f"{module}.".startswith("torch.nn.") and name in BINARY + QUANTITIES else ""
+
+
 def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve) -> Objective:
     loss = resolve(target, KEY)
     arguments = assembled(config.arguments, resolve, "objective")
@@ -108,7 +155,8 @@ def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve
     _check_call(loss, target, arguments)
     from runner.objectives.custom import Custom
 
-    return Custom(partial(loss, **arguments) if arguments else loss, target)
+    pairwise = bool(pairwise_loss(config))
+    return Custom(partial(loss, **arguments) if arguments else loss, target, pairwise=pairwise)
 
 
 def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:

@@ -39,6 +39,14 @@ def float_logits(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in HALVES else logits
 
 
+def class_logits(output: Tensor, classes: int | None) -> Tensor:
+    """Logits [samples, classes]; one logit for two classes is that of the second, beside 0."""
+    if classes != 2 or output.shape[1:].numel() != 1:
+        return output
+    output = output.reshape(-1, 1)
+    return torch.cat([torch.zeros_like(output), output], 1)
+
+
 def total(values: Tensor) -> Tensor:
     """The sum in float64, so that many batches add up without loss."""
     if values.device.type == "mps":  # has no float64; the host waits for the copy

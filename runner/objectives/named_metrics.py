@@ -28,9 +28,8 @@ class NamedMetrics:
     Class indices of `ignored` are left out; each of the other targets counts once.
     """
 
-    def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None, logits: bool) -> None:
-        self.metrics, self.sizes = metrics, sizes
-        self.ignored, self.logits = ignored, logits
+    def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None) -> None:
+        self.metrics, self.sizes, self.ignored = metrics, sizes, ignored
 
     def tally(self, output: Any, target: Any) -> MetricState:
         """A batch, as what adds up over batches. ConfigError where it does not fit the task."""
@@ -59,7 +58,7 @@ class NamedMetrics:
         counts = target != self.ignored if self.ignored is not None else slice(None)
         rows, target = rows[counts].float(), target[counts].clone()
         if width == 1:
-            return rows[:, 0].sigmoid() if self.logits else rows[:, 0].clone(), target
+            return rows[:, 0].sigmoid(), target
         shares = rows.softmax(1)
         return shares if width > 2 else shares[:, 1], target
 
@@ -106,12 +105,11 @@ class MetricState:
 
 
 def build_named_metrics(
-    names: Sequence[str], sizes: Sizes, ignored: int | None, logits: bool = True
+    names: Sequence[str], sizes: Sizes, ignored: int | None
 ) -> tuple[NamedMetrics, list[Choice]]:
     """The metrics of those names for the data's task, and how they are averaged.
 
-    `logits`: a single output of a model for two classes is one, and no probability. ConfigError for
-    an unknown name, or where torchmetrics is not installed.
+    ConfigError for an unknown name, or where torchmetrics is not installed.
     """
     known, arguments = _known(sizes)
     metrics, choices = Metrics(), []
@@ -132,7 +130,7 @@ def build_named_metrics(
     if metrics and sizes.task == "classification" and sizes.classes == 2:
         positive = sizes.class_names[1] if len(sizes.class_names) == 2 else "1"
         choices.append(Choice(KEY, f"positive: {positive}", "the second class of two"))
-    return NamedMetrics(metrics, sizes, ignored, logits), choices
+    return NamedMetrics(metrics, sizes, ignored), choices
 
 
 def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
