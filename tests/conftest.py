@@ -9,11 +9,28 @@ from typing import Any
 
 import pytest
 
-from tests import composed
+from tests import composed, kept_sandbox
+
+TESTS = Path(__file__).parent
+LONGEST = (
+    *("techniques/test_whole_step.py", "jobs/test_predict.py", "blackbox/test_runs.py"),
+    *("test_resume.py", "parity/test_mutants.py", "hooks/test_resources.py"),
+    *("jobs/test_benchmark.py", "data/test_strangers.py", "jobs/test_export.py"),
+    *("benchmark/test_worker_ends.py", "sweep/test_sweep.py", "test_packaging.py"),
+    *("debug/test_memory.py", "sweep/test_other.py", "sweep/test_endings.py"),
+    *("techniques/test_compile.py", "replay/test_seeded_faults.py", "parity/test_parity.py"),
+)
 
 
 def pytest_configure() -> None:
     composed.install()
+    kept_sandbox.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no process is left alone with one at the end."""
+    order = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

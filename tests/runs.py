@@ -69,11 +69,11 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m runner` typed in a folder; `my_package` can be imported.
 
-    With flags of Python's or variables, which are read early, it is a process from the start.
+    With flags of Python's, or variables that may be read early, it is a process from the start.
     """
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    if not flags and not variables:
+    if not flags and variables.keys() <= {"PYTHONPATH", "OWN_DIES_AT"}:
         return forks.run(folder, typed, environment)
     return subprocess.run(
         [sys.executable, *flags, "-m", "runner", *typed],

@@ -6,6 +6,15 @@ import pytest
 
 from runner import masking
 from runner.security import secrets
+from runner.security.files.sandbox import Sandbox
+from tests import kept_sandbox
+
+
+@pytest.fixture(autouse=True)
+def _sandbox_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the process that examines files starts and ends as it does for users."""
+    for name, original in kept_sandbox.ORIGINAL.items():
+        monkeypatch.setattr(Sandbox, name, original)
 
 
 @pytest.fixture

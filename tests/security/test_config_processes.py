@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.overrides.groups import CONF
+from tests import runs
 
 TRAP = "open({ran!r}, 'a').write(__name__ + ' ')\n"
 BEFORE_US = set(
@@ -70,7 +71,7 @@ def test_a_refusal_is_one_line_and_exit_code_3_and_leaves_nothing(tmp_path: Path
     (theirs / "own.yaml").write_text(
         "# @package _global_\nhydra: {callbacks: {x: {_target_: os.mkdir, name: ran}}}\n"
     )
-    done = run(tmp_path, "--config-dir=theirs", "experiment=own")
+    done = runs.command(tmp_path, "--config-dir=theirs", "experiment=own")
     assert done.returncode == 3 and "is refused in a config file" in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -83,15 +84,15 @@ def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path) -> Non
         "# @package _global_\nhydra: {hydra_logging: {version: 1, handlers: {x: {(): os.mkdir, "
         f"path: {tmp_path / 'ran'}}}}}, root: {{handlers: [x]}}}}}}\n"
     )
-    done = run(tmp_path, "--config-dir=theirs", "-m", "experiment=glob(ow*)",
-               "hydra/launcher=basic", "hydra/job_logging=default")  # fmt: skip
+    done = runs.command(tmp_path, "--config-dir=theirs", "-m", "experiment=glob(ow*)",
+                        "hydra/launcher=basic", "hydra/job_logging=default")  # fmt: skip
     assert done.returncode == 3 and "is refused in a config file" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 
 def test_security_off_says_so_in_the_log_and_only_once(tmp_path: Path) -> None:
-    done = run(tmp_path, "security=off", "data=cancer", "training.steps=2", "optimization=none",
-               "device=cpu")  # fmt: skip
+    done = runs.command(tmp_path, "security=off", "data=cancer", "training.steps=2",
+                        "optimization=none", "device=cpu")  # fmt: skip
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "outputs").rglob("run.log")
     assert log.read_text().count("security=off") == 1

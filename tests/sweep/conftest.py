@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner.overrides.groups import CONF
+from tests import runs
 
 HERE = Path(__file__).parent
 NET = ["model._target_=sweep_package.Net", "security.trusted=[sweep_package]"]
@@ -27,10 +27,8 @@ def environment() -> dict[str, str]:
 
 
 def sweep(folder: Path, *typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "runner", "-m", *SHORT, *typed],
-        cwd=folder, env=environment() | variables, text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+    path = environment()["PYTHONPATH"]
+    return runs.command(folder, "-m", *SHORT, *typed, PYTHONPATH=path, **variables)
 
 
 def own_folder(folder: Path) -> Path:
