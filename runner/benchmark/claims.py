@@ -5,6 +5,8 @@ A claim that this machine cannot test says so and why; a trial that fails costs 
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import shlex
 import signal
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -22,7 +25,6 @@ from torch.utils.benchmark import Timer
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Finished, Turn
 from runner.benchmark.machine import machine
-from runner.benchmark.result import BETTER, FAILS, HOLDS, UNDECIDED, ClaimResult, Claims
 from runner.benchmark.rounds import MeasureOptions, Round, interruptible, run_round
 from runner.benchmark.rows import median_load
 from runner.benchmark.statistics import Estimate, noise_floor
@@ -30,18 +32,36 @@ from runner.composing import compose
 from runner.config import RunConfig
 from runner.data.batch import call
 from runner.device import memory
-from runner.errors import Interrupted, RunnerError
+from runner.errors import Interrupted, RunnerError, StorageError
 from runner.models import modes
 from runner.overrides.groups import CONF
 from runner.record import provenance
+from runner.record.console import print_stdout
+from runner.record.markdown import code, escape, table
+from runner.record.storage import replace_text
 from runner.techniques.probe import dry_run_step
 from runner.training.run import Run
 
+log = logging.getLogger("runner")
+
 FOLDER = CONF / "benchmark" / "claims"
+FILE, PAGE = "claims.json", "claims.md"
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
+UNKNOWN, BETTER = "not measurable here", "better than claimed"
 PLAIN, AGAIN = "plain", "plain, again"
 GAINS = ("speed", "scaling")  # at least the bar; everything else at most
 ROUNDS, SETTLING = 9, 2  # forwards that are timed, and before
 READINGS = 6  # least to largest of six hold the median with 97 %
+LOADED = 0.1  # share of the CPUs that others took, from which on the page names it
+METHOD = (
+    "An interval is of 95 % and through the stopping rule; of memory and latency it is the "
+    "range of six readings. A claim holds or does not where all of the interval, with the "
+    "noise at both ends, is on one side of what is claimed at least; else it is undecided."
+)
+REPEAT = (
+    "Each of these trains like the arm in question; the plain run has `optimization=none`, for "
+    "flash attention `optimization.attention.kernel=plain`."
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,54 @@ class ClaimTrial:
     block_s: float | None = None  # where turns have to be longer
     share: float = 1.0  # of the budget, next to the other trials
     gpus: int = 0  # GPUs it takes
+
+
+@dataclass
+class ClaimResult:
+    """One claim about a technique as it was measured here; ratios are to the plain run."""
+
+    name: str
+    claimed: str
+    work: str
+    quantity: str  # `Claim.measures`
+    verdict: str = UNKNOWN
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None  # 95 %
+    noise: float | None = None  # the plain run against itself
+    reason: str = ""  # for the verdict
+    note: str = ""  # why it should hold, or should not
+    command: str = ""  # trains like the arm in question
+
+
+@dataclass
+class Claims:
+    """All claims that were tested, and where: `claims.json`."""
+
+    rows: list[ClaimResult] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)  # medians over all that was measured
+    command: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    schema: int = 1
+
+
+def run_claims(config: RunConfig, folder: Path) -> None:
+    """`benchmark.claims=true`: leave claims.md and claims.json; what is done stays on Ctrl-C."""
+
+    def save(claims: Claims) -> None:
+        try:
+            write(claims, folder)
+        except StorageError as error:  # the next one may be written
+            log.warning("%s", error)
+
+    claims = measure_claims(config, save)
+    for row in claims.rows:
+        reason = f" ({row.reason})" if row.reason else ""
+        print_stdout(f"{row.name}: {row.claimed}; here {_measured(row)}: {row.verdict}{reason}")
+    write(claims, folder)
+    print_stdout("", f"as Markdown: {folder / PAGE}", soft_wrap=True)
 
 
 def load_trials(folder: Path = FOLDER) -> list[ClaimTrial]:
@@ -152,9 +220,8 @@ def _run_trial(
 
 def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     """What the trial says of one of its claims."""
-    why = round_.explain_end(PLAIN, claim.arm) or _explain_missing(claim, round_)
-    row = _make_row(trial, claim, why)
-    if why:
+    row = _make_row(trial, claim, round_.explain_end(PLAIN, claim.arm) or _missing(claim, round_))
+    if row.reason:
         return row
     noise = 0.0
     if claim.measures == "speed" and {*round_.ready, *round_.ended} >= {AGAIN}:
@@ -165,17 +232,16 @@ def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
         row.reason = "too few blocks, or no reading of the memory"
         return row
     row.ratio, row.interval = estimate.ratio, (estimate.low, estimate.high)
-    if math.isinf(noise):
-        row.reason = "the plain run against itself has no interval: the noise is not known"
-        return row
-    row.verdict, row.reason = verdict(claim, estimate, noise)
+    row.reason = "the plain run against itself has no interval: the noise is not known"
+    if math.isfinite(noise):
+        row.verdict, row.reason = verdict(claim, estimate, noise)
     return row
 
 
 def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
     """Holds or fails where all of the interval, noise added at both ends, is on one side of `bar`.
 
-    An interval past the far end of a claimed range is better than said. With the reason.
+    An interval past the far end of a claimed range is better than claimed. With the reason.
     """
     low, high = estimate.low / (1 + noise), estimate.high * (1 + noise)
     bar, end = claim.bar, claim.range_end
@@ -214,7 +280,7 @@ def _range_ratio(ours: Sequence[float], plain: Sequence[float]) -> Estimate | No
     return Estimate(median(ours) / median(plain), min(ours) / max(plain), max(ours) / min(plain))
 
 
-def _explain_missing(claim: Claim, round_: Round) -> str:
+def _missing(claim: Claim, round_: Round) -> str:
     """Why the technique is not engaged; "" where it is, or none is needed."""
     if claim.arm not in round_.finished:
         return "was not measured"
@@ -228,11 +294,11 @@ def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
     words = [*trial.work, *trial.arms.get(claim.arm, ())]
     return ClaimResult(
         name=claim.name,
-        said=claim.claimed,
+        claimed=claim.claimed,
         work=trial.about,
         quantity=claim.measures,
         reason=reason,
-        why=claim.note,
+        note=claim.note,
         command=shlex.join(["python", "-m", "runner", *words]) if words else "",
     )
 
@@ -291,3 +357,65 @@ METRICS = {
     "latency": _repeat("latency", compiled_latency),
 }
 """Functions of the finished run that a claim needs, by what it measures."""
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def _measured(row: ClaimResult) -> str:
+    """What was measured, in the terms of the claim."""
+    if row.ratio is None or row.interval is None:
+        return "–"
+    low, high = row.interval
+    if row.quantity == "speed":
+        return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
+    unit = "% latency" if row.quantity == "latency" else "% memory"
+    ratio, low_end, high_end = (
+        f"{(x - 1) * 100:+.0f}".replace("-", "−") for x in (row.ratio, low, high)
+    )
+    return f"{ratio} {unit} ({low_end} to {high_end})"
+
+
+def markdown(claims: Claims) -> str:
+    """All of it as a page: table, reasons, commands."""
+    rows, machine = claims.rows, claims.machine
+    noises = ["–" if row.noise is None else f"{row.noise * 100:.1f} %" for row in rows]
+    cells = [
+        (row.name, row.claimed, _measured(row), noise, row.verdict)
+        for row, noise in zip(rows, noises, strict=True)
+    ]
+    where = [str(machine.get("cpu") or "unknown CPU"), f"{machine.get('cores', '?')} cores"]
+    if machine.get("device") not in (None, "cpu"):
+        where.append(str(machine.get("device_name")))
+    where += [f"{n} {claims.versions[n]}" for n in ("torch", "python") if n in claims.versions]
+    others = claims.load.get("others") or 0
+    load = f"Other processes took {others:.0%} of the CPUs meanwhile: intervals are wider for it."
+    items = [
+        f"- **{escape(row.name)}** ({escape(row.work)}): "
+        + escape(". ".join(filter(None, (row.reason, row.note))))
+        for row in rows
+    ]
+    parts = [
+        "# Claims, and what holds here",
+        escape(f"{', '.join(where)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
+        code(claims.command, "sh"),
+        table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
+        METHOD,
+        *([load] if others > LOADED else []),
+        "## Row by row",
+        "\n".join(items),
+        "## Commands",
+        REPEAT,
+        code("\n".join(dict.fromkeys(row.command for row in rows if row.command)), "sh"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(claims: Claims, folder: Path) -> None:
+    """claims.json and claims.md, whole or not at all. StorageError where that is not possible."""
+    data = json.dumps(asdict(claims), indent=2, default=str) + "\n"
+    for name, text in ((FILE, data), (PAGE, markdown(claims))):
+        try:
+            replace_text(folder / name, text)
+        except OSError as error:
+            raise StorageError(f"{folder / name}: not written: {error.strerror}") from error

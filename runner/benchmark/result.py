@@ -1,4 +1,4 @@
-"""The result of a benchmark as plain data: `benchmark.json`, and `claims.json`."""
+"""The result of a benchmark as plain data: `benchmark.json`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ SAME = 0.02  # a difference too small to matter, and that two processes differ b
 DONE = "done"
 """Any other status of an arm is how it ended: failed, killed, timeout, oom, interrupted."""
 MEDIAN, MEAN = "median step", "mean step"
-HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
-UNKNOWN, BETTER = "not measurable here", "better than said"
 
 T = TypeVar("T")
 
@@ -174,37 +172,6 @@ class BenchmarkResult:
             raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
-
-
-@dataclass
-class ClaimResult:
-    """One claim about a technique as it was measured here; ratios are to the plain run."""
-
-    name: str
-    said: str
-    work: str
-    quantity: str  # `Claim.measures`
-    verdict: str = UNKNOWN
-    ratio: float | None = None
-    interval: tuple[float, float] | None = None  # 95 %
-    noise: float | None = None  # the plain run against itself
-    reason: str = ""  # for the verdict
-    why: str = ""
-    command: str = ""  # trains like the arm in question
-
-
-@dataclass
-class Claims:
-    """All claims that were tested, and where: `claims.json`."""
-
-    rows: list[ClaimResult] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    load: dict[str, Any] = field(default_factory=dict)  # medians over all that was measured
-    command: str = ""
-    started: str = ""
-    seconds: float = 0.0
-    schema: int = 1
 
 
 def from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:

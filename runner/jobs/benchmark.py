@@ -16,7 +16,7 @@ from runner.benchmark.arms import Arm, arms_of, asks, reference_of
 from runner.benchmark.attribution import attribute
 from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.engine import Cut, failures, measure
-from runner.benchmark.result import DONE, BenchmarkResult, Claims
+from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.rounds import MeasureOptions, interruptible
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
@@ -40,7 +40,9 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
     """
     settings = config.benchmark
     if settings.claims:
-        _claims(config, folder)
+        from runner.benchmark.claims import run_claims  # for nothing else
+
+        run_claims(config, folder)
         return None
     arms = arms_of(settings, *_typed())
     if any(arm.config.optimization.level == "auto" for arm in arms):
@@ -68,23 +70,6 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
             if isinstance(error, kind):
                 raise error
     return result
-
-
-def _claims(config: RunConfig, folder: Path) -> None:
-    """`benchmark.claims=true`: leave claims.md and claims.json; what is done stays on Ctrl-C."""
-    from runner.benchmark.claims import measure_claims  # for nothing else
-    from runner.jobs import claims as report
-
-    def save(claims: Claims) -> None:
-        try:
-            report.write(claims, folder)
-        except StorageError as error:  # the next one may be written
-            log.warning("%s", error)
-
-    claims = measure_claims(config, save)
-    print_stdout(report.show(claims))
-    report.write(claims, folder)
-    print_stdout("", f"as Markdown: {folder / 'claims.md'}", soft_wrap=True)
 
 
 def _typed() -> tuple[Sequence[str], Sequence[Path], str]:

@@ -12,27 +12,25 @@ import pytest
 import torch
 
 from runner.benchmark.claims import (
+    BETTER,
+    FAILS,
+    HOLDS,
     PLAIN,
+    UNDECIDED,
+    UNKNOWN,
     Claim,
+    ClaimResult,
+    Claims,
     ClaimTrial,
     load_trials,
     measure_claims,
     step_bytes,
     verdict,
+    write,
 )
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.result import (
-    BETTER,
-    FAILS,
-    HOLDS,
-    UNDECIDED,
-    UNKNOWN,
-    ClaimResult,
-    Claims,
-)
 from runner.benchmark.statistics import Estimate
 from runner.errors import Interrupted
-from runner.jobs import claims as report
 from runner.training.loop import train
 from tests.benchmark.simulated import World
 from tests.runs import config as config_of
@@ -117,7 +115,7 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
 ) -> None:
     tested = replace(CLAIMS[name], arm="arm", needs="")
     (row,) = measured(planted(**effect), trial(tested)).rows  # type: ignore[arg-type]
-    assert (row.name, row.verdict, row.said) == (name, expected, tested.claimed)
+    assert (row.name, row.verdict, row.claimed) == (name, expected, tested.claimed)
     assert row.interval is not None and row.interval[0] <= (row.ratio or 0) <= row.interval[1]
     assert row.command.endswith("data=digits model=mlp optimization=basic")
     assert (row.noise is None) is (tested.measures != "speed")
@@ -202,11 +200,11 @@ def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
     assert peaks["plain"] - peaks["flash"] > 0.5 * matrices
 
 
-def test_the_page_and_the_table_have_a_row_for_each_claim(tmp_path: Path) -> None:
+def test_the_page_has_a_row_for_each_claim(tmp_path: Path) -> None:
     command = "python -m runner optimization=compile"
     rows = [
         ClaimResult("faster", "20–30 % faster", "digits", "speed", HOLDS, 1.31, (1.29, 1.33), 0.011,
-                    why="It fuses.", command=command),
+                    note="It fuses.", command=command),
         ClaimResult("slow", "40 % faster", "digits", "latency", FAILS, 2.7, (2.6, 2.8)),
         ClaimResult("small", "half the memory", "digits", "memory", FAILS, 0.9, (0.88, 0.91)),
         ClaimResult("absent", "5× | faster", "digits", "speed", UNKNOWN, reason="no <b>GPU</b>"),
@@ -215,7 +213,7 @@ def test_the_page_and_the_table_have_a_row_for_each_claim(tmp_path: Path) -> Non
     claims = Claims(
         rows, machine, {"torch": "2.13.0"}, {"others": 0.4}, "python -m runner x=claims"
     )
-    report.write(claims, tmp_path)
+    write(claims, tmp_path)
     page = (tmp_path / "claims.md").read_text()
     for part in (
         "| faster | 20–30 % faster | 1.31× (1.29 to 1.33) | 1.1 % | holds |",
