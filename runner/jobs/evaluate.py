@@ -87,9 +87,9 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
     def order(output: Any) -> Changes:
         quantities = run.sizes.task == "regression" and isinstance(output, Tensor)
         if not quantities:
-            return sanitise(output, "logits")[1]
+            return sanitise(output)[1]
         values = output * run.sizes.target_deviation + run.sizes.target_mean
-        return sanitise(values, "quantities", nan=limits.nan, low=limits.low, high=limits.high)[1]
+        return sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)[1]
 
     forward = run.forward
     run.forward = watched = Watched(forward, order)

@@ -42,7 +42,7 @@ class InferenceResult:
     non_finite: int = 0  # values of the output that were NaN or Inf
     device: str = ""  # that it was computed on
     seconds: float = 0.0  # wall time
-    changed: dict[str, int] = field(default_factory=dict)  # values: nan, inf, limited, rescaled
+    changed: dict[str, int] = field(default_factory=dict)  # values: nan, inf, limited
 
 
 def safe_inference(
@@ -57,7 +57,7 @@ def safe_inference(
     In eval mode and without gradients; each module's mode and all random states are afterwards as
     before. A batch that does not fit the memory is halved, as often as it takes, and the rows of
     the outputs are put together. With `sanitise` the output goes through `runner.sanitise`, which
-    gets the `options` (such as `kind="probabilities"`). Changes are counted in the result, and make
+    gets the `options` (`nan`, `inf`, `low`, `high`). Changes are counted in the result, and make
     it not `ok`.
 
     Raises UsageError, OutOfMemory, and what the model raises. It makes the host wait for the
@@ -90,9 +90,8 @@ def safe_inference(
             output, changes = clean(output)
             result.changed = changes.read()
     result.output = output
-    beyond = {k: n for k, n in result.changed.items() if k in ("limited", "rescaled")}
-    if text := outputs.described(beyond):  # NaN and Inf have their line
-        result.problems.append(f"output: {text}")
+    if limited := result.changed.get("limited", 0):  # NaN and Inf have their line
+        result.problems.append(f"output: {outputs.described({'limited': limited})}")
     result.ok = not result.non_finite and not any(result.changed.values())
     result.seconds = time.perf_counter() - start
     return result

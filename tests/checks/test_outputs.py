@@ -1,11 +1,10 @@
-"""Outputs in order: finite, within limits, shares that sum to one, all else bit for bit."""
+"""Outputs in order: finite, within limits, all else bit for bit."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,6 @@ from runner.training.evaluation import evaluate
 
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, -3e38, 1 + 1e-6, 0.3)
-KINDS: dict[str, dict[str, Any]] = {
-    "values": {},
-    "logits": {},
-    "probabilities": {},
-    "quantities": {"low": 0.0, "high": 2.0},
-}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -50,7 +43,7 @@ def test_values_come_back_finite_and_those_that_were_bit_for_bit(dtype: torch.dt
     for seed in range(20):
         x = planted(seed, dtype)
         before = x.clone()
-        clean, changes = sanitise(x, "values", nan=-2.0, inf=100.0)
+        clean, changes = sanitise(x, nan=-2.0, inf=100.0)
         assert torch.equal(bits(x), bits(before))  # what was given stays
         assert clean.dtype is dtype and bool(clean.isfinite().all())
         sound = x.isfinite()
@@ -58,40 +51,8 @@ def test_values_come_back_finite_and_those_that_were_bit_for_bit(dtype: torch.dt
         assert clean[x.isnan()].tolist() == [-2.0] * int(x.isnan().sum())
         assert bool((clean[x.isinf()].abs() == 100).all())
         assert changes.read() == {
-            "nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "limited": 0, "rescaled": 0,
+            "nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "limited": 0,
         }  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_probabilities_are_shares_that_sum_to_one(dtype: torch.dtype) -> None:
-    for seed in range(20):
-        x = planted(seed, dtype)
-        if seed % 3 == 0:  # as a model puts them out, some of them spoiled
-            x = torch.where(x.isfinite(), x, 0).softmax(1)
-            x[:: 1 + seed] = math.nan
-        clean, changes = sanitise(x, "probabilities")
-        kind, many = torch.finfo(dtype), x.shape[1]
-        allowed = 2 * kind.eps + many * kind.smallest_normal * kind.eps
-        assert bool(((clean >= 0) & (clean <= 1)).all())
-        off = (clean.double().sum(1) - 1).abs()
-        assert bool((off <= allowed + many**0.5 * 2**-23).all())
-        total = x.double().sum(1)
-        sound = ((x >= 0) & (x <= 1)).all(1) & ((total - 1).abs() <= allowed / 2)
-        assert torch.equal(bits(clean)[sound], bits(x)[sound])
-        assert changes.read()["limited"] == int((((x < 0) | (x > 1)) & x.isfinite()).sum())
-
-
-def test_a_row_without_any_share_gets_equal_shares_and_the_rest_are_scaled() -> None:
-    x = torch.tensor([[math.nan] * 4, [0.0] * 4, [-1.0, -2.0, 0, 0], [0.5, 1.5, 0.25, math.nan]])
-    clean, changes = sanitise(x, "probabilities")
-    assert clean[:3].tolist() == [[0.25] * 4] * 3
-    assert torch.allclose(clean[3], torch.tensor([0.5, 1.0, 0.25, 0.0]) / 1.75)
-    assert changes.read() == {"nan": 5, "inf": 0, "limited": 3, "rescaled": 4}
-    along, _ = sanitise(x.T, "probabilities", dim=0)
-    assert torch.equal(along.T, clean)
-    several = torch.tensor([[0.9, 0.8], [1.2, math.nan]])  # labels that exclude no other
-    clean, changes = sanitise(several, "probabilities", dim=None)
-    assert clean.tolist() == [[pytest.approx(0.9), pytest.approx(0.8)], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -99,7 +60,7 @@ def test_quantities_stay_within_their_limits(dtype: torch.dtype) -> None:
     for seed in range(20):
         x = planted(seed, dtype)
         low, high = (-1.5, 2.0) if seed % 2 else (0.0, None)
-        clean, changes = sanitise(x, "quantities", low=low, high=high)
+        clean, changes = sanitise(x, low=low, high=high)
         assert bool((clean >= low).all()) and bool(clean.isfinite().all())
         assert high is None or bool((clean <= high).all())
         sound = (x >= low) & (x <= (high if high is not None else torch.finfo(dtype).max))
@@ -109,7 +70,7 @@ def test_quantities_stay_within_their_limits(dtype: torch.dtype) -> None:
 
 def test_masked_logits_still_give_nothing_to_the_masked_class() -> None:
     x = torch.tensor([[1.0, -math.inf, 2.0]])
-    clean, _ = sanitise(x, "logits")
+    clean, _ = sanitise(x)
     assert torch.equal(clean.softmax(1), x.softmax(1))
 
 
@@ -121,85 +82,66 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     assert type(clean["pair"]) is Pair and clean["pair"].b[1:] == ["name", None]
     assert clean["ids"] is nest["ids"]
     assert changes.read()["nan"] == 2
-    for kind in (defaultdict(list, a=x), OrderedDict(a=x)):
-        assert type(sanitise(kind)[0]) is type(kind)
-    assert sanitise("text")[1].read() == {"nan": 0, "inf": 0, "limited": 0, "rescaled": 0}
+    assert type(sanitise(OrderedDict(a=x))[0]) is OrderedDict
+    assert sanitise("text")[1].read() == {"nan": 0, "inf": 0, "limited": 0}
     assert (Changes() + changes).read() == changes.read()
     assert described(changes.read()) == "2 NaN" and described(Changes().read()) == ""
 
 
 def test_what_is_no_dense_tensor_is_refused() -> None:
     x = torch.tensor([math.nan])
-    for opaque in (SimpleNamespace(a=x), {"a": {x}}, deque([x]), iter([x]), x.numpy()):
-        with pytest.raises(UsageError, match="sanitise: a .* is no tensor; give tensors in a dict"):
-            sanitise(opaque)
-    sparse = x.to_sparse()
-    for output, kind in (
-        (sparse, "values"),
-        ({"a": [torch.complex(x, x)]}, "values"),
-    ):
+    for output in (x.to_sparse(), {"a": [torch.complex(x, x)]}):
         with pytest.raises(UsageError, match=r"output\.to_dense\(\)"):
-            sanitise(output, kind)
+            sanitise(output)
 
 
 def test_an_empty_output_is_in_order() -> None:
-    for kind in ("values", "probabilities", "quantities"):
-        clean, changes = sanitise(torch.empty(0, 3), kind)
-        assert clean.shape == (0, 3) and not any(changes.read().values())
-    assert sanitise(torch.empty(3, 0), "probabilities")[0].shape == (3, 0)
+    clean, changes = sanitise(torch.empty(0, 3), low=0.0)
+    assert clean.shape == (0, 3) and not any(changes.read().values())
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "problem"),
+    ("options", "problem"),
     [
-        ("odds", {}, "kind must be one of values, logits, .* got 'odds'"),
-        ("values", {"nan": math.nan}, "nan must be a finite number, got nan"),
-        ("values", {"inf": -1.0}, "inf must be > 0, got -1.0"),
-        ("values", {"low": 0.0}, "low and high are for kind=quantities"),
-        ("quantities", {"low": 2.0, "high": 1.0}, "low must be at most high"),
-        ("classes", {}, "kind must be one of values"),
-        ("probabilities", {"dim": 2}, "dim=2, and the output has 2 dimensions"),
+        ({"nan": math.nan}, "nan must be a finite number, got nan"),
+        ({"inf": -1.0}, "inf must be > 0, got -1.0"),
+        ({"low": 2.0, "high": 1.0}, "low must be at most high"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    kind: str, options: dict[str, Any], problem: str
-) -> None:
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        sanitise(torch.zeros(2, 2), kind, **options)
-    with pytest.raises(UsageError, match="is for one tensor"):
-        sanitise({"a": torch.zeros(2, 2)}, "probabilities")
+        sanitise(torch.zeros(2, 2), **options)
 
 
 def test_nothing_is_read_from_the_device_before_it_is_asked_for() -> None:
     """On the meta device there are no values: whatever reads one fails."""
-    x = torch.empty(4, 3, device="meta")
-    for kind, options in KINDS.items():
-        clean, changes = sanitise(x, kind, **options)
-        assert clean.shape == x.shape
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            (changes + changes).read()
+    clean, changes = sanitise(torch.empty(4, 3, device="meta"), low=0.0)
+    assert clean.shape == (4, 3)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        (changes + changes).read()
 
 
-def test_safe_inference_keeps_shares_and_limits_and_counts_what_it_changed() -> None:
+def test_safe_inference_keeps_limits_and_counts_what_it_changed() -> None:
     model = nn.Sequential(nn.Identity())
     x = torch.tensor([[0.5, 0.5, 0.0], [2.0, 0.0, 0.0], [0.2, math.nan, 0.2]])
-    result = safe_inference(model, x, kind="probabilities")
-    assert result.output.tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.5, 0.0, 0.5]]
-    assert result.changed == {"nan": 1, "inf": 0, "limited": 1, "rescaled": 1}
+    result = safe_inference(model, x, low=0.0, high=1.0)
+    assert result.output.tolist() == [
+        [0.5, 0.5, 0.0],
+        [1.0, 0.0, 0.0],
+        [pytest.approx(0.2), 0.0, pytest.approx(0.2)],
+    ]
+    assert result.changed == {"nan": 1, "inf": 0, "limited": 1}
     assert not result.ok and result.non_finite == 1
-    assert result.problems[-1] == "output: 1 beyond their limits, 1 rows that did not sum to one"
-    limited = safe_inference(model, x[:2], kind="quantities", low=0.0, high=1.0)
-    assert float(limited.output.max()) == 1.0 and limited.changed["limited"] == 1
-    assert not limited.ok and limited.non_finite == 0
-    fine = safe_inference(model, x[:1], kind="probabilities")
+    assert result.problems[-1] == "output: 1 beyond their limits"
+    fine = safe_inference(model, x[:1], low=0.0, high=1.0)
     assert fine.ok and fine.problems == [] and torch.equal(fine.output, x[:1])
 
 
 def test_a_watched_forward_passes_its_outputs_on_and_counts() -> None:
-    watched = Watched(nn.Identity(), lambda output: sanitise(output, "logits")[1])
+    watched = Watched(nn.Identity(), lambda output: sanitise(output)[1])
     x = torch.tensor([[math.nan, 1.0, math.inf]])
     assert watched(x) is x and watched(x) is x
-    assert watched.changes.read() == {"nan": 2, "inf": 2, "limited": 0, "rescaled": 0}
+    assert watched.changes.read() == {"nan": 2, "inf": 2, "limited": 0}
 
 
 CONFIG = ["data=cancer", "model=mlp", "training.steps=2", "optimization=none", "checkpoint=off",
@@ -231,12 +173,11 @@ def test_evaluation_counts_what_is_amiss_and_does_not_flatter_the_model(
 @pytest.mark.gpu
 def test_on_an_accelerator_the_host_waits_once_when_the_counts_are_read() -> None:
     x = planted(4, torch.float32).cuda()
-    for kind, options in KINDS.items():
-        host, told = sanitise(x.cpu(), kind, **options)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            clean, changes = sanitise(x, kind, **options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.allclose(clean.cpu(), host)
-        assert changes.read() == told.read()
+    host, counts = sanitise(x.cpu(), low=0.0, high=2.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clean, changes = sanitise(x, low=0.0, high=2.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.allclose(clean.cpu(), host)
+    assert changes.read() == counts.read()
