@@ -261,10 +261,10 @@ def _note_change(
 
 
 def _compare_memory(now: ArmResult, then: ArmResult, tolerance: float) -> Iterator[str]:
-    for key, whose in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
+    for key, owner in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
         ours, theirs = getattr(now, key), getattr(then, key)
         if ours and theirs and ours - theirs > max(LEAST_BYTES, theirs * tolerance):
             yield (
                 f"{escape(now.name)} holds {(ours - theirs) / 2**20:,.0f} MiB more "
-                f"memory of the {whose} at its peak ({ours / theirs - 1:.0%})"
+                f"memory of the {owner} at its peak ({ours / theirs - 1:.0%})"
             )

@@ -114,7 +114,7 @@ def _check(request: Request) -> None:
     request.resumed = resumed.run
     overrides = resumed.overrides
     if any("replay.path=" in text for text in overrides):
-        from runner.cli.replay import with_captured
+        from runner.cli.resume import with_captured
 
         overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)

@@ -199,7 +199,7 @@ def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) 
 def _oom_page(run: Run, reason: str, breakdown: Breakdown | None) -> str:
     room = resources.room()
     left = (
-        f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.whose)}, "
+        f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.name)}, "
         f"{room.left / MIB:,.0f} of them free after the step was given up."
     )
     if run.device.kind != "cpu":

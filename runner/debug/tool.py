@@ -97,7 +97,7 @@ class Tool(Hook):
             self.fail(run, error)
 
     def fail(self, run: Run, error: Exception) -> None:
-        """From here on it rests; said once."""
+        """It rests from now on; logged once."""
         if self.broken:
             return
         self.broken = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -15,7 +15,7 @@ FEWEST = 4  # samples for growth to be stated without a verdict
 Z = 2.576  # of a normal distribution, both tails of 1 %
 LARGEST_RISE = 0.4  # of the growth, that one of the steps between blocks may make up
 LASTING = 0.75  # of the first half's slope, that the second must still have: a warm-up slows down
-SHARE = 0.02  # of what is held, that must have been added: long windows see every small thing
+SHARE = 0.02  # of the size, that must have been added: long windows see every small thing
 AFTER_CLEANING = 0.5  # of the slope, that must be left between two cleanings
 
 Sample = tuple[int, int]  # step and bytes
@@ -31,7 +31,7 @@ class Trend:
     high: float
     first: int  # step at which the window begins
     last: int
-    held: int  # bytes, at its end
+    size: int  # bytes, at its end
 
 
 class LeakDetector:
@@ -60,14 +60,14 @@ class LeakDetector:
         """Samples after the warm-up; a verdict takes `NEEDED` of them."""
         return self.windows[0].count if self.windows else 0
 
-    def add(self, step: int, held: int) -> bool:
+    def add(self, step: int, size: int) -> bool:
         """Take a sample; True: clean the memory, and tell `cleaned` what is left."""
         self.start = step if self.start is None else self.start
-        self.recent.append((step, held))
+        self.recent.append((step, size))
         self._suspicious = []
         if step < self.start + self.warm_up:
             return False
-        sample = (step, held)
+        sample = (step, size)
         for window in self.windows:
             smaller = window.add(sample)
             self._judge(window)
@@ -90,21 +90,21 @@ class LeakDetector:
         if window.suspected is not None and not window.confirmed:
             self._suspicious.append(window)
 
-    def cleaned(self, step: int, held: int) -> Trend | None:
-        """Take what is held right after a cleaning; the trend, where that confirms a leak."""
+    def cleaned(self, step: int, size: int) -> Trend | None:
+        """Take the size right after a cleaning; the trend, where that confirms a leak."""
         confirmed: Trend | None = None
-        self.recent[-1] = step, held
+        self.recent[-1] = step, size
         for window in self._suspicious:
             suspected, before = window.suspected, window.clean
             if suspected is None or before is None:
-                window.clean = step, held
+                window.clean = step, size
                 continue
             window.suspected = window.clean = None
-            slope = (held - before[1]) / (step - before[0])
+            slope = (size - before[1]) / (step - before[0])
             if slope > max(self.least_slope, AFTER_CLEANING * suspected.slope):
                 window.confirmed = self.leaking = True
                 low, high = sorted((slope, suspected.slope))  # garbage of the first is no leak
-                confirmed = replace(suspected, slope=low, low=low, high=high, last=step, held=held)
+                confirmed = replace(suspected, slope=low, low=low, high=high, last=step, size=size)
                 self.trend = confirmed
         self._suspicious = []
         return confirmed
@@ -185,7 +185,7 @@ def _sen(points: list[Sample]) -> tuple[float, float, float]:
 
 def _is_steady(points: list[Sample], low: float, least: int, least_slope: float) -> bool:
     """Whether memory grew enough, surely, in no single jump and without slowing down."""
-    values = [held for _, held in points]
+    values = [size for _, size in points]
     grown = values[-1] - values[0]
     if grown < max(least, SHARE * values[-1]) or low <= least_slope:
         return False

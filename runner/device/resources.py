@@ -30,7 +30,7 @@ class Room:
 
     limit: int
     left: int
-    whose: str  # "this machine's memory" and the like
+    name: str  # "this machine's memory" and the like
     own: bool = False  # a limit of this process: allocations beyond it fail, and nothing is killed
 
     @property

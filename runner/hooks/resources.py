@@ -42,7 +42,7 @@ class Resources(Hook):
         self.clean_above = clean_above
         self.config = config
         self.machine = machine
-        self.cleaned_share: float | None = None  # held after the last cleaning, while above
+        self.cleaned_share: float | None = None  # of memory after the last cleaning, while above
         self.room: Room | None = None
         self.process_bytes = 0  # when the room was read
         self.next_reading = 0.0  # of the machine
@@ -90,7 +90,7 @@ class Resources(Hook):
             memory.clean(run.device)
             self.cleaned_share = memory.used_share(run.device)
             message = (
-                f"{share:.0%} of the memory was held (device.clean_above={self.clean_above:g}); "
+                f"{share:.0%} of the memory was taken (device.clean_above={self.clean_above:g}); "
                 f"{self.cleaned_share:.0%} after cleaning"
             )
             run.history.add(
@@ -119,7 +119,7 @@ class Resources(Hook):
         if room.used_share <= above:
             return None
         message = (
-            f"{room.used_share:.0%} of {room.whose} ({room.limit / GIB:.1f} GiB) is taken, this "
+            f"{room.used_share:.0%} of {room.name} ({room.limit / GIB:.1f} GiB) is taken, this "
             f"process holds {self.process_bytes / GIB:.1f} GiB"
         )
         if self.process_bytes < OURS * room.limit and not room.own:
@@ -136,11 +136,11 @@ class Resources(Hook):
 
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
         subject = "the process" if kind == "process" else "the tensors on the device"
-        at_the_end = trend.held + trend.slope * (run.total_steps - step)
+        at_the_end = trend.size + trend.slope * (run.total_steps - step)
         message = (
             f"leak: {subject} grows by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
             f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
-            f"{trend.held / MIB:,.0f} MiB now, {at_the_end / MIB:,.0f} MiB at step "
+            f"{trend.size / MIB:,.0f} MiB now, {at_the_end / MIB:,.0f} MiB at step "
             f"{run.total_steps}"
         )
         if kind in self.leaks:  # the same one, better known

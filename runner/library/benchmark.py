@@ -53,7 +53,7 @@ def benchmark_optimizations(
     control: bool = True,
     folder: str | Path | None = None,
     overrides: Sequence[str] = (),
-    told: Callable[[str], None] | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> BenchmarkResult:
     """Measure ways to train `model` on `data` against each other, paired, each in its own process.
 
@@ -63,7 +63,7 @@ def benchmark_optimizations(
     instances with their knobs set) is a further arm, the plain run and it. `overrides`, such as
     `training.batch_size=64`, are for all arms. `budget_s` is for measuring; starting, compiling and
     parity come on top. Without a `loss_fn` (the mean of (output, target)) the objective follows
-    from the targets, without an `optimizer` it is that of the config. `told` gets progress lines.
+    from the targets, without an `optimizer` it is that of the config. `announce` gets its progress.
 
     The caller's model, its modes and all random states stay as they are: processes get copies, so
     all that is given has to be picklable, and a script has to guard what it does with
@@ -95,7 +95,7 @@ def benchmark_optimizations(
         where.mkdir(parents=True, exist_ok=True)
     chosen = resolve_arms(chosen, where, given)
     try:
-        result = measure(chosen, settings, where, given, announce=told)
+        result = measure(chosen, settings, where, given, announce=announce)
     except Unguarded as error:
         raise UsageError(f"{WHO}: {error}") from None
     if where is not None:

@@ -41,8 +41,8 @@ class MemoryPhase:
     name: str
     times: int = 0
     seconds: float = 0.0
-    peak_process: int = 0  # the most that the process held meanwhile
-    added_process: int = 0  # the most beyond what it held when the phase began
+    peak_process: int = 0  # the most of the process meanwhile
+    added_process: int = 0  # the most beyond that at the start of the phase
     peak_device: int = 0
     added_device: int = 0
 
@@ -78,7 +78,7 @@ class Memory:
             peak_process=memory.peak_process_bytes(),
             available=room.left,
             limit=room.limit,
-            limited_by=room.whose,
+            limited_by=room.name,
             device_allocated=self._allocated(),
             peak_device=memory.peak_device_bytes(device),
             device_total=0 if device.kind == "cpu" else device.memory_bytes,
@@ -118,7 +118,7 @@ class Memory:
                     phase.added_device = max(phase.added_device, added[1])
 
     def sample(self, step: int) -> Trend | None:
-        """Note the memory at this step; the trend, when a leak is found.
+        """Note the memory at this step; the trend, where there is a leak.
 
         10 µs. Call it at a like point of each step, or of each tenth; steps rise. Where memory
         looks like a leak it collects garbage, and waits for what still grows.
@@ -133,7 +133,7 @@ class Memory:
 
     @property
     def leaking(self) -> bool:
-        """Whether `sample` has found a leak."""
+        """Whether `sample` has confirmed a leak."""
         return any(detector.leaking for detector in self._detectors.values())
 
     def _allocated(self) -> int:

@@ -101,7 +101,7 @@ def set_up_logging(level: str, folder: Path | None) -> None:
     """Log from here on at `level` to stderr, and to `run.log` in `folder` if there is one.
 
     Replaces what an earlier call set up, and what a config did to our own loggers. Other libraries'
-    debug messages stay out; a warning that repeats but for its numbers is said once.
+    debug messages stay out; a warning that repeats but for its numbers is logged once.
     """
     close_logging()
     _reset_loggers()

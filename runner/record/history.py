@@ -53,14 +53,14 @@ class Fault:
 
 
 class History:
-    """Every fault of a run. One that repeats, but for its numbers, is counted and said once."""
+    """Every fault of a run. One that repeats, but for its numbers, is counted and logged once."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.faults: dict[tuple[str, str, str], Fault] = {}
         self.counts: dict[str, int] = {}  # by kind, those without a place here too
         self.unwritten = False
-        self.explained: set[int] = set()  # steps of which a tool has said what went wrong in them
+        self.explained: set[int] = set()  # steps of which a tool has named the fault
         self.logged: set[tuple[str, str, str]] = set()  # faults that had their line
         self.causes: dict[int, str] = {}  # by step, what is known of its batch; see `explain`
 

@@ -14,7 +14,7 @@ from runner.record.storage import read_record
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"
-RESUMED = ".hydra-resumed"  # as Hydra is told to call it until the run trains on
+RESUMED = ".hydra-resumed"  # the name for Hydra until the run trains on
 NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What PyYAML raises for a value that is not of the type it is tagged with."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's: ten times as fast
@@ -66,14 +66,14 @@ def check_events(data: bytes) -> None:
 
 def overrides_by_key(overrides: Iterable[str]) -> dict[str, str]:
     """Overrides by key; the last one wins. `~key` is a key with the value "removed"."""
-    found = {}
+    by_key = {}
     for override in overrides:
         key, equals, value = str(override).partition("=")
         if key.startswith("~"):
-            found[key.lstrip("~")] = "removed"
+            by_key[key.lstrip("~")] = "removed"
         elif equals:
-            found[key.lstrip("+").partition("@")[0]] = value
-    return found
+            by_key[key.lstrip("+").partition("@")[0]] = value
+    return by_key
 
 
 def recorded_overrides(folder: Path) -> list[str]:

@@ -32,7 +32,7 @@ TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 class Recorder:
     """Writes rows, texts and pictures into a run's folder, and never stops the run.
 
-    A full disk or a deleted folder is said once, counted in `faults`, and that file is given up;
+    A full disk or a deleted folder is logged once, counted in `faults`, and that file is given up;
     training continues. With `folder` None nothing is written.
     """
 
@@ -47,7 +47,7 @@ class Recorder:
     def open(self, start_step: int = 0, offset: int | None = None) -> None:
         """Begin after `start_step`, which is 0 for a fresh run.
 
-        At a resume `offset` is what `position` said when the checkpoint was made: later rows are
+        At a resume `offset` is the `position` when the checkpoint was made: later rows are
         cut off, so that no step appears twice. Where it is not known, or does not fit the file,
         rows after `start_step` are.
         """
@@ -158,7 +158,7 @@ class Recorder:
                 self._give_up("tensorboard", error)
 
     def _give_up(self, kind: str, error: Exception) -> None:
-        """Write to that file no more; said once."""
+        """Write to that file no more; logged once."""
         file = self._rows if kind == "metrics" else self._events
         if kind == "metrics":
             self._rows = None

@@ -1,6 +1,6 @@
 """The charts of a comparison: bars with intervals, as inline SVG, and what is written above them.
 
-Numbers are text as well, so nothing is told by a colour or a length alone. Charts stretch with
+Numbers are text as well, so nothing depends on a colour or a length alone. Charts stretch with
 the page: positions across are per cent, so letters keep their size on a phone.
 """
 
@@ -106,7 +106,7 @@ def draw_bars(
         tag(
             "li",
             tag("span", bar.label, class_="label"),
-            tag("span", bar.text, class_="said"),
+            tag("span", bar.text, class_="value"),
             _bar(bar, start, floor, scale),
             class_=f"bar {bar.kind}",
         )

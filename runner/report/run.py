@@ -126,7 +126,7 @@ def _replay(folder: Path, faults: list[Fault]) -> str:
 
 
 def _tools(summary: Summary) -> Rows:
-    """What each tool found, and what it took."""
+    """Each tool's finding and cost."""
     rows = []
     for cost in summary.tools:
         looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
@@ -201,7 +201,7 @@ def _class_range(classes: dict[str, float]) -> tuple[str, str]:
 
 
 def _model_check(check: dict[str, Any]) -> str:
-    """How much was found, and the worst of it."""
+    """The counts, and the worst finding."""
     counts = [f"{check.get(name, 0):,} {name}" for name in ("faults", "warnings")]
     worst: dict[str, str] = next(iter(check.get("worst", ())), {})
     where = f"{worst['where']}: " if worst.get("where") else ""

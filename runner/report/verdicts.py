@@ -85,7 +85,7 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
 
 
 def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
-    """What the comparison with a stored result and the attribution found."""
+    """The results of the comparison with a baseline and of the attribution."""
     if comparison.benchmark is None:
         return
     baseline, attribution = comparison.benchmark.baseline or {}, comparison.benchmark.attribution

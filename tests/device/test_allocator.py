@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from runner.device import allocator, denormals
+from runner.device import allocator
+from runner.techniques import system
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="OpenMP's threads are found there")
@@ -76,17 +77,17 @@ def product() -> torch.Tensor:
 @linux
 def test_denormals_are_zero_in_every_thread_until_the_scope_ends() -> None:
     torch.set_num_threads(2)
-    assert not denormals.flushed()
+    assert not system.denormals_flushed()
     weight = torch.full((1 << 20,), 0.5, requires_grad=True)
     with ExitStack() as scope:
-        assert denormals.flush(scope) is None
-        assert denormals.flushed()
+        assert system.flush_denormals(scope) is None
+        assert system.denormals_flushed()
         assert not product().count_nonzero()
         (weight * torch.finfo(torch.float32).tiny).mul(0.5).sum().backward()
         assert not weight.grad.count_nonzero()
         assert np.finfo(np.float32).eps > 0  # without a warning of numpy's
         torch.set_num_threads(3)
         scope.callback(torch.set_num_threads, 2)
-        assert denormals.flushed()  # threads that come later do as the others
-    assert not denormals.flushed()
+        assert system.denormals_flushed()  # threads that come later do as the others
+    assert not system.denormals_flushed()
     assert product().count_nonzero() == 512 * 512

@@ -18,8 +18,8 @@ def watch(curve: Curve, steps: int) -> tuple[LeakDetector, list[Trend]]:
     """The detector of a run of so many steps, and the leaks that it found."""
     detector, leaks = LeakDetector(), []
     for step in range(EVERY, steps + 1, EVERY):
-        held = BASE + int(curve(step))
-        if detector.add(step, held) and (leak := detector.cleaned(step, held)) is not None:
+        size = BASE + int(curve(step))
+        if detector.add(step, size) and (leak := detector.cleaned(step, size)) is not None:
             leaks.append(leak)
     return detector, leaks
 
@@ -89,11 +89,11 @@ def test_a_leak_is_found_though_cleaning_makes_a_step_down() -> None:
 
 
 def test_garbage_that_is_collected_when_a_leak_is_suspected_is_none() -> None:
-    detector, held, collected = LeakDetector(), 0, 0
+    detector, size, collected = LeakDetector(), 0, 0
     for step in range(EVERY, 5001, EVERY):
-        held += 500_000
-        if detector.add(step, BASE + held):
-            held, collected = 0, collected + 1
+        size += 500_000
+        if detector.add(step, BASE + size):
+            size, collected = 0, collected + 1
             assert detector.cleaned(step, BASE) is None
     assert collected and not detector.leaking
 

@@ -123,7 +123,7 @@ class Pairs:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
         ({"data": DataLoader(TensorDataset(torch.zeros(4, 64)), 2)}, UsageError, "loader.dataset"),
         ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension of all"),
@@ -137,8 +137,8 @@ class Pairs:
     ],
 )
 def test_a_mistake_names_the_argument(
-    net: nn.Module, digits: Any, change: dict[str, Any], error: Any, said: str
+    net: nn.Module, digits: Any, change: dict[str, Any], error: Any, message: str
 ) -> None:
     arguments = {"model": net, "data": digits[0], "record": False, "overrides": QUICK} | change
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         create_training_pipeline(**arguments)

@@ -111,7 +111,7 @@ def test_an_optimized_model_is_profiled_under_its_techniques() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         ("profile_model(model, torch.randn(2, 5))", r"float32 of shape \[2, 5\]: RuntimeError"),
         ("profile_model(model, {'y': torch.randn(2, 5)})", r"\{y: .*TypeError"),
@@ -120,8 +120,8 @@ def test_an_optimized_model_is_profiled_under_its_techniques() -> None:
         ("profile_model(max, torch.randn(2, 128))", "model must be"),
     ],
 )
-def test_a_model_that_fails_is_one_clear_error(call: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_model_that_fails_is_one_clear_error(call: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         eval(call, {"profile_model": profile_model, "model": linear(), "torch": torch})  # noqa: S307
 
 

@@ -133,7 +133,7 @@ def test_a_loss_with_weights_and_a_model_that_takes_names(batches: Batches) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
         ({"loss_fn": 3}, UsageError, "loss_fn must be"),
         ({"loss_fn": nn.Linear(2, 2)}, ConfigError, "loss_fn: Linear has parameters"),
@@ -145,10 +145,10 @@ def test_a_loss_with_weights_and_a_model_that_takes_names(batches: Batches) -> N
     ],
 )
 def test_a_mistake_names_the_argument(
-    net: nn.Module, batches: Batches, change: dict[str, Any], error: Any, said: str
+    net: nn.Module, batches: Batches, change: dict[str, Any], error: Any, message: str
 ) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     arguments: dict[str, Any] = {"loss_fn": loss_of, "level": "none"} | change
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         with optimize_training_loop(net, optimizer, **arguments) as loop:
             loop(batches[0])

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.device import denormals, process
+from runner.device import process
+from runner.techniques import system
 from runner.techniques.base import Evidence
 from runner.techniques.system import WAITING
 from runner.training.evidence import collect_evidence
@@ -66,7 +67,7 @@ def test_threads_that_are_named_stay_and_denormals_are_zero_while_a_run_lasts() 
         train(run)
         shown = run.evidence["system"]
     assert shown.engaged and shown.facts["denormals_are_zero"] is True
-    assert not denormals.flushed()
+    assert not system.denormals_flushed()
 
 
 def test_settings_that_the_users_code_takes_back_are_named() -> None:
