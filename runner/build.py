@@ -194,7 +194,7 @@ class _Build:
 
     def recorded_split(self) -> str | None:
         """The rule of the run that is resumed or replayed; before rules there was one."""
-        return self.recorded.get("data.split", "random" if self.continued else None)
+        return self.recorded.get("data.split", "random" if self.resumes else None)
 
     def resolve_steps(self) -> None:
         """Batch size, length of the run, and how often debug tools look at it."""
@@ -216,7 +216,10 @@ class _Build:
             self.config_hash,
             self.policy,
         )
-        self.continued = _recorded(self.checkpointer, checkpoint.resume)
+        where = checkpoint.resume
+        self.resumes = where != "none" and (where != "auto" or self.checkpointer.has_checkpoints)
+        path = None if where == "auto" else Path(where)
+        self.continued = self.checkpointer.recorded(path) if self.resumes else {}
         self.recorded = {**self.continued, **self.given.choices}
 
     def make_model(self) -> None:
@@ -230,7 +233,7 @@ class _Build:
         refuse_lazy(model)
         self.choices += self.data.match_dtype(model)
         self.choices += _first_weights(
-            self.config, model, self.policy, self.checkpointer, self.continued
+            self.config, model, self.policy, self.resumes, self.continued
         )
         self.model = model.to(self.device.torch)
 
@@ -473,26 +476,19 @@ def _whole_step(draft: RunBuilder, update: OptimizerStep) -> StepGraph | None:
     return None
 
 
-def _recorded(checkpointer: Checkpointer, where: str) -> dict[str, Any]:
-    """The automatic choices of the run to be resumed."""
-    if where == "none":
-        return {}
-    return checkpointer.recorded(None if where == "auto" else Path(where))
-
-
 def _first_weights(
     config: RunConfig,
     model: nn.Module,
     policy: FilePolicy,
-    checkpointer: Checkpointer,
+    resumes: bool,
     before: Mapping[str, Any],
 ) -> list[Choice]:
     """Load `model.weights`, unless the run resumes from a checkpoint, which has weights itself.
 
     Returns the entry for the summary; for a resumed run, the one of its start.
     """
-    path, where = config.model.weights, config.checkpoint.resume
-    if where == "none" or (where == "auto" and not checkpointer.has_checkpoints):
+    path = config.model.weights
+    if not resumes:
         if path is None:
             return []
         from runner.models.weights import start_from  # only where a file is read

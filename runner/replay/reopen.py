@@ -108,7 +108,8 @@ def _built(
     config = quiet(config)
     config.checkpoint.resume = "none"
     config.model.weights, config.model.weights_except = None, []  # the capture has its own
-    return build(config, given=replace(given or Components(), choices=capture.manifest.choices))
+    choices = {"data.split": "random", **capture.manifest.choices}  # it is older where it lacks it
+    return build(config, given=replace(given or Components(), choices=choices))
 
 
 def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) -> Capture:

@@ -11,14 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runner.build import Components
+from runner.captures.manifest import captures
+from runner.captures.reader import open_capture
 from runner.checkpoint.folder import read_manifest
-from runner.checkpoint.manifest import PREPROCESSING
+from runner.checkpoint.manifest import PREPROCESSING, sealed
 from runner.data.order import split
 from runner.data.split import split_classes, split_groups, split_times
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
 from runner.jobs import evaluate
 from runner.record import storage
+from runner.replay.reopen import reopened
 from tests import runs
 
 TABLE = ("data=tabular", "data.target=y", "model=mlp", "model.width=8", "optimization=none")
@@ -196,14 +200,17 @@ def arguments(path: Path, steps: int) -> list[str]:
     return [*TABLE, f"data.path={path}", "data.ignore=[day]", "data.workers=0", *length]
 
 
-def test_a_run_of_before_is_resumed_with_the_rows_that_it_held_out(tmp_path: Path) -> None:
-    """Checkpoints that lack the rule were split at random."""
+@pytest.mark.parametrize("preprocessing", [True, False])
+def test_a_run_of_before_is_resumed_with_the_rows_that_it_held_out(
+    tmp_path: Path, preprocessing: bool
+) -> None:
+    """Checkpoints that lack the rule were split at random; the oldest lack preprocessing, too."""
     path, folder = write(tmp_path), tmp_path / "run"
     runs.trained(*arguments(path, 4), "data.split=random", folder=folder)
     for step in folder.glob("checkpoints/step_*"):
         content = json.loads((step / PREPROCESSING).read_text())
         assert content.pop("split") == "random"
-        _replace(step, json.dumps(content).encode())
+        _replace(step, json.dumps(content).encode() if preprocessing else None)
     with runs.opened(*arguments(path, 8), "checkpoint.resume=auto", folder=folder) as run:
         source = run.validation.fetch.source
         assert np.array_equal(source.validation, split(N, 0.2, 0)[1])
@@ -212,14 +219,32 @@ def test_a_run_of_before_is_resumed_with_the_rows_that_it_held_out(tmp_path: Pat
         assert chosen[0].value == "random" and "resumed" in chosen[0].reason
 
 
-def _replace(step: Path, data: bytes) -> None:
-    """Put another preprocessing into a checkpoint, with a manifest that agrees."""
+def _replace(step: Path, data: bytes | None) -> None:
+    """Put another preprocessing into a checkpoint, or none and no choices; the manifest agrees."""
     facts = read_manifest(step)
     (step / PREPROCESSING).unlink()
     (step / "manifest.json").unlink()
-    whole = storage.write_file(step / PREPROCESSING, lambda file: file.write(data))
-    facts = replace(facts, files={**facts.files, PREPROCESSING: whole})
-    storage.write_file(step / "manifest.json", facts.write)
+    files = {name: entry for name, entry in facts.files.items() if name != PREPROCESSING}
+    if data is not None:
+        files[PREPROCESSING] = storage.write_file(step / PREPROCESSING, lambda f: f.write(data))
+    choices = {} if data is None else facts.choices
+    storage.write_file(step / "manifest.json", replace(facts, files=files, choices=choices).write)
+
+
+def test_a_capture_of_before_is_reopened_with_the_rows_that_it_held_out(tmp_path: Path) -> None:
+    path, folder = write(tmp_path), tmp_path / "run"
+    earlier = Components(choices={"data.split": "random"})
+    with runs.opened(*arguments(path, 4), folder=folder, given=earlier) as run:
+        run.recorder.open(0)
+        assert run.captures is not None
+        run.captures.take(run, 1, "non_finite", "stated")
+    (capture,) = captures(folder)
+    body = json.loads((capture / "manifest.json").read_text())
+    assert body.pop("digest") and body["choices"].pop("data.split") == "random"
+    (capture / "manifest.json").write_bytes(sealed(body))
+    with reopened(open_capture(capture)) as (again, _):
+        source = again.validation.fetch.source
+        assert np.array_equal(source.validation, split(N, 0.2, 0)[1])
 
 
 def test_a_resumed_and_an_evaluated_run_hold_the_same_rows_out(tmp_path: Path) -> None:
