@@ -20,7 +20,7 @@ from runner.jobs.evaluate import build_trained
 from runner.objectives.model_output import class_logits, logits
 from runner.record.console import console, takes_live_display
 from runner.report import run as report
-from runner.training.evaluation import inference
+from runner.training.evaluation import in_parts, inference
 from runner.training.evidence import build_summary
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -61,10 +61,10 @@ def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns
     at = 0
     with inference(run) as forward:
         for batch in loader.batches(0):
-            output = logits(call(forward, batch[0])).detach()
+            parts = in_parts(run, batch, lambda part: logits(call(forward, part[0])).cpu())
             samples = order[at : at + count(batch[1])]
             at += len(samples)
-            answers = _predicted(output.cpu(), run.sizes)
+            answers = _predicted(torch.cat(parts), run.sizes)
             yield {**_names(source, samples, answers), **answers}
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from runner.random_state import exclusive_random_state
 from runner.training.hook import Evaluation
 from runner.training.recovery import halve_evaluation_batch
 from runner.training.run import Run, check_run
+
+T = TypeVar("T")
 
 
 @exclusive_random_state("evaluate")
@@ -29,7 +31,9 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     totals: dict[str, Any] = {}
     with inference(run, model) as forward:
         for batch in run.validation.batches(0):
-            for sums in _tally(run, forward, batch):
+            for sums in in_parts(
+                run, batch, lambda part: run.objective.tally_all(call(forward, part[0]), part[1])
+            ):
                 totals = {k: totals[k] + x for k, x in sums.items()} if totals else sums
     metrics = {f"val/{name}": x for name, x in run.objective.all_metrics(totals).items()}
     confusion = run.objective.confusion(totals)
@@ -53,17 +57,14 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
         yield run.forward if model is None else model
 
 
-def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> list[dict[str, Any]]:
-    """The sums over each part of a batch; the parts fit the memory."""
+def in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:
+    """What `compute` returns for each part of a batch; the parts fit the memory."""
     samples = count(batch[1])
     while True:
         size = run.evaluation_batch or samples
-        sums = list[dict[str, Any]]()
+        parts = split(samples, size)
         try:
-            for which in split(samples, size):
-                part = rows(batch, which) if size < samples else batch
-                sums.append(run.objective.tally_all(call(forward, part[0]), part[1]))
-            return sums
+            return [compute(rows(batch, part) if size < samples else batch) for part in parts]
         except Exception as error:
             if not halve_evaluation_batch(run, error, samples):
                 raise

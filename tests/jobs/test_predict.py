@@ -24,6 +24,7 @@ from pyarrow import parquet
 from runner.checkpoint import manifest
 from runner.errors import CheckpointError, ConfigError, RunnerError
 from runner.jobs import evaluate, predict
+from runner.jobs.evaluate import build_trained
 from runner.record.storage import write_file
 from tests import runs
 from tests.data.strangers import (
@@ -113,6 +114,27 @@ def test_a_single_row_and_parquet_are_predicted(trained: Path, tmp_path: Path) -
     np.testing.assert_allclose(
         table["probability yes"], table_probabilities(trained / "run", rows)[:, 1], atol=1e-5
     )
+
+
+def test_predictions_of_a_batch_that_does_not_fit_the_memory_are_made_in_parts(
+    trained: Path, tmp_path: Path
+) -> None:
+    rows = people(40)
+    config = asked(trained, "predict", write_csv(tmp_path / "new.csv", rows))
+    with build_trained(config, None) as run:
+        forward = run.forward
+
+        def starved(x: torch.Tensor) -> Any:
+            if len(x) > 5:
+                raise MemoryError
+            return forward(x)
+
+        run.forward = starved  # type: ignore[assignment]
+        columns = [*predict.predictions(run)]
+        assert run.evaluation_batch == 4 and run.history.counts["out_of_memory"] == 3
+    shares = np.concatenate([part["probability yes"] for part in columns])
+    expected = table_probabilities(trained / "run", rows)[:, 1]
+    np.testing.assert_allclose(shares, expected, atol=1e-5)
 
 
 def refused(trained: Path, path: str, job: str, folder: Path, *more: str) -> RunnerError:
