@@ -156,9 +156,6 @@ class _Loss(nn.Module):
         return self.loss(output)
 
 
-# -- the float64 copy and its calls -----------------------------------------------------------
-
-
 def _double_copy(model: nn.Module, train: bool) -> nn.Module:
     """A float64 copy on the CPU that may be spoilt. Raises Inconclusive.
 
@@ -249,9 +246,6 @@ def _seed() -> None:
     np.random.seed(0)
 
 
-# -- the check --------------------------------------------------------------------------------
-
-
 def _check(
     module: nn.Module,
     arguments: Arguments,
@@ -338,9 +332,6 @@ def _moved(leaf: Tensor) -> Tensor:
     noise = APART * torch.randn(value.shape, dtype=value.dtype, generator=draw)
     size = float(value.abs().pow(2).mean().sqrt()) or 1.0
     return torch.where(value == 0, size * noise.abs(), value * (1 + noise)).requires_grad_()
-
-
-# -- the tool ---------------------------------------------------------------------------------
 
 
 class Gradcheck(Tool):

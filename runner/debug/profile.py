@@ -5,33 +5,27 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
 
-import torch
-from torch._C._autograd import DeviceType
-
-from runner.debug.config import DebugConfig, ProfileConfig
+from runner.debug.config import DebugConfig
+from runner.debug.profile_window import GRAPH, Window, place_window
 from runner.debug.sections import Totals, collect
 from runner.debug.tool import Tool
 from runner.record import markdown
 from runner.record.storage import replace_text
 from runner.training.hook import Report, Step
 from runner.training.run import Run
-from runner.training.step import overrides_event
 from runner.training.timing import PHASES, SETTLING
 
 log = logging.getLogger("runner")
 
 PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
 PAGE, ROWS, TRACES = "debug/profile.md", "debug/profile.json", "debug/traces"
-AHEAD = 1000  # steps in which a place for the window is looked for
 QUIET = "KINETO_LOG_LEVEL"
 SHOWN = 15  # operators in a table
 
@@ -41,7 +35,6 @@ BUSY = 0.7  # an accelerator that computes more of the time than this is what li
 MANY = 100  # operators in a step
 SMALL_US = 20.0  # of a step, per operator: calling them takes 5 to 15
 LARGE = 0.3  # share of the operators' time, from which one operator is worth a word
-GRAPH = "compiled graph"
 
 
 @dataclass
@@ -70,12 +63,6 @@ class Facts:
         """Whether the data come too late for anything else to matter; from memory they never do."""
         return self.idle and not self.in_memory and self.split.get("data", 0.0) > WAITS
 
-    @property
-    def host_bound(self) -> bool:
-        """Whether a step is so many operators that calling them is most of the work."""
-        small = self.step_ms * 1e3 < SMALL_US * self.operators
-        return self.operators >= MANY and self.idle and not self.waits and small
-
 
 def verdicts(facts: Facts) -> list[str]:
     """What can be said, the most important first; never empty."""
@@ -90,7 +77,8 @@ def verdicts(facts: Facts) -> list[str]:
 
 
 def _operators(facts: Facts) -> Iterator[str]:
-    if facts.host_bound:
+    small = facts.operators >= MANY and facts.step_ms * 1e3 < SMALL_US * facts.operators
+    if small and facts.idle and not facts.waits:
         compiled = "whole_step" in facts.techniques
         fix = "a larger training.batch_size" if compiled else "optimization.whole_step.enabled=true"
         busy = "" if facts.busy is None else f", the device busy {facts.busy:.0%} of the time"
@@ -119,115 +107,6 @@ def _phases(facts: Facts, split: dict[str, float]) -> Iterator[str]:
         fix = "optimization.fused_optimizer.enabled=true"
         fix = "a larger training.batch_size needs fewer updates" if fused else fix
         yield f"the optimizer takes {share:.0%} of a step: {fix}"
-
-
-# -- the window -------------------------------------------------------------------------------
-
-
-class Window:
-    """Steps under torch.profiler; made between two steps, and asked after each of them."""
-
-    def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
-        """Start, to keep so many steps; raises RuntimeError where another profiler is at work."""
-        if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("another profiler is at work already")
-        self.run, self.totals, self.steps = run, totals, steps
-        self.first = run.progress.step + config.warmup + 1  # step in the trace
-        self.left = config.warmup + steps
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if run.device.kind == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(
-            activities=kinds,
-            schedule=torch.profiler.schedule(wait=0, warmup=config.warmup, active=steps, repeat=1),
-            record_shapes=config.shapes,
-            profile_memory=config.memory,
-            with_stack=config.stacks,
-        )
-        run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
-        self.profiler.start()
-        self.start = perf_counter()
-        self.seconds = 0.0  # wall time of the steps in the trace
-        totals.tracing = True
-
-    @property
-    def recorded(self) -> int:
-        """Steps that are in the trace so far."""
-        return max(0, self.steps - self.left)
-
-    def step(self) -> bool:
-        """A step has ended; says whether it was the last."""
-        self.left -= 1
-        if self.left == 0:
-            self.run.device.synchronize()  # waits: kernels still under way belong to the window
-        self.seconds = perf_counter() - self.start if self.recorded else 0.0
-        if self.left == 0:
-            return True
-        self.profiler.step()
-        if not self.recorded:
-            self.start = perf_counter()
-        return False
-
-    def stop(self) -> None:
-        """End it, early if need be."""
-        self.totals.tracing = False
-        self.profiler.stop()
-
-    def rows(self) -> tuple[list[dict[str, Any]], float | None]:
-        """Operators by the time in them alone, and the share of time in which a GPU computed."""
-        on_gpu = self.run.device.kind == "cuda"
-        spent = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
-        events = [e for e in self.profiler.key_averages() if not e.is_user_annotation]
-        kernels = [e for e in events if e.device_type != DeviceType.CPU]
-        operators = [
-            {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, spent) / 1e6}
-            for e in events
-            if e.device_type == DeviceType.CPU
-            and not e.key.startswith(("cuda", "hip", "ProfilerStep"))
-        ]
-        operators.sort(key=lambda row: -row["seconds"])
-        computed = sum(e.self_device_time_total for e in kernels) / 1e6
-        return operators, min(1.0, computed / self.seconds) if kernels and self.seconds else None
-
-    def store(self, path: Path) -> None:
-        """Write the trace, compressed. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(str(path))
-
-
-def operator_name(key: str) -> str:
-    """An operator's name: a graph's without the marks of the trace, its hash short."""
-    call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
-    return f"{GRAPH} {call[1][:8]}" if call else key
-
-
-def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
-    """How many steps to keep, and the first step, from this one on, to begin after.
-
-    Validations, checkpoints and other tools' looks do not belong in a window: it is moved, or made
-    smaller, to lie between two of them. Where there is no such place, they are in it.
-    """
-    looks = [
-        hook.every
-        for hook in run.hooks
-        if isinstance(hook, Tool) and overrides_event(hook, "around") and hook.every > 2
-    ]
-    ends = [run.validate_every, run.checkpoint_every]  # after a step of these there is a pause
-    room = [pace - 1 - warmup for pace in (*ends, *looks)]
-    steps = min([steps, *(most for most in room if most > 0)])
-    span = warmup + steps
-
-    def is_clear(first: int) -> bool:
-        made = range(first, first + span)
-        return not any(step % pace == 0 for step in made for pace in ends) and not any(
-            (step + 1) % pace == 0 for step in made for pace in looks
-        )
-
-    latest = min(step + AHEAD, run.total_steps - span)
-    return steps, next((first for first in range(step, latest + 1) if is_clear(first)), step)
-
-
-# -- the tool ---------------------------------------------------------------------------------
 
 
 class ProfileTool(Tool):
@@ -298,7 +177,7 @@ class ProfileTool(Tool):
         if run.strict:  # the techniques are about to be proved, with a profiler of their own
             self.next = step + 1
             return
-        steps, free = _place_window(run, step, self.own.warmup, self.own.steps)
+        steps, free = place_window(run, step, self.own.warmup, self.own.steps)
         self.next = max(free, step + 1)
         if free > step:
             return
@@ -326,7 +205,6 @@ class ProfileTool(Tool):
             self.excluded[phase] = max(0.0, seconds - self.before.get(phase, 0.0))
         self.excluded["other"] += perf_counter() - start if run.watch.running else 0.0
         self._judge(run)
-        self._show(run)
         self.looks += 1
         self.seconds += perf_counter() - start
 
@@ -342,13 +220,9 @@ class ProfileTool(Tool):
 
     def _give_up(self, run: Run, error: Exception) -> None:
         self.next = math.inf
+        message, step = f"torch.profiler: {error}", run.progress.step
         run.history.add(
-            "no_profile",
-            f"torch.profiler: {error}",
-            step=run.progress.step,
-            category="performance",
-            action="no trace",
-            error=error,
+            "no_profile", message, step=step, category="performance", action="no trace", error=error
         )
 
     # -- findings ------------------------------------------------------------------------------
@@ -392,22 +266,13 @@ class ProfileTool(Tool):
     def _operator_seconds(self) -> float:
         return float(sum(row["seconds"] for row in self.operators))
 
-    def _show(self, run: Run) -> None:
-        step, facts = run.progress.step, self.facts
-        values = {"step_ms": facts.step_ms}
-        values |= {f"{name}_percent": share * 100 for name, share in facts.split.items() if share}
-        if self.operators:
-            values["operators_per_step"] = facts.operators
-            run.recorder.text("profile/trace", self._operator_table(), step)
-        if facts.busy is not None:
-            values["device_busy_percent"] = facts.busy * 100
-        run.recorder.show(step, "profile", values)
-
     def _conclude(self, run: Run, collected: float) -> None:
         """The verdict over the whole run, in TensorBoard and in two files."""
         self._judge(run)
         text = "\n".join(f"- {markdown.escape(verdict)}" for verdict in self.verdicts)
         run.recorder.text("profile/verdict", text, run.progress.step)
+        if self.operators:
+            run.recorder.text("profile/trace", self._operator_table(), run.progress.step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.facts),
