@@ -215,6 +215,7 @@ class _Build:
             checkpoint.keep,
             self.config_hash,
             self.policy,
+            best_first=self.config.job.kind in EVALUATING,
         )
         where = checkpoint.resume
         self.resumes = where != "none" and (where != "auto" or self.checkpointer.has_checkpoints)

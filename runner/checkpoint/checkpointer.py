@@ -42,8 +42,9 @@ class Checkpointer:
         keep: int,
         config_hash: str = "",
         policy: FilePolicy | None = None,  # for those of other run trees; None: they are trusted
+        best_first: bool = False,  # a run's folder stands for its best one, not for its newest
     ) -> None:
-        self._policy = policy
+        self._policy, self._best_first = policy, best_first
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
@@ -115,7 +116,7 @@ class Checkpointer:
             raise self._error("the last checkpoint was")
 
     def restore(self, where: Path | None = None, check: Check | None = None) -> Restored | None:
-        """The newest good checkpoint: of this run, of the run in `where`, or that step folder.
+        """The newest good checkpoint of this run, that of the run in `where`, or that step folder.
 
         A bad one, such as one whose state fails the `check`, is named in the warnings and the one
         before it is used. None if this run has no
@@ -128,7 +129,7 @@ class Checkpointer:
             restored = folders.load(where, self._policy, check)
         elif where is not None:
             root = folders.root_of(where)
-            restored = folders.load_newest(root, self._policy, check)
+            restored = folders.load_newest(root, self._policy, check, self._best_first)
             if restored is None:
                 raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
         elif self._root is not None:
@@ -174,8 +175,7 @@ class Checkpointer:
         if where is not None and _is_step(where):
             return [where]
         root = self._root if where is None else folders.root_of(where)
-        saved = {} if root is None else folders.steps(root)
-        return [saved[step] for step in sorted(saved, reverse=True)]
+        return [] if root is None else folders.candidates(root, self._best_first)
 
     def _join(self) -> None:
         if self._thread is not None:

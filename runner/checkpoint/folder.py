@@ -154,18 +154,30 @@ def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
     ]
 
 
+def candidates(root: Path, best_first: bool = False) -> list[Path]:
+    """The checkpoints from the newest on, complete or not; with `best_first` after the best."""
+    saved = steps(root)
+    newest_first = sorted(saved, reverse=True)
+    if best_first:  # each was the best when it was written, so the newest of these is
+        best = next((step for step in newest_first if is_best(root, step)), None)
+        newest_first.sort(key=lambda step: step != best)
+    return [saved[step] for step in newest_first]
+
+
 def load_newest(
-    root: Path, policy: FilePolicy | None = None, check: Check | None = None
+    root: Path,
+    policy: FilePolicy | None = None,
+    check: Check | None = None,
+    best_first: bool = False,
 ) -> Restored | None:
-    """The newest good checkpoint; bad ones are named in its warnings.
+    """The first good one of the candidates; bad ones are named in its warnings.
 
     None if there is none at all, and CheckpointError naming each if none is good.
     """
-    found = steps(root)
     bad: list[str] = []
-    for step in sorted(found, reverse=True):
+    for folder in candidates(root, best_first):
         try:
-            restored = load(found[step], policy, check)
+            restored = load(folder, policy, check)
         except CheckpointError as error:
             bad.append(str(error))
         else:

@@ -37,7 +37,7 @@ TABLES = ("tabular", "text")
 
 
 def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[str] = ()) -> Trained:
-    """The trained model of a run's folder, or of one of its checkpoints.
+    """The trained model of a run's folder (its best checkpoint), or of one of its checkpoints.
 
     Its overrides are those that were recorded, and then `overrides`: a run that Python started
     recorded none. The folder may be anybody's: it is checked as checkpoint.resume does, and classes
@@ -48,7 +48,7 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     asked += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
     config = compose(with_recorded([*overrides, *asked], sweeps=False).overrides)
     policy = FilePolicy.of(config.security, own_trees(None))
-    stored = Checkpointer(None, 1, policy=policy).read_preprocessing(Path(run))
+    stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))
     if stored is None:
         problem = "was written before preprocessing was kept"
         raise CheckpointError(f"{run}: {problem}; train again or evaluate on its own data")

@@ -130,9 +130,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         )
     if (then := state["threads"]) != (now := run.device.threads):
         log.warning("threads: %d then, %d now: last bits may differ; see device.threads", then, now)
-    run.choices.append(
-        Choice("checkpoint.resume", str(restored.path), f"continues at step {restored.step}")
-    )
+    how = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
+    run.choices.append(Choice("checkpoint.resume", str(restored.path), how))
     here = run.folder and run.folder.resolve()
     own = here is not None and restored.path.resolve().is_relative_to(here)
     if own and run.folder is not None:

@@ -175,3 +175,14 @@ def test_one_failure_is_forgiven_unless_it_is_the_last_save(tmp_path):
     with pytest.raises(StorageError, match=r"checkpoints: the last checkpoint was not written"):
         checkpointer.close()
     assert checkpointer.restore().step == 2
+
+
+def test_who_uses_a_run_gets_its_best_one_and_the_newest_where_that_is_damaged(tmp_path):
+    save(Checkpointer(tmp_path, keep=3), 1, 2, 3, best=2)
+    reader = Checkpointer(None, keep=1, best_first=True)
+    assert reader.restore(tmp_path).step == 2
+    assert reader.restore(tmp_path / "checkpoints/last").step == 3
+    assert Checkpointer(None, keep=1).restore(tmp_path).step == 3
+    (tmp_path / "checkpoints/step_00000002/state.pt").write_bytes(b"")
+    restored = reader.restore(tmp_path)
+    assert restored.step == 3 and "step_00000002" in restored.warnings[0]

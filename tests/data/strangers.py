@@ -36,14 +36,14 @@ Known = dict[str, Any]
 
 
 def known(run: Path) -> Known:
-    """The preprocessing of a run's last checkpoint."""
-    read: Known = json.loads((run / "checkpoints/last/preprocessing.json").read_text())
+    """The preprocessing of a run's best checkpoint."""
+    read: Known = json.loads((run / "checkpoints/best/preprocessing.json").read_text())
     return read
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:
-    """The weights of a run's last checkpoint."""
-    return load_file(run / "checkpoints/last/model.safetensors")
+    """The weights of a run's best checkpoint."""
+    return load_file(run / "checkpoints/best/model.safetensors")
 
 
 def table_inputs(known: Known, rows: Rows) -> np.ndarray:

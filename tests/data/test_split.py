@@ -254,7 +254,7 @@ def test_a_resumed_and_an_evaluated_run_hold_the_same_rows_out(tmp_path: Path) -
     runs.trained(*arguments(path, 4), *by, folder=folder)
     resumed = runs.trained(*arguments(path, 8), *by, "checkpoint.resume=auto", folder=folder)
     assert resumed.metrics == whole.metrics
-    asked = *arguments(path, 8), *by, "job=evaluate", f"checkpoint.resume={folder}"
+    asked = *arguments(path, 8), *by, "job=evaluate", f"checkpoint.resume={folder}/checkpoints/last"
     summary = evaluate.main(runs.config(*asked), tmp_path / "evaluated")
     assert summary.metrics == pytest.approx(whole.metrics, abs=1e-6)
     new = write(tmp_path, "new.csv")

@@ -179,6 +179,7 @@ def test_a_damaged_preprocessing_is_noticed(trained: Path, tmp_path: Path) -> No
 
 def test_rows_of_the_training_file_stay_held_out(trained: Path, tmp_path: Path) -> None:
     config = asked(trained, "evaluate", trained / "people.csv")
+    config.checkpoint.resume += "/checkpoints/last"
     summary = evaluate.main(config, tmp_path)
     assert summary.metrics == pytest.approx(runs_metrics(trained), abs=1e-6)
     assert not [choice for choice in summary.choices if choice.key == "data.validation"]
@@ -318,7 +319,7 @@ def test_a_checkpoint_without_preprocessing_is_for_its_own_data(
         del facts.files[manifest.PREPROCESSING]
         (step / manifest.NAME).unlink()
         write_file(step / manifest.NAME, facts.write)
-    resume = f"checkpoint.resume={run}"
+    resume = f"checkpoint.resume={run}/checkpoints/last"
     own, new = trained / "people.csv", write_csv(tmp_path / "new.csv", people(30))
     config = runs.config(*data(own), "training.steps=60", "job=evaluate", resume)
     summary = evaluate.main(config, tmp_path / "job")
@@ -388,7 +389,7 @@ def test_weights_beside_an_exported_preprocessing_are_used_with_it(
     exports = tmp_path / "exports"
     exports.mkdir()
     for name in ("model.safetensors", "preprocessing.json"):
-        shutil.copy(trained / "run" / "checkpoints" / "last" / name, exports)
+        shutil.copy(trained / "run" / "checkpoints" / "best" / name, exports)
     weights = f"model.weights={exports / 'model.safetensors'}"
     shares = table_probabilities(trained / "run", rows)
     for job in (evaluate, predict):
@@ -399,7 +400,7 @@ def test_weights_beside_an_exported_preprocessing_are_used_with_it(
     labels = [row["buys"] == "yes" for row in rows]
     evaluated = json.loads((tmp_path / "evaluate" / "summary.json").read_text())
     assert evaluated["metrics"]["val/accuracy"] == np.mean((shares[:, 1] > 0.5) == labels)
-    whole = f"model.weights={trained / 'run'}"  # the preprocessing of its newest checkpoint
+    whole = f"model.weights={trained / 'run' / 'checkpoints/best'}"  # with its preprocessing
     predict.main(runs.config(*data(path), whole, "job=predict"), tmp_path / "whole")
     assert answers(tmp_path / "whole") == answers(tmp_path / "predict")
     (exports / "preprocessing.json").unlink()
