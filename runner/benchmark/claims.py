@@ -10,7 +10,7 @@ import logging
 import math
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -215,9 +215,6 @@ def _run_trial(
     return run_round(arms, PLAIN, budget_s, config.seed, options)
 
 
-# -- verdicts --------------------------------------------------------------------------------------
-
-
 def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     """What the trial says of one of its claims."""
     row = _make_row(trial, claim, round_.explain_end(PLAIN, claim.arm) or _missing(claim, round_))
@@ -257,27 +254,24 @@ def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
 
 
 def _estimate(claim: Claim, round_: Round) -> Estimate | None:
-    ours, plain = round_.finished[claim.arm], round_.finished[PLAIN]
+    """The ratio to the plain run; of readings that of the medians, with their range."""
     if claim.measures == "speed":
         return round_.ratio([PLAIN], [claim.arm])
+    ours, plain = ([*_readings(claim, round_.finished[name])] for name in (claim.arm, PLAIN))
     if claim.measures == "latency":
-        return _range_ratio(_readings(ours, claim.measures), [1.0])
-    peaks = []
-    for one in (ours, plain):
-        state = one.metrics.get("state_bytes", 0.0) if claim.measures == "memory" else 0.0
-        peaks.append([state + step for step in _readings(one, "step_bytes")])
-    return _range_ratio(*peaks)
-
-
-def _readings(finished: Finished, name: str) -> list[float]:
-    return [value for key, value in finished.metrics.items() if key.partition(" ")[0] == name]
-
-
-def _range_ratio(ours: Sequence[float], plain: Sequence[float]) -> Estimate | None:
-    """The ratio of the medians; its interval is the range of the readings."""
-    if not ours or not plain or min(plain) <= 0 or min(ours) <= 0:
+        plain = [1.0]  # a reading is a ratio already
+    if not ours or not plain or min(*ours, *plain) <= 0:
         return None
     return Estimate(median(ours) / median(plain), min(ours) / max(plain), max(ours) / min(plain))
+
+
+def _readings(claim: Claim, finished: Finished) -> Iterator[float]:
+    """Latencies, or bytes at the peak of a step, for `memory` with those of the state."""
+    state = finished.metrics.get("state_bytes", 0.0) if claim.measures == "memory" else 0.0
+    name = "latency" if claim.measures == "latency" else "step_bytes"
+    for key, value in finished.metrics.items():
+        if key.partition(" ")[0] == name:
+            yield state + value
 
 
 def _missing(claim: Claim, round_: Round) -> str:
@@ -301,9 +295,6 @@ def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
         note=claim.note,
         command=shlex.join(["python", "-m", "runner", *words]) if words else "",
     )
-
-
-# -- measured on an arm's finished run, in its own process -----------------------------------------
 
 
 def step_bytes(run: Run) -> float:
@@ -347,19 +338,15 @@ def compiled_latency(run: Run) -> float:
     return means[0] / means[1]
 
 
-def _repeat(name: str, metric: Callable[[Run], float]) -> dict[str, Callable[[Run], float]]:
-    return {f"{name} {number}": metric for number in range(READINGS)}
-
-
-METRICS = {
-    "memory": {"state_bytes": state_bytes, **_repeat("step_bytes", step_bytes)},
-    "memory of a step": _repeat("step_bytes", step_bytes),
-    "latency": _repeat("latency", compiled_latency),
+STEP_BYTES: dict[str, Callable[[Run], float]] = {
+    f"step_bytes {number}": step_bytes for number in range(READINGS)
+}
+METRICS: dict[str, dict[str, Callable[[Run], float]]] = {
+    "memory": {"state_bytes": state_bytes, **STEP_BYTES},
+    "memory of a step": STEP_BYTES,
+    "latency": {f"latency {number}": compiled_latency for number in range(READINGS)},
 }
 """Functions of the finished run that a claim needs, by what it measures."""
-
-
-# -- the page --------------------------------------------------------------------------------------
 
 
 def _measured(row: ClaimResult) -> str:
