@@ -173,9 +173,9 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
         nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(rest)]))
         train, held_out = np.split(np.arange(total), [n])
     else:
-        parts = config.data
+        options = config.data
         train, held_out = split(
-            n, parts.validation, parts.split_seed, "data", parts.validation_fold
+            n, options.validation, options.split_seed, "data", options.validation_fold
         )
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
