@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import composed, kept_sandbox
+from tests import composed, kept_sandbox, warm_workers
 
 TESTS = Path(__file__).parent
 LONGEST = (
@@ -25,6 +25,7 @@ LONGEST = (
 def pytest_configure() -> None:
     composed.install()
     kept_sandbox.install()
+    warm_workers.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

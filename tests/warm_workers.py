@@ -1,0 +1,34 @@
+"""Workers of benchmarks and replays are forked from a process that has imported torch.
+
+They start as `spawn` starts them but for that: from the pickled question, with this environment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing import context
+from types import SimpleNamespace
+
+from runner.benchmark.workers import process
+
+
+class WarmProcess(context.ForkServerProcess):
+    """Starts with the variables of its parent, not with those of the server."""
+
+    def start(self) -> None:
+        self.variables = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.variables)
+        super().run()
+
+
+def install() -> None:
+    """From here on, in this process."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo", "runner.build"])
+    changed = {"get_context": lambda _: SimpleNamespace(Pipe=server.Pipe, Process=WarmProcess)}
+    process.multiprocessing = SimpleNamespace(**vars(multiprocessing) | changed)  # type: ignore
