@@ -11,8 +11,11 @@ import socket
 import subprocess
 import sys
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryFile
+
+WITH_WORKERS = {"job=benchmark", "job=replay"}
 
 
 def run(
@@ -44,20 +47,27 @@ def _server() -> socket.socket:
 def _serve(requests: socket.socket) -> None:
     """Fork a child for each request and wait for it; only a child returns."""
     import torch._dynamo  # noqa: F401  # which every optimizer of torch's imports
+    import warm_workers  # from this folder
 
     import runner.build  # noqa: F401
     import runner.cli.launch  # noqa: F401
 
+    warm_workers.install()
     gc.freeze()
     while True:
         length, files, *_ = socket.recv_fds(requests, 4, 2)
         if not length:
             os._exit(0)
         text = requests.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+        request = json.loads(text)
+        if WITH_WORKERS & {*request[1]}:
+            forkserver.ensure_running()  # for all children, which cannot look after it
         child = os.fork()
         if not child:
             requests.close()
-            _become(*files, *json.loads(text))
+            if forkserver._forkserver._forkserver_pid is not None:
+                forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+            _become(*files, *request)
             return
         for file in files:
             os.close(file)

@@ -73,7 +73,7 @@ def command(
     """
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    if not flags and variables.keys() <= {"PYTHONPATH", "OWN_DIES_AT"}:
+    if not flags and variables.keys() <= {"PYTHONPATH", "COLUMNS", "OWN_DIES_AT"}:
         return forks.run(folder, typed, environment)
     return subprocess.run(
         [sys.executable, *flags, "-m", "runner", *typed],

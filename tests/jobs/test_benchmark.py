@@ -15,6 +15,7 @@ import pytest
 
 from runner.benchmark.machine import machine
 from runner.benchmark.result import FILE, ArmResult, BenchmarkResult
+from tests import runs
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -34,9 +35,7 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides), cwd=folder, env=environment(), capture_output=True, text=True
-    )
+    return runs.command(folder, *TINY, *overrides, COLUMNS="100")
 
 
 def home(folder: Path) -> Path:
