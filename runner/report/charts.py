@@ -1,25 +1,34 @@
-"""The charts of a comparison: bars with intervals, as inline SVG, and what is written above them.
+"""Charts as inline SVG: bars with intervals, points, curves.
 
 Numbers are text as well, so nothing depends on a colour or a length alone. Charts stretch with
-the page: positions across are per cent, so letters keep their size on a phone.
+the page: positions across are per cent, and only curves lie in a stretched view of their own, so
+letters keep their size on a phone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from runner.benchmark.result import Effect
 from runner.record.text import CONTROL
-from runner.report import format, verdicts
-from runner.report.comparison import Comparison, Row
 
 BAR_HEIGHT = 34  # pixels, with the room around it
+PLOT_HEIGHT = 260
+DASHES = (None, "7 4", "2 3", "10 3 2 3")
+COLOURS = 7
 LARGEST, LEAST = 1e300, 1e-290  # on an axis: beyond, sums are not finite and parts are nothing
 VOID = {"line", "rect", "circle", "path", "polyline"}
+MARKERS = (
+    ("circle", {"r": 6}),
+    ("rect", {"x": -5.5, "y": -5.5, "width": 11, "height": 11}),
+    ("path", {"d": "M0-7.5 7 5.5H-7Z"}),
+    ("path", {"d": "M0-7.5 7.5 0 0 7.5-7.5 0Z"}),
+    ("path", {"d": "M-2-7H2V-2H7V2H2V7H-2V2H-7V-2H-2Z"}),
+)
+"""Several shapes, so that colour is not needed; drawn around 0 and moved to their point."""
 HIDDEN = {"aria_hidden": "true", "focusable": "false"}
 
 
@@ -32,6 +41,16 @@ class Bar:
     ends: tuple[float, float] | None
     text: str
     kind: str = "plain"  # reference | faster | slower | plain | hint | unclear | fail: its fill
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve, or a point by itself; `style` is its colour, and its dashes or shape."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: int = 0
+    text: str = ""  # said beside its name
 
 
 def printable(value: object) -> str:
@@ -72,21 +91,35 @@ def _percent(value: float) -> str:
 
 
 class Scale:
-    """From values to 0 … 100."""
+    """From values to 0 … 100, evenly or by their logarithm."""
 
-    def __init__(self, low: float, high: float) -> None:
+    def __init__(self, low: float, high: float, log: bool = False) -> None:
         low, high = (min(max(end, -LARGEST), LARGEST) for end in (low, high))
+        self.log = log and low > 0
         if high - low < LEAST:
             high = low + (abs(low) if abs(low) > LEAST else 1.0)
         self.low, self.high = low, high
+        ends = (math.log(low), math.log(high)) if self.log else (low, high)
+        self.start, self.length = ends[0], ends[1] - ends[0]
 
     def __call__(self, value: float) -> float:
         """The position of the value, in per cent; values outside lie on the edge."""
         value = min(max(value, self.low), self.high)
-        return 100 * ((value - self.low) / (self.high - self.low))
+        at = math.log(value) if self.log else value
+        return 100 * ((at - self.start) / self.length)
+
+    def down(self, value: float) -> float:
+        """The same in pixels from the top of a plot."""
+        return PLOT_HEIGHT * (1 - self(value) / 100)
 
     def ticks(self, most: int = 5) -> list[float]:
         """Round values for the axis, at most about so many."""
+        if self.log:
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            powers = [10.0**e for e in range(first, last + 1)]
+            fine = [m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high]
+            inside = fine if len(fine) <= most else [x for x in fine if x in powers]
+            return inside[:: max(1, math.ceil(len(inside) / most))]
         step = 10.0 ** math.floor(math.log10((self.high - self.low) / most))
         step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= most)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -148,82 +181,79 @@ def _x_label(x: float, text: str) -> Markup:
     return tag("text", text, x=_percent(x), y=15, text_anchor=anchor)
 
 
-# -- figures ----------------------------------------------------------------------------------
-
-KINDS = {
-    "reference": "reference",
-    "faster": "faster",
-    "slower": "slower",
-    "": "hint",
-    "PARITY FAIL": "fail",
-    "does not train": "fail",
-}
-"""How a bar is filled, by the row's verdict."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A section of the page: a heading, what it shows, and charts below headings of their own."""
-
-    heading: str
-    about: str
-    charts: list[tuple[str, str, Markup]]  # heading, note, drawing
+def draw_points(series: Sequence[Series], x_title: str, y_title: str) -> Markup:
+    """Points on axes from 0, told apart by colour and shape; names and values stand below."""
+    xs, ys = zip(*(point for one in series for point in one.points), strict=True)
+    x_scale, y_scale = Scale(0.0, 1.08 * max(xs)), Scale(0.0, 1.15 * max(ys))
+    drawn, marks = [], []
+    for one in series:
+        (x, y), (name, size) = one.points[0], MARKERS[one.style % len(MARKERS)]
+        shape = tag(name, **size)
+        place = {"x": _percent(x_scale(x)), "y": f"{y_scale.down(y):.1f}"}
+        drawn.append(tag("svg", shape, **place, class_="marker"))
+        view = {"viewBox": "-9 -9 18 18", "width": 18, "height": 18}
+        marks.append(tag("svg", shape, class_="marker", **view, **HIDDEN))
+    return _plot(series, drawn, marks, (x_scale, y_scale), (x_title, y_title))
 
 
-def figures(comparison: Comparison) -> dict[str, list[Figure]]:
-    """By section name, the figures that there are numbers for."""
-    floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
-    return {
-        "speed": list(_speed(comparison, floor)),
-        "attribution": list(_attribution(comparison, floor)),
-    }
+def draw_curves(
+    series: Sequence[Series], x_title: str, y_title: str, top: float = math.inf
+) -> Markup:
+    """Curves over one another, told apart by colour and dashes; the axis ends at `top`."""
+    xs = [x for one in series for x, _ in one.points]
+    ys = [y for one in series for _, y in one.points if y <= top]
+    low, high = min(ys), max(ys)
+    log = low > 0 and high / low > 30
+    room = 0 if log else 0.12 * (high - low) or 0.1 * abs(high) or 1.0
+    start = low - room if log or low < 0 or low > room else 0.0
+    x_scale, y_scale = Scale(min(xs), max(xs)), Scale(start, high + room, log)
+    view = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
+    drawn, marks = [], []
+    for one in series:
+        places = ((10 * x_scale(x), 1000 - 10 * y_scale(y)) for x, y in one.points)
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        style = {"class_": "curve", "stroke_dasharray": DASHES[one.style % len(DASHES)]}
+        curve = tag("polyline", points=line, **style)
+        drawn.append(tag("svg", curve, **view, width="100%", height="100%"))
+        sample = tag("line", x1=0, x2=36, y1=7, y2=7, **style)
+        marks.append(tag("svg", sample, width=36, height=14, **HIDDEN))
+    return _plot(series, drawn, marks, (x_scale, y_scale), (x_title, y_title))
 
 
-def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
-    rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
-    if len(rows) < 2:
-        return
-    reference = comparison.reference or "its reference"
-    about = f"How many times as fast as {reference}; the upright line is as fast."
-    if any(row.speedup_interval for row in rows):
-        about += " Whiskers are 95 % intervals."
-    if floor:
-        about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
-    if comparison.kind == "sweep":
-        about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
-    bars = [_speed_bar(row, verdicts.verdict(row, comparison)) for row in rows]
-    yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
+def _plot(
+    series: Sequence[Series],
+    drawn: Sequence[Markup],
+    marks: Sequence[Markup],
+    scales: tuple[Scale, Scale],
+    titles: tuple[str, str],
+) -> Markup:
+    """Axes around the drawings, and a legend with a mark for each.
 
-
-def _speed_bar(row: Row, verdict: str) -> Bar:
-    ratio = format.times_interval(row.speedup, row.speedup_interval)
-    text = ", ".join(filter(None, (ratio, verdict)))
-    return Bar(row.name, row.speedup, row.speedup_interval, text, KINDS.get(verdict, "unclear"))
-
-
-def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
-    attribution = comparison.benchmark.attribution if comparison.benchmark else None
-    if attribution is None or not attribution.effects:
-        return
-    level, charts = attribution.level, []
-    for side, heading, note in (
-        ("added", "Added alone", "how many times as fast the plain run is with it"),
-        ("removed", f"Within {level}", f"how many times as fast {level} is with it as without it"),
-    ):
-        measured = [e for e in attribution.effects if getattr(e, side) is not None]
-        if bars := [_effect_bar(effect, side, floor) for effect in measured]:
-            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", floor)
-            charts.append((heading, f": {note}", drawing))
-    about = "Bars to the right of the upright line gain time, bars to the left lose it."
-    if attribution.stopped:
-        about += f" Measured until: {attribution.stopped}."
-    yield Figure("What each technique is worth", about, charts)
-
-
-def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
-    """What a technique is worth, `side` being added or removed."""
-    value, ends = getattr(effect, side), getattr(effect, f"{side}_interval")
-    outside = ends is not None and abs(value - 1) > floor and (ends[0] > 1 or ends[1] < 1)
-    kind = "unclear" if not outside else "faster" if value > 1 else "slower"
-    text = format.times_interval(value, ends)
-    return Bar(effect.name.replace("_", " "), value, ends, text, kind)
+    Axes are SVGs of their own: only the plot's width may change.
+    """
+    x_scale, y_scale = scales
+    y_ticks = [(y_scale.down(y), tick_label(y)) for y in y_scale.ticks()]
+    across = {"x1": "0%", "x2": "100%"}
+    grid = [tag("line", **across, y1=y, y2=y, class_="grid") for y, _ in y_ticks]
+    frame = tag("line", **across, y1=PLOT_HEIGHT, y2=PLOT_HEIGHT, class_="frame")
+    labels = [tag("text", text, x=52, y=f"{y + 4:.1f}", text_anchor="end") for y, text in y_ticks]
+    x_labels = [_x_label(x_scale(x), tick_label(x)) for x in x_scale.ticks()]
+    titled, legend = [], []
+    for one, drawing, mark in zip(series, drawn, marks, strict=True):
+        colour = f"c{one.style % COLOURS}"
+        text = tag("span", one.text, class_="said") if one.text else ""
+        title = tag("title", f"{one.label}: {one.text}" if one.text else one.label)
+        titled.append(tag("g", title, drawing, class_=colour))
+        legend.append(tag("li", tag("span", mark, class_=colour), tag("span", one.label), text))
+    described = "; ".join(f"{one.label}: {one.text}" for one in series)
+    area = {"class_": "area", "height": PLOT_HEIGHT, "role": "img", "aria_label": described}
+    plot = tag(
+        "div",
+        tag("div", titles[1], class_="y-title"),
+        tag("svg", *labels, class_="y-axis", width=58, height=PLOT_HEIGHT, aria_hidden="true"),
+        tag("svg", *grid, frame, *titled, **area),
+        tag("svg", *x_labels, class_="x-axis", height=22, aria_hidden="true"),
+        tag("div", titles[0], class_="x-title"),
+        class_="plot",
+    )
+    return _join(plot, tag("ul", *legend, class_="legend"))

@@ -14,6 +14,7 @@ from runner.benchmark.result import Load
 from runner.report import comparison as report
 from runner.report.columns import COLUMNS
 from runner.report.comparison import of_benchmark
+from runner.report.curves import read_curve, thin_curve
 from runner.report.discover import of_folders
 from runner.report.naming import names
 from runner.report.verdicts import conclusion, verdict
@@ -181,6 +182,22 @@ def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path
     for module, said in (("runner.report", "no such folder"), ("runner", "gives no value")):
         done = command("nowhere", cwd=tmp_path, module=module, path=f"{ROOT}:")
         assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:
+    steps = [*range(1, 2001), *range(1500, 3001)]
+    lines = [
+        {"step": s, "split": "train", "loss": 99.0 if s == 777 else 3 - s / 1000} for s in steps
+    ]
+    lines.append({"step": 3001, "split": "train", "loss": None})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\nnot json "train"\n')
+    curve = read_curve(path)
+    assert [step for step, _ in curve] == list(range(1, 3001))
+    thinned = thin_curve(curve, 100)
+    assert len(thinned) <= 100
+    assert (777.0, 99.0) in thinned
+    assert thinned == sorted(thinned)
 
 
 def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:

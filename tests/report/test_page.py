@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner.benchmark.result import BenchmarkResult
-from runner.report import page
+from runner.report import curves, page
 from runner.report.comparison import Comparison, Row, of_benchmark
 from tests.report.browser import look
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
@@ -51,13 +52,18 @@ const bars = [...page.querySelectorAll(".bars")].map(list => [...list.querySelec
       right: fill.right - box.left, one: one - box.left,
       low: Math.min(...ends) - box.left, high: Math.max(...ends) - box.left};
   }));
-return {bars};
+const points = [...page.querySelector(".area").querySelectorAll("g[class] > svg")].map(
+  mark => mark.firstChild.getBoundingClientRect()).map(
+  box => ({x: box.left + box.width / 2, y: box.top + box.height / 2}));
+return {bars, points};
 """
 
 
 @pytest.mark.parametrize("width", [360, 1200])
-def test_bars_and_whiskers_lie_where_the_numbers_say(tmp_path: Path, width: int) -> None:
+def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, width: int) -> None:
     arms = [reference(), arm("two", 2.0), arm("three", 3.0)]
+    for one, mib in zip(arms, (500, 1000, 750), strict=True):
+        one.peak_process_bytes = mib * 2**20
     drawn = look(html_of(result(*arms, attribution=attribution())), tmp_path, DRAWN, width)
     speed, added, removed = drawn["bars"]
     assert [bar["label"] for bar in speed] == ["none", "two", "three"]
@@ -74,6 +80,37 @@ def test_bars_and_whiskers_lie_where_the_numbers_say(tmp_path: Path, width: int)
     assert gains[0] / gains[1] == pytest.approx(0.3 / 0.2, rel=0.05)
     assert removed[2]["right"] == pytest.approx(removed[2]["one"], abs=2)  # costs time
     assert removed[2]["left"] < removed[2]["one"] - 5
+    a, b, c = drawn["points"]
+    assert c["x"] - a["x"] == pytest.approx(2 * (b["x"] - a["x"]), rel=0.02)  # 1×, 2×, 3×
+    assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 1000, 750 MiB
+
+
+def test_loss_curves_are_those_of_the_runs(tmp_path: Path) -> None:
+    for name, top in (("none", 4.0), ("basic", 2.0)):
+        (tmp_path / name).mkdir()
+        lines = [
+            {"step": step, "split": split, "loss": top - step / 100}
+            for step in range(10, 110, 10)
+            for split in ("train", "val")
+        ]
+        text = "\n".join(json.dumps(line) for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text + '\n{"step": 5, "spl')
+    found = page.html(of_benchmark(result(reference(), arm("basic", 1.2)), tmp_path))
+    drawn = re.findall(r'<polyline points="([^"]*)"', found)
+    ends = [[point.split(",") for point in curve.split()] for curve in drawn]
+    assert [len(curve) for curve in ends] == [10, 10]
+    first, second = (float(curve[0][1]) for curve in ends)
+    drop = float(ends[0][-1][1]) - first  # 0.9 of loss, downwards
+    assert second - first == pytest.approx(drop * 2.0 / 0.9, rel=0.01)
+
+
+def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
+    wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
+    found = of_benchmark(result(reference(), arm("basic", 1.2), wild), tmp_path)
+    assert curves.axis_top(found, curves.read_losses(found)) == 2.3
+    assert "wild went beyond" in page.html(found)
+    calm = of_benchmark(result(reference(), arm("basic", 1.2)), tmp_path)
+    assert curves.axis_top(calm, curves.read_losses(calm)) == float("inf")
 
 
 OVERFLOW = """
@@ -127,7 +164,7 @@ const of = (what, key) => [...page.querySelectorAll(what)].map(
   x => ratio(view.getComputedStyle(x)[key]));
 return {paper, text: Math.min(...of("p, h1, h2, td, th, li, dt, dd, code, button", "color"),
     ...of("svg text", "fill")),
-  drawn: Math.min(...of(".fill, .whisker, .one", "stroke"))};
+  drawn: Math.min(...of(".fill, .whisker, .one, .curve", "stroke"), ...of(".marker", "fill"))};
 """
 
 
@@ -183,7 +220,9 @@ def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard() -> N
         assert "style" not in about and not any(key.startswith("on") for key in about)
     assert [name for name, _ in tags].count("h1") == 1
     drawn = [about for name, about in tags if name == "svg" and "class" in about]
-    assert drawn and all("aria-hidden" in about or "role" in about for about in drawn)
+    assert drawn and all(
+        "aria-hidden" in about or "role" in about or about["class"] == "marker" for about in drawn
+    )
 
 
 def test_the_reason_why_a_technique_did_not_engage_is_said_once() -> None:

@@ -1,0 +1,135 @@
+"""The figures of a comparison: the numbers that are drawn, and what is written above each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from runner.benchmark.result import Effect
+from runner.report import format, verdicts
+from runner.report.charts import Bar, Series, draw_bars, draw_curves, draw_points
+from runner.report.comparison import Comparison, Row
+from runner.report.curves import axis_top, read_losses
+
+MOST_CURVES = 12  # at once: more cannot be told apart
+KINDS = {
+    "reference": "reference",
+    "faster": "faster",
+    "slower": "slower",
+    "": "hint",
+    "PARITY FAIL": "fail",
+    "does not train": "fail",
+}
+"""How a bar is filled, by the row's verdict."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A section of the page: a heading, what it shows, and charts below headings of their own."""
+
+    heading: str
+    about: str
+    charts: list[tuple[str, str, Markup]]  # heading, note, drawing
+
+
+def figures(comparison: Comparison) -> dict[str, list[Figure]]:
+    """By section name, the figures that there are numbers for."""
+    floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
+    return {
+        "speed": list(_speed(comparison, floor)),
+        "attribution": list(_attribution(comparison, floor)),
+        "memory": list(_memory(comparison)),
+        "losses": list(_losses(comparison)),
+    }
+
+
+def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
+    if len(rows) < 2:
+        return
+    reference = comparison.reference or "its reference"
+    about = f"How many times as fast as {reference}; the upright line is as fast."
+    if any(row.speedup_interval for row in rows):
+        about += " Whiskers are 95 % intervals."
+    if floor:
+        about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
+    if comparison.kind == "sweep":
+        about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
+    bars = [_speed_bar(row, verdicts.verdict(row, comparison)) for row in rows]
+    yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
+
+
+def _speed_bar(row: Row, verdict: str) -> Bar:
+    ratio = format.times_interval(row.speedup, row.speedup_interval)
+    text = ", ".join(filter(None, (ratio, verdict)))
+    return Bar(row.name, row.speedup, row.speedup_interval, text, KINDS.get(verdict, "unclear"))
+
+
+def _memory(comparison: Comparison) -> Iterator[Figure]:
+    points = []
+    for style, row in enumerate(comparison.rows):
+        rate, of_device = row.number("samples_per_second"), row.number("peak_device_bytes")
+        peak = of_device or row.number("peak_process_bytes")
+        if row.finished and rate is not None and peak is not None:
+            values = f"{format.rate(rate)} samples/s, {format.size(peak)}"
+            points.append(Series(row.name, [(rate, peak / 2**20)], style, values))
+    if len(points) < 2:
+        return
+    on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
+    about = (
+        f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
+        "right and low is better. Both axes begin at 0."
+    )
+    drawing = draw_points(points, "samples per second", "MiB at the peak")
+    yield Figure("Memory against speed", about, [("", "", drawing)])
+
+
+def _losses(comparison: Comparison) -> Iterator[Figure]:
+    curves = read_losses(comparison)
+    if not curves:
+        return
+    shown = dict(list(curves.items())[:MOST_CURVES])
+    top = axis_top(comparison, shown)
+    names = [row.name for row in comparison.rows]
+    series = [
+        Series(name, curve, names.index(name), f"to {format.metric(curve[-1][1])}")
+        for name, curve in shown.items()
+    ]
+    about = "Training loss by step, to the last step of each run. "
+    about += "Arms that train the same lie on one another."
+    beyond = [name for name, curve in shown.items() if any(loss > top for _, loss in curve)]
+    if beyond:
+        about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
+    if len(curves) > MOST_CURVES:
+        about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
+    yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
+
+
+def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    attribution = comparison.benchmark.attribution if comparison.benchmark else None
+    if attribution is None or not attribution.effects:
+        return
+    level, charts = attribution.level, []
+    for side, heading, note in (
+        ("added", "Added alone", "how many times as fast the plain run is with it"),
+        ("removed", f"Within {level}", f"how many times as fast {level} is with it as without it"),
+    ):
+        measured = [e for e in attribution.effects if getattr(e, side) is not None]
+        if bars := [_effect_bar(effect, side, floor) for effect in measured]:
+            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", floor)
+            charts.append((heading, f": {note}", drawing))
+    about = "Bars to the right of the upright line gain time, bars to the left lose it."
+    if attribution.stopped:
+        about += f" Measured until: {attribution.stopped}."
+    yield Figure("What each technique is worth", about, charts)
+
+
+def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
+    """What a technique is worth, `side` being added or removed."""
+    value, ends = getattr(effect, side), getattr(effect, f"{side}_interval")
+    outside = ends is not None and abs(value - 1) > floor and (ends[0] > 1 or ends[1] < 1)
+    kind = "unclear" if not outside else "faster" if value > 1 else "slower"
+    text = format.times_interval(value, ends)
+    return Bar(effect.name.replace("_", " "), value, ends, text, kind)
