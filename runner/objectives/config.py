@@ -28,8 +28,7 @@ class ObjectiveConfig:
     class_weights: Any = None
     label_smoothing: float = bounded(0.0, min=0, below=1)  # classification
     top_k: int = bounded(5, min=1)  # classification: a second accuracy
-    # validation metrics of torchmetrics by name, for the data's task: [F1Score, AUROC, R2Score]
-    metrics: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)  # of torchmetrics: [F1Score, AUROC, R2Score]
     # Targets of this value carry no loss. None: there are none, which saves counting them on the
     # device for each micro-batch.
     ignore_index: int | None = -100
