@@ -55,9 +55,8 @@ def test_planted_effects_are_found() -> None:
     assert set(measured.estimates) == set(EFFECTS) - {BASE}
 
 
-@pytest.mark.parametrize("noise", ["heavy-tailed 2 %", "arms scatter unlike"])
-def test_intervals_hold_through_the_stopping_rule(noise: str) -> None:
-    covered, _ = coverage(NOISES[noise], TWO_MINUTES, runs=250)
+def test_intervals_hold_through_the_stopping_rule() -> None:
+    covered, _ = coverage(NOISES["heavy-tailed 2 %"], TWO_MINUTES, runs=250)
     assert min(covered.values()) >= 0.94, covered
 
 
