@@ -1,4 +1,4 @@
-"""`python -m runner` in processes forked from one that has imported what takes seconds."""
+"""`python -m runner` and `python -c` in processes forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ WITH_WORKERS = {"job=benchmark", "job=replay"}
 def run(
     folder: Path, typed: tuple[str, ...], variables: dict[str, str], timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` of `python -m runner` with these variables returns."""
+    """What `subprocess.run` of `python -m runner` with these variables returns.
+
+    Or of `python -c`, which is the first word that was typed then, with the program as the second.
+    """
     server = _server()
     server.settimeout(timeout_s)
     request = json.dumps([str(folder), typed, variables]).encode()
@@ -84,6 +87,11 @@ def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[s
     os.environ.update(variables)
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [folder, *filter(None, places)]  # as `python -m` does
+    if typed[:1] == ["-c"]:
+        sys.argv = ["-c", *typed[2:]]
+        program = compile(typed[1], "<string>", "exec", dont_inherit=True)
+        exec(program, vars(sys.modules["__main__"]))  # noqa: S102
+        return
     sys.argv = ["runner", *typed]
     runpy.run_module("runner", run_name="__main__", alter_sys=True)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +133,7 @@ print(hook.taken)
 @pytest.mark.skipif(os.name == "nt", reason="no such limit there")
 def test_a_full_disk_does_not_end_the_run_and_leaves_no_half_of_a_capture(tmp_path: Path) -> None:
     paths = map(str, Path(__file__).parents[:3])
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path / "run"), *paths],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
+    done = runs.command(tmp_path, "-c", FULL_DISK, str(tmp_path / "run"), *paths)
     assert done.stdout.splitlines() == ["done", "{3: None, 5: None}"], done.stderr
     assert not list((tmp_path / "run" / "debug" / "captures").iterdir())
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
 from runner.stability.config import WatchConfig
 from runner.training.summary import Summary
+from tests import runs
 
-ROOT = Path(__file__).parents[2]
 QUICK = [
     "data=cancer",
     "training.steps=60",
@@ -89,9 +87,7 @@ print(json.dumps({"status": summary.status, "began": began, "steps": summary.ste
 
 def real(folder: Path, leak: int, left: int, *overrides: str) -> dict[str, Any]:
     """A run that keeps `leak` bytes a step and may take `left` MiB; how it ended."""
-    command = [sys.executable, "-c", REAL, str(folder), str(leak), str(left), *QUICK, *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = runs.command(Path(), "-c", REAL, str(folder), str(leak), str(left), *QUICK, *overrides)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
