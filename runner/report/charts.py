@@ -241,7 +241,7 @@ def _plot(
     titled, legend = [], []
     for one, drawing, mark in zip(series, drawn, marks, strict=True):
         colour = f"c{one.style % COLOURS}"
-        text = tag("span", one.text, class_="said") if one.text else ""
+        text = tag("span", one.text, class_="value") if one.text else ""
         title = tag("title", f"{one.label}: {one.text}" if one.text else one.label)
         titled.append(tag("g", title, drawing, class_=colour))
         legend.append(tag("li", tag("span", mark, class_=colour), tag("span", one.label), text))

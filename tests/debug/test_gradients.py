@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from runner import train
 from runner.build import Components
 from runner.debug.config import Bounds, GradientsConfig
-from runner.debug.dead_units import DeadUnits
 from runner.debug.gradient_layers import LayerState, check_gradients
-from runner.debug.gradients import Gradients
+from runner.debug.gradients import DeadUnits, Gradients
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs

@@ -14,8 +14,8 @@ from runner.benchmark.result import Load
 from runner.report import comparison as report
 from runner.report.columns import COLUMNS
 from runner.report.comparison import of_benchmark
-from runner.report.curves import read_curve, thin_curve
 from runner.report.discover import of_folders
+from runner.report.figures import read_curve, thin_curve
 from runner.report.naming import names
 from runner.report.verdicts import conclusion, verdict
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner.benchmark.result import BenchmarkResult
-from runner.report import curves, page
+from runner.report import figures, page
 from runner.report.comparison import Comparison, Row, of_benchmark
 from tests.report.browser import look
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
@@ -107,10 +107,10 @@ def test_loss_curves_are_those_of_the_runs(tmp_path: Path) -> None:
 def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
     wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
     found = of_benchmark(result(reference(), arm("basic", 1.2), wild), tmp_path)
-    assert curves.axis_top(found, curves.read_losses(found)) == 2.3
+    assert figures.axis_top(found, figures.read_losses(found)) == 2.3
     assert "wild went beyond" in page.html(found)
     calm = of_benchmark(result(reference(), arm("basic", 1.2)), tmp_path)
-    assert curves.axis_top(calm, curves.read_losses(calm)) == float("inf")
+    assert figures.axis_top(calm, figures.read_losses(calm)) == float("inf")
 
 
 OVERFLOW = """
