@@ -253,8 +253,8 @@ class Tabular(CsvFormat):
     missing: Missing = Missing.mean  # what becomes of missing values
     types: dict[str, ColumnType] = field(default_factory=dict)  # '+data.types={age: number}'
     categories: int = bounded(256, min=1)  # most of a column; the rarest share one input
-    decimal: str | None = None  # point or comma; null: a comma where that is certain
-    thousands: str | None = None  # such as comma in 1,234; null: numbers have none
+    decimal: str | None = None  # point or comma; null: as in training, a comma where certain
+    thousands: str | None = None  # such as comma in 1,234; null: as in training, where certain
 
     def __post_init__(self) -> None:
         super().__post_init__()
