@@ -23,6 +23,7 @@ from runner.data.dataset import Dataset, has_rare_class
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
+from runner.data.parts import Parts, find_parts, open_part
 from runner.data.paths import existing
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import Opening, Preprocessing, check_predicts
@@ -136,6 +137,8 @@ class _Build:
         self.scope.callback(run.recorder.close)
         self.scope.callback(run.checkpointer.wait)
         self.scope.callback(run.validation.close)
+        if run.test is not None:
+            self.scope.callback(run.test.close)
         self.scope.callback(run.train.close)
         trains = self.config.job.kind not in EVALUATING
         _resume(run, self.config.checkpoint.resume, trains)
@@ -156,6 +159,10 @@ class _Build:
         rule = fitted.split if fitted else self.recorded_split()
         opening = Opening(self.policy, fitted, evaluates, labelled=not predicts, rule=rule)
         self.whole = opening.whole(config.data)
+        parts = Parts() if self.given.data is not None else find_parts(config.data, opening)
+        if not self.whole:
+            trains = "validation" in parts.paths
+            opening = replace(opening, folder=parts.folder, trains=trains)
         data = self.given.data or open_data(config.data, self.look_up, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
         self.data, self.table_report = check_data_table(data, table)
@@ -166,6 +173,17 @@ class _Build:
         self.data.choices = (*others, *chosen)
         self.preprocessing = fitted or Preprocessing.of(config.data, self.data)
         self.checkpointer.preprocessing = self.preprocessing.dump()
+        self.open_parts(parts, opening)
+
+    def open_parts(self, parts: Parts, opening: Opening) -> None:
+        """Validation and test samples that lie apart; training alone is to touch the test set."""
+        self.parts = dict[str, Dataset]()
+        self.choices += parts.choices
+        for part, path in {} if self.whole else parts.paths.items():
+            if part != "test" or self.config.job.kind is JobKind.train:
+                how = self.config.data, self.preprocessing, self.look_up, opening
+                self.parts[part], choices = open_part(part, path, *how)
+                self.choices += choices
 
     def read_preprocessing(self, evaluates: bool) -> Preprocessing | None:
         """What the run that is resumed, or the evaluated weights, applied to their data."""
@@ -263,10 +281,10 @@ class _Build:
             self.choices += named[1]
         self.monitor = monitored(self.objective, config.training.monitor)
 
-    def loader(self, **how: Any) -> BatchLoader:
-        """Batches of some samples of the data."""
+    def loader(self, source: Dataset | None = None, **how: Any) -> BatchLoader:
+        """Batches of some samples of the data, or of a part that lies apart."""
         return make_loader(
-            self.data,
+            source or self.data,
             batch_size=self.batch_size,
             seed=self.config.seed,
             device=self.device.torch,
@@ -361,14 +379,16 @@ class _Build:
         config, data, draft = self.config.data, self.data, self.draft
         how: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
         self.train = self.training_set(**how)
-        held_out = data.validation
+        source = self.parts.get("validation", data)
+        held_out = source.validation
         if not self.whole:
             # in a fixed random order, so that the first so many stand for all
             shuffled = permutation(config.split_seed, 0, len(held_out))
             held_out = held_out[shuffled][: config.validation_samples]
-        self.validation = self.loader(
-            indices=held_out, shuffle=False, repeat=False, augment=False, **how
-        )
+        how |= {"shuffle": False, "repeat": False, "augment": False}
+        self.validation = self.loader(source, indices=held_out, **how)
+        test = self.parts.get("test")
+        self.test = None if test is None else self.loader(test, indices=test.validation, **how)
 
     def make_run(self) -> Run:
         """The draft's parts become the run."""
@@ -389,6 +409,7 @@ class _Build:
             update=self.update,
             train=self.train,
             validation=self.validation,
+            test=self.test,
             validate_every=every,
             checkpoint_every=config.checkpoint.every or every,
             patience=training.patience,

@@ -219,7 +219,24 @@ class Synthetic(DataConfig):
 
 
 @dataclass
-class CsvFormat(DataConfig):
+class FromFiles(DataConfig):
+    """Data of the user's, in files."""
+
+    path: str = MISSING
+    validation_path: str | None = None  # validation samples; all of data.path is trained on then
+    test_path: str | None = None  # evaluated once, by the best checkpoint, when training has ended
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.validation_path is not None:
+            for key in ("split", "folds"):
+                if getattr(self, key) is not None:
+                    problem = "divides data.path, and data.validation_path is the validation set"
+                    raise ConfigError(f"data.{key}", problem, "leave one of them out")
+
+
+@dataclass
+class CsvFormat(FromFiles):
     """How a csv is written; null: recognised, and named in what was chosen automatically."""
 
     encoding: str | None = None  # of its texts; null: UTF-8, or UTF-16 by its byte order mark
@@ -245,7 +262,6 @@ class Tabular(CsvFormat):
     """A table of numbers and categories: csv or parquet."""
 
     kind: str = "tabular"
-    path: str = MISSING
     target: str = MISSING  # the column to predict
     task: str = "auto"  # classification | regression | auto (by the target's values)
     ignore: list[str] = field(default_factory=list)  # columns to leave out
@@ -270,11 +286,11 @@ class Tabular(CsvFormat):
 
 
 @dataclass
-class Images(DataConfig):
+class Images(FromFiles):
     """A folder per class, images in it."""
 
     kind: str = "images"
-    path: str = MISSING
+    split_folders: bool = True  # train, val and test in data.path are parts, and no classes
     image_size: int = bounded(64, min=1)  # each image is resized and centre-cropped to this square
     channels: int = 3  # 3: colour, 1: grey
     augment: bool = False  # random crop and horizontal flip, on training samples
@@ -290,7 +306,7 @@ class Text(CsvFormat):
     """Labelled text: a csv with a text and a label column, or a folder per class."""
 
     kind: str = "text"
-    path: str = MISSING
+    split_folders: bool = True  # train, val and test in data.path are parts, and no classes
     text: str = "text"  # csv column
     target: str = "label"  # csv column
     split_by: str | None = None  # column for data.split=group or time
@@ -298,22 +314,23 @@ class Text(CsvFormat):
 
 
 @dataclass
-class Tokens(DataConfig):
-    """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them."""
+class Tokens(FromFiles):
+    """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them.
+
+    `path` is one file, or a folder with train.bin and val.bin.
+    """
 
     kind: str = "tokens"
-    path: str = MISSING  # one file, or a folder with train.bin and val.bin
     vocab: int = MISSING
     dtype: str = "uint16"
     sequence: int = bounded(256, min=1)
 
 
 @dataclass
-class Arrays(DataConfig):
+class Arrays(FromFiles):
     """An `.npz` with the inputs and the targets as arrays."""
 
     kind: str = "arrays"
-    path: str = MISSING
     inputs: str = "x"  # names inside the file
     target: str = "y"
     task: str = "auto"

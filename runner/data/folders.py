@@ -12,15 +12,16 @@ from runner.data.labels import trained_labels
 from runner.data.paths import check_link
 from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError
+from runner.techniques.base import Choice
 
 
 def labelled_files(
     root: Path, opening: Opening, takes: Callable[[Path], bool], what: str
-) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
-    """The files in `root` that are taken, the label of each, and the names of the classes.
+) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
+    """The files in `root` that are taken, the label of each, the classes, and what was skipped.
 
-    Sorted by name, at any depth. Raises SecurityError for a link out of `root`, and DataError for a
-    class without files; `what` names those that are taken.
+    Sorted by name, at any depth; folders that are hidden or have no files are no classes. Raises
+    SecurityError for a link out of `root`; `what` names the files that are taken.
     """
     if not opening.labelled:
         found = [root]  # one file
@@ -29,25 +30,29 @@ def labelled_files(
         files = [file for file in found if takes(file)]
         if not files:
             raise DataError(f"{root}: has no {what}")
-        return files, np.zeros(len(files), np.int64), ()
-    folders = _inside(root, root.iterdir(), opening, Path.is_dir)
-    if len(folders) < (2 if opening.fitted is None else 1):
+        return files, np.zeros(len(files), np.int64), (), ()
+    classes = dict[str, list[Path]]()
+    skipped = [f"{f.name} (hidden)" for f in sorted(root.glob(".*/"))]
+    for folder in _inside(root, root.iterdir(), opening, Path.is_dir):
+        inside = _inside(root, folder.rglob("*"), opening, Path.is_file)
+        if taken := [file for file in inside if takes(file)]:
+            classes[folder.name] = taken
+        else:
+            skipped.append(f"{folder.name} (has no {what})")
+    choices: tuple[Choice, ...] = ()
+    note = f"folders that are no classes: {', '.join(skipped)}" if skipped else ""
+    if len(classes) < (2 if opening.fitted is None else 1):
         fix = "put the files of each class into a folder with its name, two or more of them"
-        raise ConfigError("data.path", f"{root} has {len(folders)} folders in it", fix)
-    files, labels = [], []
-    for label, folder in enumerate(folders):
-        inside = [
-            file for file in _inside(root, folder.rglob("*"), opening, Path.is_file) if takes(file)
-        ]
-        if not inside:
-            raise DataError(f"{folder}: the class has no {what}")
-        files += inside
-        labels += [label] * len(inside)
-    names = tuple(folder.name for folder in folders)
+        problem = f"{root} has {len(classes)} folders with {what} in it"
+        raise ConfigError("data.path", f"{problem}; {note}" if note else problem, fix)
+    if note:
+        choices = (Choice("data.path", str(root), f"left out: {note}"),)
+    names, files = tuple(classes), [file for taken in classes.values() for file in taken]
+    labels = np.repeat(np.arange(len(names)), [len(taken) for taken in classes.values()])
     if opening.fitted is None:
-        return files, np.array(labels), names
+        return files, labels, names, choices
     trained = opening.fitted.sizes.class_names
-    return files, trained_labels(names, np.array(labels), trained, str(root)), trained
+    return files, trained_labels(names, labels, trained, str(root)), trained, choices
 
 
 def relative_names(root: Path, files: Iterable[Path]) -> RowNames:

@@ -14,7 +14,6 @@ from runner.data.batch import Batch, Sizes
 from runner.data.config import Images
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
-from runner.data.paths import existing
 from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
@@ -39,7 +38,7 @@ class ImageFolder(Dataset):
     in_memory = False
 
     def __init__(self, config: Images, opening: Opening = PLAIN) -> None:
-        root = existing(config.path)
+        root = opening.root(config)
         if opening.labelled and not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
         fitted = opening.fitted
@@ -56,7 +55,7 @@ class ImageFolder(Dataset):
             return image
 
         kinds = ", ".join(sorted(SUFFIXES))
-        files, labels, names = labelled_files(root, opening, takes, f"images ({kinds})")
+        files, labels, names, skipped = labelled_files(root, opening, takes, f"images ({kinds})")
         self.files, self.target = files, torch.from_numpy(labels)
         self.rows = relative_names(root, files)
         for number in np.linspace(0, len(files) - 1, min(HEADS, len(files))).astype(int):
@@ -65,6 +64,7 @@ class ImageFolder(Dataset):
         self.train, self.validation, self.choices = opening.split(
             len(files), config, str(root), labels if opening.labelled else None
         )
+        self.choices = (*skipped, *self.choices)
         if others:
             reason = f"left out: files that are no images: {len(others):,}"
             self.choices = (Choice("data.path", str(root), reason), *self.choices)

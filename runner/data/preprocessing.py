@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from runner.data.batch import Column, Sizes
+from runner.data.paths import existing
 from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from runner.data.config import DataConfig
     from runner.data.dataset import Dataset
 
@@ -77,6 +78,8 @@ class Opening:
     evaluates: bool = False  # the data are evaluated and not trained on
     labelled: bool = True  # False: the data may lack what is to be predicted
     rule: str | None = None  # the split of the run that is resumed
+    folder: str = ""  # in data.path, of the samples; "": all of it
+    trains: bool = False  # all samples are trained on: those of validation lie elsewhere
 
     def split(
         self,
@@ -91,10 +94,20 @@ class Opening:
 
         if self.whole(config):
             return rules.take_all(samples, self, what)
+        if self.trains:
+            return np.arange(samples), np.arange(0), ()
         rule, choices = rules.choose_rule(config, self.rule, labels)
         config, folds = rules.choose_fold(config, self.fitted)
         parts = rules.divide(rule, samples, config, what, labels, by)
         return *parts, (*choices, *folds, *rules.describe_window(rule, config, samples, parts))
+
+    def divides(self, config: DataConfig) -> bool:
+        """Whether the samples become training and validation."""
+        return not self.trains and not self.whole(config)
+
+    def root(self, config: Any) -> Path:
+        """The file or folder of the samples; ConfigError where there is none."""
+        return existing(config.path) / self.folder
 
     def whole(self, config: DataConfig) -> bool:
         """Whether all samples are evaluated: those that the model was not trained on."""

@@ -36,7 +36,7 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
     needed = {"data.target": config.target} if opening.labelled else {}
-    by = None if opening.whole(config) else config.split_by
+    by = config.split_by if opening.divides(config) else None
     if by is not None:
         needed["data.split_by"] = by
     table = read_table(config, needed, config.ignore, fitted)
@@ -69,7 +69,7 @@ def _divide(
     """Training and validation rows; a column that is no input is taken out of the table."""
     rows, column, fitted = None, config.split_by, opening.fitted
     choices: tuple[Choice, ...] = ()
-    if column is not None and not opening.whole(config):
+    if column is not None and opening.divides(config):
         rows = split_values(table, column, config.split)
         if column in config.ignore:
             del table.columns[column]

@@ -15,7 +15,6 @@ from runner.data.config import Text
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.labels import check_classes, trained_labels
-from runner.data.paths import existing
 from runner.data.preprocessing import PLAIN, Opening
 from runner.data.table import read_table, split_values
 from runner.errors import ConfigError, DataError
@@ -76,9 +75,9 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
 
 def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
-    path = existing(config.path)
+    path = opening.root(config)
     passages = path.is_dir() or (path.suffix == ".txt" and not opening.labelled)
-    if passages and config.split_by is not None and not opening.whole(config):
+    if passages and config.split_by is not None and opening.divides(config):
         problem = f"is for a column of a table, and {path} is a folder"
         raise ConfigError("data.split", problem, "use data.split=stratified or random")
     read = _from_folders(path, opening) if passages else _from_table(config, opening)
@@ -109,7 +108,7 @@ def _from_table(config: Text, opening: Opening) -> Labelled:
     needed = {"data.text": config.text}
     if opening.labelled:
         needed["data.target"] = config.target
-    divides = None if opening.whole(config) else config.split_by
+    divides = config.split_by if opening.divides(config) else None
     if divides is not None:
         needed["data.split_by"] = divides
     table = read_table(config, needed)
@@ -128,9 +127,9 @@ def _from_table(config: Text, opening: Opening) -> Labelled:
 
 
 def _from_folders(root: Path, opening: Opening) -> Labelled:
-    files, labels, names = labelled_files(root, opening, lambda file: True, "files")
+    files, labels, names, skipped = labelled_files(root, opening, lambda file: True, "files")
     texts = [file.read_bytes() for file in files]
     for file, content in zip(files, texts, strict=True):
         if not content.strip():
             raise DataError(f"{file}: the text is empty; fill or remove the file")
-    return texts, labels, names, relative_names(root, files), (), None
+    return texts, labels, names, relative_names(root, files), skipped, None

@@ -84,7 +84,7 @@ def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
         train, validation = (TokenStream(_map(file, kind), str(file)) for file in files)
     else:
         ids = _map(path, kind)
-        cut = 0 if opening.whole(config) else len(ids) - round(len(ids) * config.validation)
+        cut = len(ids) - round(len(ids) * config.validation) if opening.divides(config) else 0
         validation = TokenStream(ids[cut:], str(path), cut)
         train = TokenStream(ids[:cut], str(path)) if cut else validation
     return TokenWindows(train, validation, vocab=config.vocab, sequence=config.sequence)

@@ -29,10 +29,17 @@ log = logging.getLogger("runner")
 Rows = list[tuple[str, str]]
 SHOWN = 3  # facts of a technique, in the terminal
 MANY = 3  # techniques that never ran share a line in the terminal
-USEFUL = ("result", "faults", "debug tools", "files")  # of a run that failed; report.md has all
+USEFUL = (
+    "result",
+    "test set",
+    "faults",
+    "debug tools",
+    "files",
+)  # of a run that failed; report.md has all
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
 # keys of what was left out because the config says so: it is under the faults, with the count
 ASKED_FOR = ("data.bad_samples", "checks.table.")
+CHOSEN = "new data may do worse: these samples chose the checkpoint"
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What was done, of jobs that do not train."""
 
@@ -110,6 +117,7 @@ def _sections(
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
     of_faults = [("skipped steps", skipped)] if skipped else []
     yield "result", _result(summary, full)
+    yield "test set", _test(summary, full)
     yield "speed and memory", _speed(summary)
     yield "techniques", techniques
     yield "chosen automatically", reasons if full_reasons else []
@@ -168,8 +176,9 @@ def _evidence(row: TechniqueStatus, most: int | None) -> str:
 
 def _result(summary: Summary, full: bool) -> Rows:
     """The metrics, the monitored one first; those of single classes in full or as a range."""
-    classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
-    values = {name: metric(x) for name, x in summary.metrics.items() if full or name not in classes}
+    validated = {name: x for name, x in summary.metrics.items() if not name.startswith("test/")}
+    classes = {name: x for name, x in validated.items() if name.count("/") > 1}
+    values = {name: metric(x) for name, x in validated.items() if full or name not in classes}
     rows: Rows = []
     verb = VERBS.get(summary.job)
     if summary.best is not None and verb is None:
@@ -183,6 +192,8 @@ def _result(summary: Summary, full: bool) -> Rows:
         rows.append(("metrics", ", ".join(f"{name} {value}" for name, value in values.items())))
     if classes and not full:
         rows.append(_class_range(classes))
+    if summary.checkpoint.best is not None and verb is None and not summary.tested:
+        rows.append(("without a test", CHOSEN))
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
     took = f"in {seconds(summary.wall_seconds)}"
@@ -190,6 +201,20 @@ def _result(summary: Summary, full: bool) -> Rows:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
         return [*rows, (verb, f"{of}{took}")]
     return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:.2f} epochs {took}")]
+
+
+def _test(summary: Summary, full: bool) -> Rows:
+    """The metrics of the test set, and of which weights they are."""
+    if not summary.tested:
+        return []
+    step = summary.tested["step"]
+    which = "best" if step == summary.best_step else "last"
+    weights = f"the {which} weights, of step {step:,}, on {summary.tested['samples']:,} samples"
+    metrics = {name: x for name, x in summary.metrics.items() if name.startswith("test/")}
+    shown = {name: metric(x) for name, x in metrics.items() if full or name.count("/") == 1}
+    if not full:
+        shown = {"metrics": ", ".join(f"{name} {value}" for name, value in shown.items())}
+    return [*shown.items(), ("tested", weights)]
 
 
 def _class_range(classes: dict[str, float]) -> tuple[str, str]:

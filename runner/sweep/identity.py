@@ -43,13 +43,13 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
     tree = asdict(config)
     settings = {k: v for k, v in tree.items() if k not in ("name", "monitoring", *NOT_OF_THE_RUN)}
     kind = config.job.kind.name
-    path = tree["data"].get("path")
+    paths = [tree["data"].get(key) for key in ("path", "validation_path", "test_path")]
     return _digest(
         {
             "config": settings,
             "job": [kind, tree.get(kind)],
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
-            "data": stamp(Path(path).expanduser()) if isinstance(path, str) else "",
+            "data": [stamp(Path(path).expanduser()) for path in paths if path],
             "checkpoint": _checkpoint_stamp(config.checkpoint.resume),
             "weights": _checkpoint_stamp(config.model.weights),
             "variables": variables,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from runner.data.batch import Batch, call, count, rows, split
+from runner.errors import UsageError
 from runner.models import modes
 from runner.random_state import exclusive_random_state
 from runner.training.hook import Evaluation
@@ -22,20 +23,25 @@ T = TypeVar("T")
 
 
 @exclusive_random_state("evaluate")
-def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
+def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Evaluation:
     """One pass over the validation set, with the averaged weights if there are any.
 
-    A `model` is evaluated in place of the run's. Raises UsageError while another thread trains.
+    A `model` is evaluated in place of the run's, and with `test` the test set, if there is one.
+    Raises UsageError while another thread trains.
     """
     check_run("evaluate", run)
+    loader, split_name = (run.test, "test") if test else (run.validation, "val")
+    if loader is None:
+        raise UsageError("evaluate: the run has no test set; data.test_path names one")
     totals: dict[str, Any] = {}
     with inference(run, model) as forward:
-        for batch in run.validation.batches(0):
+        for batch in loader.batches(0):
             for sums in in_parts(
                 run, batch, lambda part: run.objective.tally_all(call(forward, part[0]), part[1])
             ):
                 totals = {k: totals[k] + x for k, x in sums.items()} if totals else sums
-    metrics = {f"val/{name}": x for name, x in run.objective.all_metrics(totals).items()}
+    found = run.objective.all_metrics(totals)
+    metrics = {f"{split_name}/{name}": x for name, x in found.items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
 

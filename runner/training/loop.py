@@ -137,6 +137,20 @@ def _train(run: Run) -> None:
             run.train.close()
             run.validation.close()
         save(run, final=True)
+        if run.test is not None:
+            _evaluate_test_set(run, interrupts)
+
+
+def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
+    """Once all is saved; it may be cut short, and a run that is resumed at its end repeats it."""
+    from runner.training.test_set import evaluate_test_set  # only where there is one
+
+    try:
+        interrupts.begin_wait()
+        evaluate_test_set(run)
+        interrupts.end_wait()
+    except KeyboardInterrupt:
+        raise interrupts.error(_resume_hint(run)) from None
 
 
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:

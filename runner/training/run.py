@@ -67,6 +67,7 @@ class Run(RunParts):
     update: OptimizerStep
     train: BatchLoader
     validation: BatchLoader
+    test: BatchLoader | None = None  # evaluated once, when training has ended
     validate_every: int
     checkpoint_every: int
     patience: int | None
@@ -98,6 +99,8 @@ class Run(RunParts):
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # of process and device
+    test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`
+    tested: dict[str, int] = field(default_factory=dict)  # step of the weights, samples
     model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check
     stop_reason: str = ""  # why training ends before its last step
 

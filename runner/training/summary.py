@@ -82,6 +82,7 @@ class Summary:
     monitor: str = ""  # the metric that decides which checkpoint is best
     best: float | None = None
     best_step: int = 0
+    tested: dict[str, int] = field(default_factory=dict)  # the test set: step of weights, samples
 
     @property
     def monitored(self) -> float | None:

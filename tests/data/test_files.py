@@ -138,7 +138,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.path: .*1 folders"):
         ImageFolder(Images(path=str(tmp_path)))
     (tmp_path / "blue").mkdir()
-    with pytest.raises(DataError, match=r"blue: the class has no images"):
+    with pytest.raises(ConfigError, match=r"1 folders .*no classes: blue \(has no images"):
         ImageFolder(Images(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'blue'"):
         ImageFolder(Images(path=str(tmp_path / "bleu")))

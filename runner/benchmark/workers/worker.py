@@ -84,7 +84,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     with build(config, spec.folder, Components(**parts)) as run:
         # built for the length asked for, by which techniques decide; now it continues without end
         run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
-        run.patience = None
+        run.patience = run.test = None
         hook = TurnHook(spec.settings, lambda answer: _ask(pipe, answer), spec.started)
         run.hooks.append(hook)
         summary = train(run)

@@ -1,0 +1,146 @@
+"""Validation and test sets of their own: files that keys name, and folders train, val and test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from runner.data.config import DataConfig
+from runner.data.dataset import Dataset
+from runner.data.open import open_data
+from runner.data.paths import check_link, existing
+from runner.data.preprocessing import Opening, Preprocessing, source_of
+from runner.errors import ConfigError, UsageError
+from runner.techniques.base import Choice
+
+PATHS = {"validation": "data.validation_path", "test": "data.test_path"}
+FOLDERS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+"""What people call the folders of the parts, in any case."""
+SPLIT_FOLDERS = "data.split_folders"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where validation and test samples lie, if not among those of `data.path`."""
+
+    folder: str = ""  # in data.path, of the training samples; "": all of it
+    paths: dict[str, Path] = field(default_factory=dict)  # of `validation` and `test`
+    choices: tuple[Choice, ...] = ()
+
+
+def find_parts(config: DataConfig, opening: Opening) -> Parts:
+    """The parts that the config names, or that lie in folders of their own below `data.path`.
+
+    Raises ConfigError where two parts have the same samples, or a part has two places.
+    """
+    whole = opening.whole(config)  # other data than those that were trained on, without parts
+    keys = {} if whole else PATHS
+    named = {part: getattr(config, key.partition(".")[2], None) for part, key in keys.items()}
+    paths = {part: existing(path, PATHS[part]) for part, path in named.items() if path is not None}
+    root = Path(getattr(config, "path", "")).expanduser()
+    found, places = Parts(), {"": root}
+    if config._target_ is None and root.is_dir():
+        if getattr(config, "split_folders", False):
+            found = _split_folders(root, config, opening)
+            places = {"": root / found.folder}
+        elif config.kind == "tokens" and not whole:
+            found = _token_files(root, paths, opening)
+            places = {"": root / "train.bin", "validation": root / "val.bin"}
+    if "validation" in found.paths and (config.split is not None or config.folds is not None):
+        key = "data.split" if config.folds is None else "data.folds"
+        problem = f"{found.paths['validation']} is the validation set"
+        raise ConfigError(key, problem, f"leave it out, or name data.path={root / found.folder}")
+    parts = replace(found, paths={**found.paths, **paths})
+    _check_disjoint({**places, **parts.paths})
+    return parts
+
+
+def open_part(
+    part: str,
+    path: Path,
+    config: DataConfig,
+    fitted: Preprocessing,
+    resolve: Callable[[str, str], Any],
+    opening: Opening,
+) -> tuple[Dataset, tuple[Choice, ...]]:
+    """All samples of that part, prepared as those that were trained on, and what was chosen."""
+    key = PATHS[part]
+    own: Any = {"path": str(path), **{name.partition(".")[2]: None for name in PATHS.values()}}
+    fitted = replace(fitted, source=source_of(config))
+    try:
+        how = Opening(opening.policy, fitted, evaluates=True)
+        data = open_data(replace(config, **own), resolve, how)
+    except UsageError as error:
+        text = str(error)
+        if not text.startswith("data.path: "):
+            raise
+        raise ConfigError(key, text.removeprefix("data.path: ")) from None
+    choices = [choice for choice in data.choices if choice.key != "data.validation"]
+    return data, tuple(replace(choice, reason=f"{key}: {choice.reason}") for choice in choices)
+
+
+def _check_disjoint(places: dict[str, Path]) -> None:
+    """Refuse a part whose samples are another one's, too."""
+    for part, other in (("validation", ""), ("test", ""), ("test", "validation")):
+        if part not in places or other not in places:
+            continue
+        path, place = places[part].resolve(), places[other].resolve()
+        inside, around = path.is_relative_to(place), place.is_relative_to(path)
+        if inside or around:
+            relation = "is" if inside and around else "lies in" if inside else "contains"
+            problem = f"{places[part]} {relation} {PATHS.get(other, 'data.path')}"
+            raise ConfigError(PATHS[part], problem, "name other samples")
+
+
+def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> Parts:
+    """A folder of token ids has a file for each part."""
+    if "validation" in paths:
+        fix = f"leave it out, or name data.path={root / 'train.bin'}"
+        raise ConfigError(PATHS["validation"], f"{root} has a val.bin", fix)
+    test = root / "test.bin"
+    if not test.is_file() or "test" in paths:
+        return Parts()
+    reason = f"{test} is beside train.bin; another one: {PATHS['test']}"
+    check_link(test, root, opening.policy)
+    return Parts(paths={"test": test}, choices=(Choice(PATHS["test"], str(test), reason),))
+
+
+def _split_folders(root: Path, config: DataConfig, opening: Opening) -> Parts:
+    """The folders of a folder that is split into train and others; none where it has classes."""
+    shown = _folders(root)
+    places = {part: [f for f in shown if f.name.lower() in FOLDERS[part]] for part in FOLDERS}
+    train = places.pop("train")
+    if len(train) != 1 or len(_folders(train[0])) < 2 or not any(places.values()):
+        return Parts()
+    if opening.whole(config):
+        if not opening.labelled:  # all files at any depth are predicted
+            return Parts()
+        names = ", ".join(folder.name for folder in shown)
+        fix = f"name one of them, such as data.path={train[0]}"
+        raise ConfigError("data.path", f"{root} has the folders {names}", fix)
+    paths = dict[str, Path]()
+    for part, folders in places.items():
+        if len(folders) > 1:
+            names = " and ".join(folder.name for folder in folders)
+            raise ConfigError(PATHS[part], f"{root} has {names}", f"name one: {PATHS[part]}=…")
+        if folders and _folders(folders[0]):
+            paths[part] = folders[0]
+    used = [*train, *paths.values()]
+    for folder in used:
+        check_link(folder, root, opening.policy)
+    reason = f"parts of {root}, and no classes; {SPLIT_FOLDERS}=false makes classes of them"
+    if skipped := [folder.name for folder in shown if folder not in used]:
+        reason += f"; not used, as no part with a folder for each class: {', '.join(skipped)}"
+    names = ", ".join(folder.name for folder in used)
+    return Parts(train[0].name, paths, (Choice(SPLIT_FOLDERS, names, reason),))
+
+
+def _folders(root: Path) -> list[Path]:
+    inside = (path for path in root.iterdir() if not path.name.startswith("."))
+    return sorted(path for path in inside if path.is_dir())

@@ -1,0 +1,51 @@
+"""The test set: evaluated once, when training has ended, with the best checkpoint's weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from runner.checkpoint.content import check_state
+from runner.checkpoint.snapshot import Copier
+from runner.errors import CheckpointError
+from runner.training.evaluation import evaluate
+from runner.training.resume import load_weights
+from runner.training.run import Run
+
+log = logging.getLogger("runner")
+
+
+def evaluate_test_set(run: Run) -> None:
+    """Record `test/…` metrics of the best checkpoint, or of the last weights where there is none.
+
+    The run keeps its weights. Without a test set nothing is done.
+    """
+    if run.test is None:
+        return
+    with _best_weights(run) as step:
+        run.test_metrics = evaluate(run, test=True).metrics
+    run.tested = {"step": step, "samples": len(run.test.fetch.order.indices)}
+    values = {name.removeprefix("test/"): x for name, x in run.test_metrics.items()}
+    run.recorder.scalars(step, "test", values)
+
+
+@contextmanager
+def _best_weights(run: Run) -> Iterator[int]:
+    """While entered, the run has the weights of the best checkpoint; yields their step."""
+    step, best = run.progress.step, run.checkpointer.best
+    restored = None
+    if best is not None and run.folder is not None and run.progress.best_step != step:
+        try:
+            restored = run.checkpointer.restore(run.folder / best, check_state)
+        except CheckpointError as error:
+            log.warning("the last weights are tested, and not the best: %s", error)
+    if restored is None:
+        yield step
+        return
+    last = Copier(reuse=False).take(run.model.state_dict(), {"update": run.update.state()})
+    try:
+        load_weights(run, restored.path, restored.model, restored.state["update"])
+        yield restored.step
+    finally:
+        load_weights(run, restored.path, last.model, last.state["update"])
