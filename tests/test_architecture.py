@@ -45,7 +45,8 @@ models.modes training.metrics training.recovery training.resume training.summary
 stability
 checks.outputs
 captures
-training.evaluation training.evidence training.step training.timing benchmark.result
+training.evaluation training.evidence training.step training.test_set \
+training.timing benchmark.result
 techniques hooks debug checks models objectives data optim training.loop
 overrides
 config

@@ -135,6 +135,7 @@ class Stranger:
     outputs: Callable[[Path, np.ndarray, Sequence[str]], np.ndarray] = mlp_outputs
     said: str = ""  # what a line of "chosen automatically" says of the new file
     labelled: bool = True  # whether the new file has the target, so that it can be evaluated
+    parts: Callable[[], dict[str, Rows]] = dict  # `val` and `test` rows, where they are known
 
 
 def write_csv(path: Path, rows: Rows, *columns: str, separator: str = ",") -> Path:
@@ -355,6 +356,82 @@ def write_readings(folder: Path, part: str) -> Path:
     return path
 
 
+def visits_rows(part: str) -> Rows:
+    """Some visits of each patient, whose own level hides what the dose does."""
+    rng = np.random.default_rng(len(part))
+    rows = []
+    for patient in range(60 if part == "train" else 25):
+        level = float(rng.normal(0, 40))
+        for dose in rng.normal(5, 2, rng.integers(1, 6)).tolist():
+            pressure = 120 + level + 3 * dose + float(rng.normal(0, 2))
+            state = "high" if pressure > 135 else "low"
+            row = {"patient": f"{part[0]}{patient}", "dose": dose, "pressure": pressure}
+            rows.append({**row, "state": state})
+    return rows
+
+
+def write_visits(folder: Path, part: str) -> Path:
+    """The new file does not say whose visits they are."""
+    columns = () if part == "train" else ("state", "pressure", "dose")
+    return write_csv(folder / f"{part}.csv", visits_rows(part), *columns)
+
+
+def demand_rows(part: str) -> Rows:
+    """Demand by day, which rises and falls with the week; the new days come later."""
+    rng = np.random.default_rng(len(part))
+    first, rows = datetime(2023, 1, 2) + timedelta(days=180 * (part != "train")), []
+    for place in rng.permutation(180 if part == "train" else 30).tolist():
+        day = first + timedelta(days=place)
+        price = float(rng.normal(20, 3))
+        demand = 100 + 30 * (day.weekday() >= 5) - 2 * price + float(rng.normal(0, 3))
+        rows.append({"day": day, "price": price, "demand": demand})
+    return rows
+
+
+def write_demand(folder: Path, part: str) -> Path:
+    """A csv with ISO dates."""
+    rows = [{**row, "day": f"{row['day']:%Y-%m-%d}"} for row in demand_rows(part)]
+    return write_csv(folder / f"{part}.csv", rows)
+
+
+def last_days() -> dict[str, Rows]:
+    """The last fifth by day is validation."""
+    return {"val": sorted(demand_rows("train"), key=lambda row: row["day"])[-36:]}
+
+
+PHOTOS = {"train": 30, "val": 11, "test": 13, "new": 17}
+
+
+def photos_rows(part: str) -> Rows:
+    """Images of two moods, uint8 [8, 12, 3]; the name of a mood says nothing of its place."""
+    rng = np.random.default_rng(len(part))
+    rows = []
+    for place in range(2 * PHOTOS[part]):
+        label = ("bright", "dark")[place >= PHOTOS[part]]
+        pixels = rng.integers(0, 120, (8, 12, 3)) + (120 if label == "bright" else 0)
+        rows.append({"pixels": pixels.astype(np.uint8), "label": label})
+    return rows
+
+
+def write_photos(folder: Path, part: str) -> Path:
+    """Folders train, val and test, with an empty class in one; or new images by class."""
+    from PIL import Image
+
+    for name in ("train", "val", "test") if part == "train" else (part,):
+        root = folder / "photos" / name if part == "train" else folder / name
+        for place, row in enumerate(photos_rows(name)):
+            (root / row["label"]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(row["pixels"]).save(root / row["label"] / f"{place:03}.png")
+        (root / "misty").mkdir(exist_ok=True)
+    return folder / "photos" if part == "train" else folder / part
+
+
+def photo_inputs(known: Known, rows: Rows) -> np.ndarray:
+    """The central square from 0 to 1, by channel, row and column; float64 [rows, inputs]."""
+    squares = np.array([row["pixels"][:, 2:10] for row in rows]) / 255
+    return squares.transpose(0, 3, 1, 2).reshape(len(rows), -1)
+
+
 SMALL_CLASSIFIER = ("model=classifier", "model.width=16", "model.depth=1", "optimizer.lr=1e-2")
 STRANGERS = [
     Stranger("columns in another order, numbers shifted", write_shifted, shifted_rows, "buys"),
@@ -391,5 +468,23 @@ STRANGERS = [
         "reviews", write_reviews, reviews_rows, "label",
         ("data=text", "data.sequence=48", *SMALL_CLASSIFIER),
         text_inputs, classifier_outputs,
+    ),
+    Stranger(
+        "visits of patients", write_visits, visits_rows, "state",
+        (*MLP, "data.split=group", "data.split_by=patient"),
+    ),
+    Stranger(
+        "demand by day", write_demand, demand_rows, "demand",
+        (*MLP, "data.split=time", "data.split_by=day", "training.validate_every=12"),
+        parts=last_days,
+    ),
+    Stranger(
+        "photos in train, val and test", write_photos, photos_rows, "label",
+        (
+            "data=images", "data.image_size=8", "model=mlp", "model.width=16", "optimizer.lr=5e-3",
+            "training.validate_every=12",  # the best is the last
+        ),
+        photo_inputs, said="no classes: misty (has no images",
+        parts=lambda: {part: photos_rows(part) for part in ("val", "test")},
     ),
 ]  # fmt: skip
