@@ -165,7 +165,8 @@ class _Build:
             opening = replace(opening, folder=parts.folder, trains=trains)
         data = self.given.data or open_data(config.data, self.look_up, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
-        self.data, self.table_report = check_data_table(data, table)
+        self.open_parts(parts, opening, fitted or Preprocessing.of(config.data, data))
+        self.data, self.table_report = check_data_table(data, table, self.parts)
         own = config.data._target_ is not None
         self.data.sizes, chosen = adapt_sizes(config.objective, self.data.sizes, own)
         standardised = [c for c in chosen if c.key == "data.target"]
@@ -173,15 +174,14 @@ class _Build:
         self.data.choices = (*others, *chosen)
         self.preprocessing = fitted or Preprocessing.of(config.data, self.data)
         self.checkpointer.preprocessing = self.preprocessing.dump()
-        self.open_parts(parts, opening)
 
-    def open_parts(self, parts: Parts, opening: Opening) -> None:
+    def open_parts(self, parts: Parts, opening: Opening, fitted: Preprocessing) -> None:
         """Validation and test samples that lie apart; training alone is to touch the test set."""
         self.parts = dict[str, Dataset]()
         self.choices += parts.choices
         for part, path in {} if self.whole else parts.paths.items():
             if part != "test" or self.config.job.kind is JobKind.train:
-                how = self.config.data, self.preprocessing, self.look_up, opening
+                how = self.config.data, fitted, self.look_up, opening
                 self.parts[part], choices = open_part(part, path, *how)
                 self.choices += choices
 

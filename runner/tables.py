@@ -6,10 +6,15 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from runner.checks.config import TableConfig
+from runner.data.batch import RowNames
 from runner.data.dataset import Dataset
 from runner.data.tensors import Tensors
 from runner.record.storage import replace_text
@@ -25,33 +30,70 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 FILE = "debug/table.json"
+NO_ROWS = np.zeros(0, np.int64)
 
 
-def check_data_table(data: Dataset, config: TableConfig) -> tuple[Dataset, list[TableReport]]:
+def check_data_table(
+    data: Dataset, config: TableConfig, parts: dict[str, Dataset] | None = None
+) -> tuple[Dataset, list[TableReport]]:
     """The data without what `config` leaves out, and the hook that records it, if there is one.
 
-    Data that are no table pass unchanged. Raises DataError where a finding stops the run.
+    Validation rows that lie apart, in `parts`, are checked with them; columns are left out of all
+    parts in place. Data that are no table pass unchanged. Raises DataError where a finding stops
+    the run.
     """
+    parts = parts or {}
     if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
         report = TableReport(None, data.choices)
         return data, [report] if report.bad else []
     from runner.checks.table import CheckedTable, check_table  # only where there is a table
 
     classes = data.sizes.classes if data.sizes.task == "classification" else None
+    whole = _with_validation(data, parts.get("validation"))
     table = CheckedTable(
-        data.inputs.numpy(),
-        data.target.numpy(),
+        whole.inputs.numpy(),
+        whole.target.numpy(),
         data.named_columns(),
-        data.train,
-        data.validation,
-        data.rows,
+        whole.train,
+        whole.validation,
+        whole.rows,
         classes,
         data.ignore,
     )
     findings = check_table(table, config)
     if findings.drop_columns or len(findings.drop_rows):
+        for name, part in parts.items():
+            if isinstance(part, Tensors):
+                rows = findings.drop_rows - len(data.inputs) if name == "validation" else NO_ROWS
+                parts[name] = part.without(findings.drop_columns, rows, ())
         data = data.without(findings.drop_columns, findings.drop_rows, findings.choices)
     return data, [TableReport(findings, data.choices)]
+
+
+def _with_validation(data: Tensors, part: Dataset | None) -> Tensors:
+    """The table, followed by validation rows that lie apart."""
+    if not isinstance(part, Tensors):
+        return data
+    first = len(data.inputs)
+    inputs = torch.cat([data.inputs, part.inputs])
+    indices = data.train, first + np.arange(len(part.inputs))
+    rows = RowNames(names=_JoinedNames(data.rows, part.rows, (first, len(inputs))))
+    return Tensors(inputs, torch.cat([data.target, part.target]), data.sizes, indices, rows=rows)
+
+
+@dataclass(frozen=True)
+class _JoinedNames(Sequence[str]):
+    train: RowNames
+    validation: RowNames
+    ends: tuple[int, int]  # of the rows of each
+
+    def __len__(self) -> int:
+        return self.ends[1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if index < self.ends[0]:
+            return self.train(index)
+        return f"{self.validation(index - self.ends[0])} of data.validation_path"
 
 
 class TableReport(Hook):

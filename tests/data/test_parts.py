@@ -152,6 +152,31 @@ def test_a_run_that_is_interrupted_in_its_test_is_tested_when_it_continues(tmp_p
     assert runs.rows(folder, "test") == runs.rows(tmp_path / "whole", "test")
 
 
+def test_rows_of_training_in_a_validation_file_are_named(tmp_path: Path) -> None:
+    typed = files(tmp_path)
+    lines = (tmp_path / "train.csv").read_text().splitlines()
+    with (tmp_path / "validation.csv").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines[4:16])
+    with runs.opened(*typed) as run:
+        report = next(hook for hook in run.hooks if hasattr(hook, "findings"))
+        (reason,) = report.findings.reasons
+    assert "12 of 72 validation rows (16.7%) are in training too" in reason.evidence
+    assert "such as line 62 of data.validation_path, which is line 5" in reason.evidence
+    with runs.opened(*typed, "checks.table.shared=drop") as run:
+        assert len(run.validation.fetch.order.indices) == 60 and run.test is not None
+
+
+def test_a_column_that_is_left_out_is_left_out_of_each_part(tmp_path: Path) -> None:
+    typed = files(tmp_path)
+    for name in ("train", *FIELDS):
+        lines = (tmp_path / f"{name}.csv").read_text().splitlines()
+        rows = [f"{line},{'c' if place == 0 else 7}" for place, line in enumerate(lines)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(rows) + "\n")
+    summary = runs.trained(*typed, "checks.table.constant=drop", folder=tmp_path / "run")
+    assert [column["name"] for column in known(tmp_path / "run")["columns"]] == ["a", "b"]
+    assert "val/accuracy" in summary.metrics and "test/accuracy" in summary.metrics
+
+
 def test_other_jobs_do_not_open_the_test_set(tmp_path: Path) -> None:
     typed, folder = files(tmp_path), tmp_path / "run"
     runs.trained(*typed, folder=folder)
