@@ -75,11 +75,11 @@ def test_a_run_of_such_folders_is_tested_evaluated_and_predicts(tmp_path: Path) 
     assert summary.tested["samples"] == 4 and "test/accuracy" in summary.metrics
 
     resumed = [*typed, f"checkpoint.resume={folder}", "job=evaluate"]
-    own = evaluate.main(runs.config(*resumed), tmp_path / "own")
+    last = f"checkpoint.resume={folder}/checkpoints/last"
+    own = evaluate.main(runs.config(*resumed, last), tmp_path / "own")
     validated = {n: x for n, x in summary.metrics.items() if n.startswith("val/")}
     assert own.metrics == pytest.approx(validated, abs=1e-6)
-    best = f"checkpoint.resume={folder}/checkpoints/best"
-    new = evaluate.main(runs.config(*resumed, best, f"data.path={root}/test"), tmp_path / "new")
+    new = evaluate.main(runs.config(*resumed, f"data.path={root}/test"), tmp_path / "new")
     tested = {n.replace("test/", "val/"): x for n, x in summary.metrics.items() if "test/" in n}
     assert new.metrics == pytest.approx(tested, abs=1e-6)
     train = evaluate.main(runs.config(*resumed, f"data.path={root}/train"), tmp_path / "train")
