@@ -216,4 +216,4 @@ def _listed(texts: Iterable[str]) -> str:
 
 def _typed(name: str) -> str:
     """A value as an override has it."""
-    return name if PLAIN.fullmatch(name) else quote_for_hydra(name)
+    return name if PLAIN.fullmatch(name) else quote_for_hydra(name, "double")

@@ -378,8 +378,8 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
 ) -> None:
     rows = [f"{i},{'Ayr' if i % 2 else 'Bath'},{i}.5\n" for i in range(60)]
     rows += ["1e99,Ayr,1.5\n", ",Ayr,1.5\n", "1,Bath\n", "1,Bath,\n"]
-    path = write(tmp_path, "".join(["area,town,price\n", *rows]))
-    asked = [f"data.path={path}", "data.target=prise", "data.ignore=[twon]", "model.width=8"]
+    path = write(tmp_path, "".join(["area,home town,price\n", *rows]))
+    asked = [f"data.path={path}", "data.target=prise", "data.ignore=['home twon']", "model.width=8"]
     ended = command(
         tmp_path, "data=tabular", *asked, "+data.types.aera=number", "data.missing=error"
     )
@@ -389,8 +389,8 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
         message.index(part)
         for part in (
             "data.target: ",
-            "has no column 'prise', nor 'twon' (data.ignore), 'aera' (data.types); ",
-            "did you mean 'price'?; did you mean 'town'?; did you mean 'area'?; ",
+            "has no column 'prise', nor 'home twon' (data.ignore), 'aera' (data.types); ",
+            "did you mean 'price'?; did you mean 'home town'?; did you mean 'area'?; ",
             "line 62, column 'area': 1e+99 is too large for float32; ",
             "line 63, column 'area': the value is missing; ",
             "line 65, column 'price': the value is missing; ",
@@ -401,7 +401,7 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
     assert places == sorted(places) and len(message) < 1_000
     *_, overrides = message.partition("python -m runner ")
     typed = shlex.split(overrides)
-    assert {"model.width=8", "data.target=price", "data.ignore=[town]"} <= {*typed}
+    assert {"model.width=8", "data.target=price", 'data.ignore=["home town"]'} <= {*typed}
     assert "+data.types={area: number}" in typed
     data = tabular(cast("Tabular", config(*typed).data))
     assert len(data.target) == 60 and [c.name for c in data.columns] == ["area"]
