@@ -15,6 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryFile
 
+ROOT = Path(__file__).parents[1]
 WITH_WORKERS = {"job=benchmark", "job=replay"}
 
 
@@ -39,7 +40,8 @@ def run(
 @cache
 def _server() -> socket.socket:
     ours, theirs = socket.socketpair()
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is imported
+    # read when torch is imported; and this checkout's runner, not an installed one
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with theirs:
         process = subprocess.Popen([sys.executable, __file__], stdin=theirs, env=variables)
     atexit.register(process.wait)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 from multiprocessing import context
+from pathlib import Path
 from types import SimpleNamespace
 
 from runner.benchmark.workers import process
+
+ROOT = Path(__file__).parents[1]
 
 
 class WarmProcess(context.ForkServerProcess):
@@ -18,7 +21,12 @@ class WarmProcess(context.ForkServerProcess):
 
     def start(self) -> None:
         self.variables = dict(os.environ)
-        super().start()
+        os.environ["PYTHONPATH"] = str(ROOT)  # of a server that is started by this
+        try:
+            super().start()
+        finally:
+            os.environ.clear()
+            os.environ.update(self.variables)
 
     def run(self) -> None:
         os.environ.clear()
