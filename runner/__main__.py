@@ -17,9 +17,11 @@ def main() -> int:
         version = ".".join(str(part) for part in sys.version_info[:2])
         _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
         return 2
+    if sys.stdout is None:  # closed: no other file may be opened as descriptor 1
+        sys.stdout = open(os.devnull, "w")
     try:
         code = _main(sys.argv[1:])
-        sys.stdout.flush()
+        _flush()
         return code
     except RunnerError as error:
         _print_error(str(error), lines=isinstance(error, SweepFailed))
@@ -31,7 +33,7 @@ def main() -> int:
         _print_error(str(interrupted))
         return interrupted.exit_code
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _flush()
         return 0
 
 
@@ -57,6 +59,14 @@ def _main(typed: list[str]) -> int:
 
     with sigterm_unwinds():
         return launch(request)
+
+
+def _flush() -> None:
+    """Write out stdout, or drop what a closed pipe or a full disk refuses."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(message: str, lines: bool = False) -> None:

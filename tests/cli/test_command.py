@@ -105,6 +105,17 @@ def test_showing_a_config_ends_quietly_when_nobody_reads_on(folder: Path) -> Non
     assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
+@pytest.mark.parametrize("where", [">&-", "> /dev/full", "| true"])
+def test_a_finished_run_is_done_also_where_stdout_takes_nothing(folder: Path, where: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "PYTHON": sys.executable}
+    line = f"set -o pipefail; $PYTHON -m runner training.steps=1 hydra.run.dir=outputs/one {where}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, text=True, capture_output=True
+    )
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    assert json.loads((folder / "outputs/one/summary.json").read_text())["status"] == "done"
+
+
 def test_a_run_leaves_its_command_and_a_failure_its_code(folder: Path) -> None:
     typed = ["model._target_=own_package.Net", "security.trusted=[own_package]", "device=cpu",
              "training.steps=2", "monitoring=quiet"]  # fmt: skip
