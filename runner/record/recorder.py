@@ -8,12 +8,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runner.record.config import MonitoringConfig
-from runner.record.storage import Appender
+from runner.record.storage import RetryingAppender
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,15 +31,15 @@ TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 class Recorder:
     """Writes rows, texts and pictures into a run's folder, and never stops the run.
 
-    A full disk or a deleted folder is logged once, counted in `faults`, and that file is given up;
-    training continues. With `folder` None nothing is written.
+    What a full disk or a deleted folder refuses is logged once, kept in memory within bounds, and
+    tried again at the next row; `faults` counts what is not written. With `folder` None nothing is.
     """
 
     def __init__(self, folder: Path | None, config: MonitoringConfig) -> None:
         self.folder = folder
         self.config = config
-        self.faults: dict[str, int] = {}  # by kind: metrics, tensorboard
-        self._rows: Appender | None = None
+        self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
+        self._rows: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
 
@@ -55,17 +54,17 @@ class Recorder:
             return
         try:
             _cut(self.folder / METRICS, start_step, offset)
-            self._rows = Appender(self.folder / METRICS)
+            self._rows = RetryingAppender(self.folder / METRICS)
             self._position = self._rows.size
         except OSError as error:
-            self._give_up("metrics", error)
+            self._warn("metrics", error)
         if self.config.tensorboard:
             try:
                 from runner.record.tensorboard import open_event_file
 
                 self._events = open_event_file(self.folder, start_step + 1 if start_step else None)
             except Exception as error:  # protobuf versions that do not fit raise all kinds
-                self._give_up("tensorboard", error)
+                self._warn("tensorboard", error)
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """One row: a JSON line, and one event with all its values under `<split>/<name>`
@@ -74,11 +73,9 @@ class Recorder:
         JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was.
         """
         if self._rows is not None:
-            try:
-                self._rows.write(_line(step, split, values))
-                self._position = self._rows.size
-            except OSError as error:
-                self._give_up("metrics", error)
+            line = _line(step, split, values)
+            self._write("metrics", self._rows, lambda rows: rows.write(line))
+            self._position = self._rows.size + self._rows.waiting_bytes
         self.show(step, "usage" if split == "system" else split, values)
 
     def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
@@ -131,7 +128,7 @@ class Recorder:
             self._show(lambda events: events.end())
 
     def position(self) -> int:
-        """Bytes of metrics.jsonl written so far; a checkpoint keeps it, for `open`."""
+        """Bytes of metrics.jsonl so far, with those to come; a checkpoint keeps it, for `open`."""
         return self._position
 
     @property
@@ -144,31 +141,30 @@ class Recorder:
         files = {"metrics": self._rows, "tensorboard": self._events}
         self._rows = self._events = None
         for kind, file in files.items():
-            try:
-                if file is not None:
-                    file.close()
-            except OSError as error:  # some file systems tell only now
-                self._give_up(kind, error)
+            if file is not None:
+                self._write(kind, file, lambda file: file.close())
 
     def _show(self, write: Callable[[TensorBoard], None]) -> None:
         if self._events is not None:
-            try:
-                write(self._events)
-            except OSError as error:
-                self._give_up("tensorboard", error)
+            self._write("tensorboard", self._events, write)
 
-    def _give_up(self, kind: str, error: Exception) -> None:
-        """Write to that file no more; logged once."""
-        file = self._rows if kind == "metrics" else self._events
-        if kind == "metrics":
-            self._rows = None
+    def _write(self, kind: str, file: Any, write: Callable[[Any], None]) -> None:
+        """Write to that file, and count what it does not take."""
+        try:
+            write(file)
+        except OSError as error:
+            if kind not in self.faults:
+                self._warn(kind, error)
+            self.faults[kind] = max(file.unwritten, 1)
         else:
-            self._events = None
-        self.faults[kind] = self.faults.get(kind, 0) + 1
-        log.warning("%s is no longer written, the run continues: %s", TITLES[kind], error)
-        with suppress(OSError):  # it is lost already
-            if file is not None:
-                file.close()
+            if kind in self.faults and file.unwritten:
+                self.faults[kind] = file.unwritten
+            elif self.faults.pop(kind, 0):
+                log.warning("%s is written again, nothing is lost", TITLES[kind])
+
+    def _warn(self, kind: str, error: Exception) -> None:
+        self.faults[kind] = 1
+        log.warning("%s cannot be written, the run continues: %s", TITLES[kind], error)
 
 
 def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import stat
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class HashedFile:
         return FileDigest(self._size, self._digest.hexdigest())
 
 
+MOST_WAITING = 2**24  # bytes
+
+
 class Appender:
     """Appends records to a file; one that cannot be written whole is taken back.
 
@@ -99,6 +103,43 @@ class Appender:
         if self.descriptor >= 0:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
+
+
+class RetryingAppender(Appender):
+    """An Appender that keeps the records which the disk refuses and tries them at the next write.
+
+    At most `MOST_WAITING` bytes of them: of more, the oldest are lost.
+    """
+
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        super().__init__(path, new=new)
+        self.waiting: deque[bytes] = deque()
+        self.lost = self.waiting_bytes = 0
+
+    def write(self, record: bytes) -> None:
+        """Append what waits and `record`; OSError where they wait on."""
+        self.waiting.append(record)
+        self.waiting_bytes += len(record)
+        while self.waiting_bytes > MOST_WAITING and len(self.waiting) > 1:
+            self.waiting_bytes -= len(self.waiting.popleft())
+            self.lost += 1
+        self._write_waiting()
+
+    def close(self) -> None:
+        """Try what waits a last time, and close the file."""
+        with suppress(OSError):  # they are counted as unwritten
+            self._write_waiting()
+        super().close()
+
+    def _write_waiting(self) -> None:
+        while self.waiting:
+            super().write(self.waiting[0])
+            self.waiting_bytes -= len(self.waiting.popleft())
+
+    @property
+    def unwritten(self) -> int:
+        """Records that are not in the file."""
+        return self.lost + len(self.waiting)
 
 
 def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:

@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import masked
 from runner.record.hparams import Scalar
-from runner.record.storage import Appender
+from runner.record.storage import RetryingAppender
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,7 @@ class TensorBoard:
     """One event file. Several of them in a run's folder, from resumes, read as one run."""
 
     def __init__(self, path: Path) -> None:
-        self.file = Appender(path, new=True)
+        self.file = RetryingAppender(path, new=True)
         self.tags: dict[tuple[str, str], str] = {}
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -115,6 +115,11 @@ class TensorBoard:
     def close(self) -> None:
         """Close the file."""
         self.file.close()
+
+    @property
+    def unwritten(self) -> int:
+        """Events that are not in the file."""
+        return self.file.unwritten
 
     def _hparams(self, name: str, **content: Any) -> None:
         data = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()

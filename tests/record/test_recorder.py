@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
@@ -106,7 +107,7 @@ def test_a_deleted_folder_is_said_once_a_file_and_the_run_goes_on(
         recorder.scalars(step, "train", {"loss": 1.0})
         recorder.image("picture", np.zeros((2, 2, 3), np.uint8), step)
     recorder.close()
-    assert recorder.faults == {"metrics": 1, "tensorboard": 1}
+    assert recorder.faults == {"metrics": 4, "tensorboard": 8}
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 2
     assert all("deleted while the run went on" in text for text in warned)
@@ -114,6 +115,7 @@ def test_a_deleted_folder_is_said_once_a_file_and_the_run_goes_on(
 
 CHILD = """
 import json
+import resource
 import sys
 from pathlib import Path
 from runner.record.recorder import Recorder
@@ -122,29 +124,46 @@ from runner.record.config import MonitoringConfig
 recorder = Recorder(Path(sys.argv[1]), MonitoringConfig())
 recorder.open()
 for step in range(1, 200):
+    if step == int(sys.argv[2]):  # there is room again
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
     recorder.scalars(step, "train", {"loss": 0.123456789, "grad_norm": 1.0})
 recorder.close()
 print(json.dumps([recorder.faults, recorder.position()]))
 """
 
 
-def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path: Path) -> None:
+def record_on_a_full_disk(folder: Path, room_again: int) -> tuple[dict[str, int], int, str]:
+    """Faults, position and warnings of 199 rows, of which the first 5,000 bytes fit at first."""
+
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 10**6))
 
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path)],
+        [sys.executable, "-c", CHILD, str(folder), str(room_again)],
         preexec_fn=limit, capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
+    return *json.loads(done.stdout), done.stderr
+
+
+def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path: Path) -> None:
+    faults, position, warned = record_on_a_full_disk(tmp_path, 0)
     size = (tmp_path / "metrics.jsonl").stat().st_size
-    faults, position = json.loads(done.stdout)
-    assert faults == {"metrics": 1, "tensorboard": 1}
-    assert position == size
     steps = [row["step"] for row in rows(tmp_path)]
     assert steps == list(range(1, len(steps) + 1))
-    assert 4900 < size <= 5000
-    assert done.stderr.count("no longer written") == 2
+    assert 4900 < size <= 5000 < position
+    assert faults["metrics"] == 199 - len(steps) and 0 < faults["tensorboard"] < 199
+    assert warned.count("cannot be written, the run continues") == 2
+
+
+def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_path: Path) -> None:
+    faults, position, warned = record_on_a_full_disk(tmp_path, 150)
+    assert faults == {} and position == (tmp_path / "metrics.jsonl").stat().st_size
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 200))
+    (path,) = tmp_path.glob("events.*")
+    written = [event.step for event in EventFileLoader(str(path)).Load() if event.step]
+    assert written == list(range(1, 200))
+    assert warned.count("is written again, nothing is lost") == 2
 
 
 def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(
