@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, dict):
         items = {key: tree_map(item, change) for key, item in value.items()}
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, items)
         return items if type(value) is dict else type(value)(items)
     if isinstance(value, tuple | list):
         parts = [tree_map(item, change) for item in value]

@@ -60,8 +60,11 @@ class Recorder:
             self._warn("metrics", error)
         if self.config.tensorboard:
             try:
-                from runner.record.tensorboard import open_event_file
+                from runner.record.tensorboard import PREFIX, open_event_file
 
+                if start_step == 0:  # it was killed before its first checkpoint
+                    for path in self.folder.glob(f"{PREFIX}*"):
+                        path.unlink()
                 self._events = open_event_file(self.folder, start_step + 1 if start_step else None)
             except Exception as error:  # protobuf versions that do not fit raise all kinds
                 self._warn("tensorboard", error)

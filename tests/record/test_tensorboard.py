@@ -122,3 +122,14 @@ def test_an_event_file_that_was_torn_is_no_hindrance_to_a_resume(tmp_path: Path)
     second.scalars(20, "train", {"loss": 2.0})
     second.close()
     assert points(tmp_path, "train/loss") == [(10, 1.0), (20, 2.0)]
+
+
+def test_a_run_that_begins_again_in_its_folder_shows_no_step_twice(tmp_path: Path) -> None:
+    for run in (1.0, 2.0):
+        recorder = opened(tmp_path)
+        for step in (0, 10):
+            recorder.scalars(step, "train", {"loss": run})
+        recorder.text("about/config", "text", 0)
+        recorder.close()
+    assert points(tmp_path, "train/loss") == [(0, 2.0), (10, 2.0)]
+    assert len(read(tmp_path).Tensors("about/config")) == 1
