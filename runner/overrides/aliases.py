@@ -22,7 +22,6 @@ KEYS = {
     "data.validation": "val_split valid_split validation_split test_size",
     "data.validation_path": "validation_file val_path val_file eval_file dev_file",
     "data.test_path": "test_file",
-    "data.folds": "n_folds k_folds kfold n_splits cv",
     "model": "net network arch architecture backbone model_name model_type",
     "model.width": "width hidden hidden_size hidden_dim dim d_model n_embd embed_dim",
     "model.depth": "depth num_layers n_layers n_layer layers num_hidden_layers",
