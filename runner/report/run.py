@@ -112,7 +112,7 @@ def _sections(
     reasons = [(key, f"{value}: {reason}") for key, value, reason in choices]
     techniques = _techniques(summary, full_reasons)
     if choices and not full_reasons:
-        values = [f"{key}={value}" for key, value, _ in choices]
+        values = dict.fromkeys(f"{key}={value}" for key, value, _ in choices)
         techniques.append(("chosen", ", ".join(values)))
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
     of_faults = [("skipped steps", skipped)] if skipped else []
