@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from runner.captures.manifest import find, read_manifest
 from runner.checkpoint.lock import is_locked
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest import read_manifest as read_checkpoint
 from runner.composing import from_plain
 from runner.config import RunConfig
 from runner.data.paths import existing
-from runner.errors import ConfigError
+from runner.errors import CheckpointError, ConfigError
 from runner.jobs.config import EVALUATING, JobKind
 from runner.overrides.recorded import CHECKPOINTS
 from runner.overrides.spelling import parse_override
-from runner.record.storage import read_record
+from runner.record.storage import OLD, read_record
 
 KEY = "replay.path"
 TYPED = ("job", "replay", "security", "monitoring", "hydra", "name")
@@ -36,19 +40,37 @@ def check_weights_exist(config: RunConfig) -> None:
 
 
 def unfinished(planned: Path, config_hash: str) -> Path | None:
-    """The newest run beside `planned` of that config that has checkpoints, no end and no owner."""
+    """The run beside `planned` of that config that came furthest, has no end and no owner.
+
+    A summary that is damaged or missing ends no run: its checkpoints say whose they are.
+    """
     runs = []
-    for file in planned.parent.glob("*/summary.json"):
-        try:
-            summary = json.loads(read_record(file))
-            written = file.stat().st_mtime_ns
-        except (OSError, ValueError):  # an unreadable run is no candidate
-            continue
-        same = isinstance(summary, dict) and summary.get("config_hash") == config_hash
-        if same and summary.get("status") not in ENDED and (file.parent / CHECKPOINTS).is_dir():
-            runs.append((written, file.parent))
-    newest_first = (folder for _, folder in sorted(runs, reverse=True))
-    return next((folder for folder in newest_first if not is_locked(folder)), None)
+    for checkpoints in planned.parent.glob(f"*/{CHECKPOINTS}"):
+        folder = checkpoints.parent
+        summary, manifests = _summary(folder), _manifests(checkpoints)
+        hashes = {summary.get("config_hash"), *(m.config_hash for m in manifests[-1:])}
+        if config_hash in hashes and summary.get("status") not in ENDED:
+            runs.append((manifests[-1].step if manifests else -1, folder))
+    furthest_first = (folder for _, folder in sorted(runs, reverse=True))
+    return next((folder for folder in furthest_first if not is_locked(folder)), None)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """A run's summary, of which nothing is left where it cannot be read."""
+    try:
+        summary = json.loads(read_record(folder / "summary.json"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _manifests(checkpoints: Path) -> list[Manifest]:
+    """Those that can be read, by their steps."""
+    manifests = []
+    for folder in (*checkpoints.glob("step_*"), *checkpoints.glob(f"{OLD}step_*")):
+        with suppress(CheckpointError):
+            manifests.append(read_checkpoint(folder))
+    return sorted(manifests, key=lambda manifest: manifest.step)
 
 
 def with_captured(overrides: Sequence[str], trusted: Sequence[str]) -> list[str]:

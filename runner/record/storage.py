@@ -184,6 +184,8 @@ def replace_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb", opener=for_owners) as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from runner.data.batch import Batch
 from runner.errors import (
@@ -43,11 +43,12 @@ def train(run: Run) -> Summary:
     check_run("train", run)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     over = run.progress.step >= run.total_steps or run.stop_reason
-    if over and run.folder is not None and (run.folder / "summary.json").exists():
-        ended = Summary.read(run.folder)
-        if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
-            log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
-            return ended  # its record stays as it is
+    if over and run.folder is not None:
+        with suppress(StorageError):  # none, or a damaged one: it is made again
+            ended = Summary.read(run.folder)
+            if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
+                log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
+                return ended  # its record stays as it is
     if run.folder is not None:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)

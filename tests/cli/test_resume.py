@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from runner.checkpoint.lock import lock
+from runner.checkpoint.manifest import MODEL, STATE, Manifest
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.composing import compose
 from runner.config import config_hash
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.overrides.recorded import with_recorded
+from runner.record.storage import FileDigest, write_file
+from runner.training.summary import Summary
+from tests.runs import QUICK, trained
 
 TIME = 1_700_000_000
 
@@ -29,16 +33,20 @@ def ask(*typed: str) -> Request:
     return check(read_arguments(typed))
 
 
-def make_run(where: str, overrides: list[str], status: str = "interrupted", age: int = 0) -> Path:
-    run = Path(where)
+def make_run(where: str, overrides: list[str], status: str = "interrupted", step: int = 0) -> Path:
+    run, sha256 = Path(where), config_hash(compose(overrides))
     (run / "checkpoints" / "step_00000012").mkdir(parents=True)
+    if step:
+        (run / "checkpoints" / f"step_{step:08d}").mkdir(exist_ok=True)
+        files = {name: FileDigest(0, "") for name in (MODEL, STATE)}
+        facts = Manifest(step, True, files, sha256, "", "", 1, "")
+        write_file(run / f"checkpoints/step_{step:08d}/manifest.json", facts.write)
     (run / "checkpoints" / "last").symlink_to("step_00000012")
     (run / ".hydra").mkdir()
     lines = "".join(f"- {json.dumps(line)}\n" for line in overrides) or "[]\n"
     (run / ".hydra" / "overrides.yaml").write_text(lines)
-    summary = {"status": status, "config_hash": config_hash(compose(overrides))}
+    summary = {"status": status, "config_hash": sha256}
     (run / "summary.json").write_text(json.dumps(summary))
-    os.utime(run / "summary.json", (TIME - age, TIME - age))
     return run
 
 
@@ -174,24 +182,56 @@ def auto(*typed: str) -> Request:
 HOME = "outputs/runs/digits-mlp"
 
 
-def test_auto_continues_the_newest_unfinished_run_of_the_same_config() -> None:
-    make_run(f"{HOME}/older", [], status="running", age=20)  # it was killed
-    make_run(f"{HOME}/newest", [], age=10)
-    make_run(f"{HOME}/other-config", ["seed=1"])
-    make_run(f"{HOME}/done", [], status="done")
-    make_run(f"{HOME}/stopped-early", [], status="stopped")
-    make_run("outputs/runs/other-name/run", [])
+def test_auto_continues_the_unfinished_run_of_the_same_config_that_came_furthest() -> None:
+    make_run(f"{HOME}/further", [], step=30)
+    make_run(f"{HOME}/less", [], status="running", step=20)  # it was killed
+    make_run(f"{HOME}/other-config", ["seed=1"], step=40)
+    make_run(f"{HOME}/done", [], status="done", step=40)
+    make_run(f"{HOME}/stopped-early", [], status="stopped", step=40)
+    make_run("outputs/runs/other-name/run", [], step=40)
     (make_run(f"{HOME}/no-checkpoints", []) / "checkpoints").rename("gone")
-    (make_run(f"{HOME}/torn", []) / "summary.json").write_text("{")
+    os.utime(f"{HOME}/further/summary.json", (TIME, TIME))  # clocks decide nothing
     request = auto()
-    assert request.arguments[-1] == f"hydra.run.dir='{HOME}/newest'"
-    assert request.notes == [f"checkpoint.resume=auto: continuing {HOME}/newest"]
-    with lock(Path(HOME, "newest")):
-        assert auto().arguments[-1] == f"hydra.run.dir='{HOME}/older'"
+    assert request.arguments[-1] == f"hydra.run.dir='{HOME}/further'"
+    assert request.notes == [f"checkpoint.resume=auto: continuing {HOME}/further"]
+    with lock(Path(HOME, "further")):
+        assert auto().arguments[-1] == f"hydra.run.dir='{HOME}/less'"
+
+
+@pytest.mark.parametrize("left", [None, "", "{", "[]", '{"status": "failed"}'])
+def test_auto_goes_on_from_the_checkpoints_of_a_run_whose_summary_is_damaged(
+    left: str | None,
+) -> None:
+    typed = ["data=cancer", "training.steps=3"]
+    run = Path("outputs/runs/cancer-mlp/run")
+    first = trained(*typed, folder=run)
+    (run / "summary.json").unlink()
+    if left is not None:
+        (run / "summary.json").write_text(left)
+    assert auto(*QUICK, *typed).notes == [f"checkpoint.resume=auto: continuing {run}"]
+    assert "afresh" in auto(*QUICK, *typed, "seed=1").notes[0]  # of another config
+    again = trained(*typed, "checkpoint.resume=auto", folder=run)
+    assert (again.status, again.steps, again.metrics) == ("done", 3, first.metrics)
+    assert Summary.read(run).status == "done"
+
+
+def test_a_record_is_on_the_disk_before_it_takes_the_place_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synced: list[int] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    Summary().write(Path())
+    assert synced == [Path("summary.json").stat().st_ino]
 
 
 def test_auto_says_when_it_starts_afresh() -> None:
-    make_run(f"{HOME}/run", [])
+    make_run(f"{HOME}/run", [], step=12)
     request = auto("seed=7")
     assert request.arguments == ["checkpoint.resume=auto", "seed=7"]
     assert "starting afresh" in request.notes[0]
