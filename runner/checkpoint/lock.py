@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from runner.errors import StorageError, UsageError
@@ -37,16 +37,19 @@ class Lock(AbstractContextManager["Lock"]):
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
+        self._file = None if descriptor is None else _identity(descriptor)
 
     def release(self) -> None:
-        """Give the lock up; a second call does nothing."""
+        """Give the lock up; a second call does nothing, and a broken file raises nothing."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
-        if _owned(descriptor):  # not in a forked child: it holds none
-            os.ftruncate(descriptor, 0)
-            del _owners[_identity(descriptor)]
-        os.close(descriptor)
+        with suppress(OSError):
+            if self._file is not None and _owners.get(self._file) == os.getpid():
+                del _owners[self._file]  # not in a forked child: it holds none
+                os.ftruncate(descriptor, 0)
+        with suppress(OSError):
+            os.close(descriptor)
 
     def __exit__(self, *exc: object) -> None:
         self.release()
@@ -120,13 +123,9 @@ def _acquire(descriptor: int, folder: Path) -> None:
 
 def _held_here(folder: Path) -> bool:
     try:
-        return _owned(folder / NAME)
+        return _owners.get(_identity(folder / NAME)) == os.getpid()
     except OSError:
         return False
-
-
-def _owned(file: int | Path) -> bool:
-    return _owners.get(_identity(file)) == os.getpid()
 
 
 def _identity(file: int | Path) -> tuple[int, int]:

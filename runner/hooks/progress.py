@@ -32,6 +32,8 @@ class ProgressDisplay(Hook):
     The plain lines go to `run.log` in either case.
     """
 
+    monitors = True
+
     def __init__(self, config: MonitoringConfig) -> None:
         self.config = config
         self.live: Live | None = None

@@ -34,6 +34,8 @@ class Recording(Hook):
     `settings` is the config, flat: `optimizer.lr` and so on.
     """
 
+    monitors = True
+
     def __init__(
         self,
         config: MonitoringConfig,
@@ -145,6 +147,8 @@ class Faults(Hook):
 
     With `empty`, a run without a fault leaves history.json and anomalies.json that say so.
     """
+
+    monitors = True
 
     def __init__(self, empty: bool = False) -> None:
         self.empty = empty

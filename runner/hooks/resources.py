@@ -38,6 +38,8 @@ class Resources(Hook):
     memory sooner where the process grows.
     """
 
+    monitors = True
+
     def __init__(self, clean_above: float | None, config: WatchConfig, machine: Machine) -> None:
         self.clean_above = clean_above
         self.config = config

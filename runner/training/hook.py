@@ -79,6 +79,7 @@ class Hook:
     """
 
     every: int = 1  # `around`, `on_gradients` and `on_step` are for each n-th step (see `due`)
+    monitors: bool = False  # what the system refuses it (files, readings) is logged and ends no run
     eager: bool = False  # the steps that it is around, or whose gradients it sees, run uncompiled
     EVENTS: ClassVar[tuple[str, ...]] = ("on_gradients", "on_step", "on_report", "on_validation")
 

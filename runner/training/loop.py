@@ -26,7 +26,7 @@ from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
 from runner.training.run import Run, check_run
 from runner.training.signals import Interrupts
-from runner.training.step import call_hooks, make_step, overrides_event, record_step
+from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -58,7 +58,7 @@ def train(run: Run) -> Summary:
     try:
         with ExitStack() as stack:
             for hook in run.hooks:
-                stack.enter_context(hook.session(run))
+                enter_session(stack, hook, run)
             with redact_errors(), translate_oom("while training"):
                 _train(run)
             collect_evidence(run)

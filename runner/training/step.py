@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from runner.data.batch import Batch, call, count, rows, split
 from runner.data.seeds import mix
 from runner.errors import UsageError
+from runner.record.text import summarize_error
 from runner.training.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.training.run import Run
 
@@ -201,8 +203,38 @@ def call_hooks(
     for hook in hooks:
         if isinstance(what, Step) and not hook.due(what.number):
             continue
-        worst = max(worst, getattr(hook, event)(run, what) or Verdict.KEEP)
+        with _tolerated(hook, run):
+            worst = max(worst, getattr(hook, event)(run, what) or Verdict.KEEP)
     return worst
+
+
+def enter_session(stack: ExitStack, hook: Hook, run: Run) -> None:
+    """Enter the hook's session, which is left with the stack."""
+    session = hook.session(run)
+
+    def leave(*error: Any) -> bool | None:
+        swallowed = None
+        with _tolerated(hook, run):
+            swallowed = session.__exit__(*error)
+        return swallowed
+
+    with _tolerated(hook, run):
+        session.__enter__()
+        stack.push(leave)
+
+
+@contextmanager
+def _tolerated(hook: Hook, run: Run) -> Iterator[None]:
+    """Where the hook monitors, log what the system refuses it."""
+    try:
+        yield
+    except (OSError, ImportError, psutil.Error) as error:
+        if not hook.monitors:
+            raise
+        run.history.add(
+            "monitoring", f"{type(hook).__name__}: {summarize_error(error)}",
+            step=run.progress.step, category="resources", action="the run continues",
+        )  # fmt: skip
 
 
 def overrides_event(hook: Hook, event: str) -> bool:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner import build, compose, train
+from runner import Hook, build, compose, train
 from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
 from runner.stability.config import WatchConfig
+from runner.training.hook import Step
+from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
 
@@ -49,6 +55,42 @@ def test_a_threshold_is_a_share() -> None:
         DeviceConfig(clean_above=1.5)
     with pytest.raises(ConfigError, match=r"stability\.watch\.stop_above"):
         WatchConfig(stop_above=float("nan"))
+
+
+# trouble with the readings
+
+
+class NoFiles(Hook):
+    """From step 5 to 50 no file can be opened: EMFILE."""
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def on_step(self, run: Run, step: Step) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if step.number in (5, 50):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0 if step.number == 5 else hard, hard))
+        time.sleep(0.012)  # a row about the machine falls due
+
+
+def test_a_run_goes_on_where_no_file_can_be_opened(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    more = ["monitoring.system_every_s=0.01", "checkpoint=off"]
+    with build(compose([*QUICK, *more]), tmp_path) as run:
+        run.hooks.append(NoFiles())
+        summary = train(run)
+    assert (summary.status, summary.steps) == ("done", 60)
+    assert len(runs.rows(tmp_path, "train")) == 6
+    assert summary.faults["monitoring"] > 2
+    said = [r.message for r in caplog.records if r.message.endswith("; the run continues")]
+    assert [text.split(": ")[1] for text in said] == ["Resources", "Recording"]  # each once
+    assert all("Too many open files" in text for text in said)
 
 
 # stopping and leaks, each in a process of its own: there the heap has no room left by others
