@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from runner.benchmark.blocks import ArmEnded, Measured, StoppingRule, Turn, run_blocks
-from runner.benchmark.statistics import Estimate
 from tests.benchmark.simulated_machine import (
     BASE,
     EFFECTS,
@@ -133,33 +132,9 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     assert math.isfinite(measured.estimates["small"].half_width)
 
 
-def test_without_the_reference_times_are_gathered_and_there_are_no_ratios() -> None:
-    machine = Machine(Noise(), EFFECTS, 0)
-    measured = run(machine, TWO_MINUTES, ending(machine, {BASE: 3}))
-    assert measured.estimates == {}
-    assert measured.blocks == len(measured.turns["large"]) == 8
-    assert "the reference, none, ended: there are no ratios" in measured.stopped
-
-
 @pytest.mark.parametrize("ends", [{BASE: 2, "other": 4}, {BASE: 0, "other": 0}])
 def test_when_all_arms_end_it_ends(ends: dict[str, int]) -> None:
     machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
     measured = run(machine, TWO_MINUTES, ending(machine, ends))
     assert measured.stopped == "every arm has ended"
     assert set(measured.ended) == {BASE, "other"}
-
-
-def test_ctrl_c_leaves_the_intervals_of_the_last_look() -> None:
-    machine = Machine(Noise(0.05), EFFECTS, 0)
-    rule = replace(ENDLESS, looks=(8, 12, 16))
-    measured = run(machine, rule, ending(machine, {"large": 14}, KeyboardInterrupt))
-    assert measured.stopped == "interrupted"
-    assert measured.blocks == 14
-    assert len(measured.turns["large"]) == 14
-    looks: list[Mapping[str, Estimate]] = []
-    run(
-        Machine(Noise(0.05), EFFECTS, 0),
-        rule,
-        watch=lambda measured: looks.append(dict(measured.estimates)),
-    )
-    assert measured.estimates == looks[1]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from torch import nn
 
 from runner import compose
@@ -120,21 +119,6 @@ def test_metrics_of_ones_own_are_columns_and_a_bad_one_is_a_note(race: Race) -> 
 
 def test_nothing_is_left_of_the_processes(race: Race) -> None:
     assert all(is_gone(pid) for pid in race.pids)
-
-
-def test_parts_that_were_given_are_copied_and_leave_nothing_behind(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 2))
-    before = [p.detach().clone() for p in model.parameters()]
-    given = Components(model=model)
-    one = Arm("one", compose(["data=cancer", "model=mlp", "device=cpu", "optimization=basic"]))
-    with WorkerPool([one], QUICK, tmp_path, given=given) as pool:
-        pool.start("one")
-        pool.turn("one", 0.05)
-        assert pool.finish("one").problems == []
-    assert not any(p.is_shared() for p in model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:

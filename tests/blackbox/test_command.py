@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner import compose
 from tests.runs import command
 
 from .conftest import OWN, only, read
@@ -21,13 +20,6 @@ CONTRACT = {
     "debug.every": 9, "benchmark.budget_s": 5, "benchmark.attribute": True,
     "benchmark.baseline": "z", "security.trusted": ["own"], "model._target_": "own.Net",
 }  # fmt: skip
-LEVELS = ["none", "basic", "advanced", "ultra", "maximum", "full", "custom", "auto", "amp",
-          "compile", "memory_efficient"]  # fmt: skip
-TECHNIQUES = [
-    "tf32", "amp", "compile", "whole_step", "fused_optimizer", "attention", "channels_last",
-    "recompute", "accumulation", "chunked_loss", "quantization", "cuda_graphs", "pipeline",
-    "system",
-]  # fmt: skip
 
 
 def test_every_name_of_the_contract_is_a_key(tmp_path: Path) -> None:
@@ -48,13 +40,6 @@ def test_every_name_of_the_contract_is_a_key(tmp_path: Path) -> None:
         assert found == value, key
     assert config["optimization"]["level"] == "ultra"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_level_composes_with_every_technique(level: str) -> None:
-    optimization = compose([f"optimization={level}"]).optimization
-    assert optimization.level == level
-    assert sorted(name for name, _ in optimization.techniques()) == sorted(TECHNIQUES)
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,6 @@ def test_evaluating_answers_and_leaves_the_run_alone(run: Path, place: Path) -> 
     assert (run / "summary.json").read_bytes() == before
 
 
-def test_scanning_a_run_of_ours_finds_nothing(run: Path, place: Path) -> None:
-    done = command(place, "job=scan", f"scan.path={run}")
-    assert done.returncode == 0, done.stderr
-    assert "straight" in done.stdout
-
-
 def test_what_is_never_finite_ends_with_4_and_a_replay_names_the_module(place: Path) -> None:
     done = command(place, *OWN, "+model.fault=log", "name=nan", "training.steps=60")
     assert done.returncode == 4, done.stderr

@@ -70,13 +70,6 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert "trusted" not in text and str(tmp_path) not in text
 
 
-def test_weights_are_kept_where_nothing_was_updated_since_and_else_a_checkpoint(made: Path) -> None:
-    moved, stayed = map(open_capture, captures(made))
-    assert moved.manifest.weights is CapturedWeights.again and moved.model is None
-    assert stayed.manifest.weights is CapturedWeights.then and stayed.model is not None
-    assert (moved.manifest.checkpoint, stayed.manifest.checkpoint) == (8, 16)
-
-
 def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
     tmp_path: Path,
 ) -> None:

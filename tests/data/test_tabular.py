@@ -71,25 +71,6 @@ def test_few_whole_numbers_to_predict_are_classes_unless_told_otherwise(tmp_path
     assert told.fetch(np.array([0, 1]), None)[1].tolist() == [3.0, 7.0]
 
 
-@pytest.mark.parametrize("kind", [";", "\t", "parquet"])
-def test_another_separator_and_parquet_read_as_the_same_csv(tmp_path: Path, kind: str) -> None:
-    a = opened(write(tmp_path, *ROWS))
-    columns = list(zip(*(row.split(",") for row in ROWS), strict=True))
-    table = pyarrow.table({
-        "age": [int(v) for v in columns[0]], "income": [float(v) for v in columns[1]],
-        "colour": pyarrow.array(columns[2]).dictionary_encode(), "bought": columns[3],
-    })  # fmt: skip
-    parquet.write_table(table, tmp_path / "people.parquet")
-    if kind == "parquet":
-        b = opened(tmp_path / "people.parquet")
-    else:
-        rows = [row.replace(",", kind) for row in ROWS]
-        b = opened(write(tmp_path, *rows, header=HEADER.replace(",", kind)))
-    assert torch.equal(a.inputs, b.inputs)
-    assert torch.equal(a.target, b.target)
-    assert a.sizes == b.sizes
-
-
 # -- bad rows --------------------------------------------------------------------------------------
 
 BAD_ROWS = {
@@ -178,6 +159,9 @@ def test_bad_cells_of_parquet_are_left_out(tmp_path: Path) -> None:
     source = opened(tmp_path / "people.parquet", missing=Missing.drop)
     assert len(source.target) == 30
     assert source.choices[0].reason.startswith("row 1, column 'age': the value is missing; row 2")
+    (tmp_path / "people.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        opened(tmp_path / "people.parquet")
 
 
 def test_a_run_tells_of_bad_samples_in_its_history_and_summary(tmp_path: Path) -> None:
@@ -232,20 +216,6 @@ def test_a_task_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert f"'{'x' * 40}'" in str(told.value) and "x" * 41 not in str(told.value)
     with pytest.raises(ConfigError, match="data.task: no task 'clasification'"):
         opened(path, task="clasification")
-
-
-def test_a_parquet_column_of_no_use_can_be_ignored_and_a_broken_file_is_named(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "people.parquet"
-    table = pyarrow.table({"b": [0, 1], "a": [[0], [1, 2]], "bought": ["y", "n"]})
-    parquet.write_table(table, path)
-    with pytest.raises(DataError, match=r"'a' of type list.*data.ignore=\[a\]"):
-        opened(path)
-    assert opened(path, ignore=["a"]).sizes.in_features == 1
-    path.write_bytes(b"PAR1 and no more")
-    with pytest.raises(DataError, match="cannot be read as parquet"):
-        opened(path)
 
 
 # -- sizes -----------------------------------------------------------------------------------------

@@ -160,16 +160,6 @@ def test_each_bound_can_be_set(bounds: dict[str, Bounds], state: LayerState) -> 
 # -- in a run --------------------------------------------------------------------------------------
 
 
-def test_trained_weights_are_bit_equal_with_and_without() -> None:
-    small = [*DIGITS, *"training.steps=6 optimization=none model=cnn".split()]
-    small += ["training.micro_batch=10"]
-    looked, summary = run_of([*small, "debug=gradients", "debug.every=2"], None)
-    assert finding(summary) == "nothing amiss"
-    plain, _ = run_of(small, None)
-    ours, theirs = looked.model.state_dict(), plain.model.state_dict()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
 def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path: Path) -> None:
     plain = (
         "optimization=none optimizer.name=SGD optimizer.lr=0.1 optimizer.weight_decay=0 "

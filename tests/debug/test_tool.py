@@ -17,6 +17,7 @@ from runner.training.hook import Report, Step
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
+from tests.optim.steps import assert_same
 
 SMALL = "data=cancer optimization=none training.steps=8 training.batch_size=32".split()
 PLACES = ["session", "before", "after", "report"]
@@ -125,6 +126,22 @@ def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
 def test_full_debugging_has_every_tool_outermost_first() -> None:
     names = [tool.name for tool in load_tools(runs.config(*SMALL, "debug=full").debug)]
     assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]
+
+
+@pytest.mark.parametrize("model", ["cnn model.width=4", "mlp model.dropout=0.1"])
+def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model: str) -> None:
+    small = ["data=digits", *f"model={model}".split(), "optimizer.ema=0.99"]
+    more = ["optimization=basic", "training.steps=6", "training.micro_batch=10", "debug.every=2"]
+    more.append("debug.gradcheck.budget_s=0.2")
+    ends = []
+    for debug in ("debug=none", "debug=full"):
+        with runs.opened(*small, *more, debug) as run:
+            summary = train(run)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
+            ends.append([run.model.state_dict(), run.update.state()])
+    assert all(tool.looks for tool in summary.tools) and len(summary.tools) == 5
+    assert summary.faults == {}
+    assert_same(*ends)
 
 
 @pytest.mark.parametrize(

@@ -239,17 +239,6 @@ def test_token_ids_are_of_another_kind_and_a_pickle_by_the_same_name_is_not(tmp_
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_run_is_pinned_by_the_files_of_its_checkpoints(tmp_path, folder):
-    run = tmp_path / "theirs"
-    (run / ".hydra").mkdir(parents=True)
-    step = checkpoint(run / "checkpoints/step_00000007")
-    with pytest.raises(SecurityError, match=r"security\.pinned="):
-        scan(run, folder, "security=strict")
-    known = pinned(step / "model.safetensors", step / "state.pt")
-    (row,) = scan(run, folder, "security=strict", known).rows
-    assert row.found.trust.name == "PINNED"
-
-
 def test_a_snapshot_whose_files_are_links_to_its_blobs_is_scanned(tmp_path, folder):
     repository = tmp_path / "models--a--b"
     snapshot = repository / "snapshots/0123"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -64,25 +63,3 @@ def test_a_reason_worth_more_than_a_note_is_told_and_strict_says_what_to_type():
     assert "has NaN" in shown(Scan("x", SecurityLevel.standard, rows=[noted]))
     told = Scan("x", STRICT, rows=[noted]).verdict
     assert "has NaN" in told and f"security.pinned=[{DIGEST}]" in told
-
-
-def test_what_is_left_out_of_the_list_is_counted():
-    scan = Scan("x", SecurityLevel.standard, rows=[row(f"f{n}") for n in range(1005)])
-    assert "1,003 items more" in shown(scan, 2)
-    assert len(scan.as_dict()["rows"]) == 1005
-
-
-def test_text_of_others_is_text():
-    evil = "<script>|`\n\x1b[31m\u202e"
-    scan = Scan(evil, STRICT, rows=[row(evil, Trust.REFUSED, finding(Severity.REFUSAL, evil))])
-    scan.odd.append(Reason("link.outside", Severity.NOTE, evil, evil))
-    assert "\x1b" not in shown(scan) and "\u202e" not in shown(scan)
-    assert "\n" not in scan.verdict and "\x1b" not in scan.verdict
-
-
-def test_the_record_is_json_that_says_whether_it_is_complete(tmp_path):
-    scan = Scan("x", STRICT, total=3, rows=[row("a", Trust.PINNED)], interrupted=True, seconds=1.5)
-    scan.write(tmp_path)
-    found = json.loads((tmp_path / "scan.json").read_text())
-    assert (found["schema"], found["verdict"], found["complete"]) == (1, "interrupted", False)
-    assert found["counts"] == {"REFUSED": 0, "UNTRUSTED": 0, "CHECKED": 0, "PINNED": 1}

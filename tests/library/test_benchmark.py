@@ -116,8 +116,6 @@ def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
     [
         ({"arms": "none"}, "one string"),
         ({"arms": ["none", "quick"]}, "quick"),
-        ({"arms": ["none"]}, "needs two arms or more, got 1"),
-        ({"arms": ["none", "none"]}, "comes twice"),
         ({"techniques": [nn.Linear]}, "inherit from runner.Technique"),
         ({"techniques": [Waste, Waste]}, "twice"),
         ({"loss_fn": 3}, "loss_fn"),

@@ -80,26 +80,6 @@ def test_a_bad_batch_is_skipped_and_counted(net: nn.Module, batches: Batches) ->
         assert loop.summary().skipped_steps == 1
 
 
-def test_a_batch_is_cut_into_micro_batches_with_the_same_result(batches: Batches) -> None:
-    def trained(overrides: list[str]) -> tuple[list[int], Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        sizes: list[int] = []
-        net[1].register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with optimize_training_loop(
-            net, optimizer, loss_of, level="none", overrides=overrides
-        ) as loop:
-            for batch in batches[:3]:
-                loop(batch)
-        return sizes, net[1].weight.detach()
-
-    whole, cut = trained([]), trained(["training.micro_batch=8"])
-    assert set(whole[0]) == {32}
-    assert set(cut[0]) == {8}
-    assert torch.allclose(whole[1], cut[1], atol=1e-6)
-
-
 def test_dropout_follows_the_callers_generator(batches: Batches) -> None:
     def losses(seed: int) -> list[float]:
         torch.manual_seed(0)

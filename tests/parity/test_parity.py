@@ -159,11 +159,6 @@ def test_a_large_model_makes_fewer_steps_and_says_why(
     assert omission.startswith(f"what begins after {found.steps} steps: ") and reason in omission
 
 
-def test_without_a_number_asked_for_it_makes_40_steps() -> None:
-    small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
-    assert check_parity(small, without_techniques(small)).steps == 40
-
-
 def test_rounding_to_16_bits_is_named_as_a_place_for_faults_to_hide_in() -> None:
     alone = judged(MODELS["mlp"], BF16)
     assert any("amp is judged with itself" in omission for omission in alone.not_judged)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +30,6 @@ def read(folder: Path) -> EventAccumulator:
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read(folder).Scalars(tag)]
-
-
-def values(folder: Path) -> list[Any]:
-    """Every value in every event file, in the order in which TensorBoard reads them."""
-    events = [
-        e for path in sorted(folder.glob("events*")) for e in EventFileLoader(str(path)).Load()
-    ]
-    return [value for event in events for value in event.summary.value]
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 115, 256, 259, 5003])

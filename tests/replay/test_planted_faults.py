@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from runner.objectives.custom import Custom as CustomLoss
-from runner.replay import page
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import StepPhase
 from runner.replay.trace import trace_step
@@ -27,7 +23,7 @@ from tests.replay.planted_faults import (
     planted,
     planted_loss,
 )
-from tests.replay.replays import HERE, OVERRIDES, Captured, replay
+from tests.replay.replays import HERE, OVERRIDES
 
 NET = "model._target_=planted_faults.Net"
 
@@ -91,21 +87,6 @@ def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
     monkeypatch.setattr(made, "objective", CustomLoss(planted_loss, "planted"))
     found = trace_step(made, made.train.at(0))
     assert found.cause.startswith("the gradient through the objective becomes Inf"), found
-
-
-@pytest.mark.usefixtures("here")
-def test_the_page_and_the_script_name_the_module_of_a_bad_backward(
-    captured: Captured, tmp_path: Path
-) -> None:
-    path = captured(NET, "+model.fault='full_like'")
-    result = replay(path, tmp_path, "replay.attribute=false")
-    assert result.reproduced
-    assert (result.found.phase, result.found.module) == (StepPhase.backward, "block.2")
-    headline = dict(page.facts(result))["where"]
-    assert headline.startswith(f"the gradient through block.2 ({result.found.kind}) becomes ")
-    script = [sys.executable, str(tmp_path / "reproduce.py")]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)  # noqa: S603
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (3, f"bad: {headline}"), done.stderr
 
 
 def test_hooks_of_a_step_that_was_traced_are_gone(made: Run) -> None:

@@ -15,7 +15,7 @@ from runner.replay.spike import explain_spike
 from runner.replay.trace import trace_step
 from runner.training.step import forward_backward
 from tests.replay.faulty_models import Fuses, OnlyCompiled, Through
-from tests.replay.replays import AMP, POISON, ROWS, Captured, line_of, opened
+from tests.replay.replays import POISON, ROWS, Captured, line_of, opened
 
 LOG = (POISON, "+model.part=log")
 NORM = (*LOG, "+model.norm=true")
@@ -24,7 +24,6 @@ CASES = {
     "in micro-batches": (["+model.part=log", "training.micro_batch=3"], StepPhase.forward, "Log"),
     "slope of a root": (["+model.part=root"], StepPhase.backward, "Root"),
     "masked row": (["+model.part=masks"], StepPhase.forward, "Masks"),
-    "bf16": (["+model.part=cancels", *AMP], StepPhase.forward, "Cancels"),
     "exception": (["+model.part=raises"], StepPhase.exception, "Raises"),
     "NaN by hand": (["+model.part=writes"], StepPhase.forward, "Writes"),
     "NaN as a factor": (["+model.part=times"], StepPhase.forward, "Times"),

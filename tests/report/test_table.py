@@ -10,8 +10,6 @@ from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.table import terminal
 from tests.report.planted_results import arm, failed, levels, reference, result
 
-HOSTILE = "a\nb\x1b[31m[bold]\u202e ünï 名前"
-
 
 def shown(comparison: Comparison, width: int = 80) -> str:
     out = io.StringIO()

@@ -48,8 +48,6 @@ def ran(folder: Path) -> str:
 
 
 def test_nothing_in_the_current_folder_stands_in_for_a_module(folder: Path) -> None:
-    shown = run(folder, "--cfg", "job")
-    assert shown.returncode == 0, shown.stderr
     done = run(folder, "data=cancer", "training.steps=2", "optimization=none", "device=cpu",
                "model._target_=torch.nn.Linear", "+model.in_features=30", "+model.out_features=2",
                )  # fmt: skip

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -401,23 +398,3 @@ def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
         assert after == state
         assert all(torch.equal(weights[name], again[name]) for name in weights)
         assert rows(tmp_path / "whole") == rows(resumed)
-
-
-def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None:
-    poison = f"+data.poison={list(range(120))}".replace(" ", "")
-    command = [sys.executable, "-m", "runner", f"hydra.run.dir={tmp_path / 'run'}", *NOISY]
-    command += [poison, "training.steps=200", "stability.max_consecutive_skips=4"]
-    here = Path(__file__).parents[1]
-    path = os.pathsep.join([str(here), str(here.parent)])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == GaveUp.exit_code == 4
-    assert "no row of stability.recovery is left" in done.stderr
-    assert "tried: skipped a step" in done.stderr
-    assert "max_rollbacks" in done.stderr
-    assert "failed" in done.stdout and "rollback" in done.stdout
-    assert "look into it" in done.stdout and "captures/ (3)" in done.stdout
-    assert "rolled back 2 times" in done.stderr
-    assert "job=replay replay.path=" in done.stderr
-    assert list((tmp_path / "run/checkpoints").glob("step_*"))
