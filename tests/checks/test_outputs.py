@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, safe_inference, sanitise
-from runner.checks.outputs import Changes, Watched, described
+from runner.checks.outputs import Changes, described
 from runner.errors import UsageError
 from runner.jobs.evaluate import _evaluate
 from runner.training.evaluation import evaluate
@@ -135,13 +135,6 @@ def test_safe_inference_keeps_limits_and_counts_what_it_changed() -> None:
     assert result.problems[-1] == "output: 1 beyond their limits"
     fine = safe_inference(model, x[:1], low=0.0, high=1.0)
     assert fine.ok and fine.problems == [] and torch.equal(fine.output, x[:1])
-
-
-def test_a_watched_forward_passes_its_outputs_on_and_counts() -> None:
-    watched = Watched(nn.Identity(), lambda output: sanitise(output)[1])
-    x = torch.tensor([[math.nan, 1.0, math.inf]])
-    assert watched(x) is x and watched(x) is x
-    assert watched.changes.read() == {"nan": 2, "inf": 2, "limited": 0}
 
 
 CONFIG = ["data=cancer", "model=mlp", "training.steps=2", "optimization=none", "checkpoint=off",

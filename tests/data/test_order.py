@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from runner.data.order import BatchSampler, balanced, permutation, sample_seeds, split
+from runner.data.order import balanced, permutation, sample_seeds, split
 from runner.errors import DataError
 
 
@@ -38,33 +38,12 @@ def test_these_very_numbers_come_out_on_every_machine() -> None:
     assert sample_seeds(1, 2, np.array([3])).tolist() == [3821468231969580552]
 
 
-def test_a_samples_seed_is_its_own_whatever_the_batch() -> None:
-    whole = sample_seeds(4, 9, np.arange(50))
-    assert np.array_equal(sample_seeds(4, 9, np.array([17, 3])), whole[[17, 3]])
-    assert len(set(whole.tolist())) == 50
-
-
 def test_the_upper_half_is_the_epochs_and_the_lower_half_differs_between_epochs() -> None:
     seeds = [sample_seeds(4, epoch, np.arange(99)) for epoch in (9, 10)]
     upper = [set((s >> np.uint64(32)).tolist()) for s in seeds]
     assert [len(half) for half in upper] == [1, 1] and upper[0] != upper[1]
     lower = [set((s & np.uint64(2**32 - 1)).tolist()) for s in seeds]
     assert not lower[0] & lower[1]
-
-
-def test_an_order_gives_any_batch_of_any_epoch_without_those_before() -> None:
-    def order() -> BatchSampler:
-        return BatchSampler(
-            np.arange(20), batch_size=3, batches=7, seed=1, shuffle=True, seeds=True
-        )
-
-    walked = order()
-    visited = {(e, b): walked.batch(e, b) for e in range(3) for b in range(7)}
-    for (epoch, number), (indices, seeds) in visited.items():
-        again, seeds_again = order().batch(epoch, number)
-        assert np.array_equal(indices, again)
-        assert np.array_equal(seeds, seeds_again)
-    assert len(visited[0, 6][0]) == 2
 
 
 def test_a_balanced_epoch_has_each_class_equally_often_and_all_samples_in_turn() -> None:
@@ -90,22 +69,3 @@ def test_a_balanced_epoch_has_each_class_equally_often_and_all_samples_in_turn()
     assert len(seen) == 103
     assert extra == {0, 1, 4}
     assert len(orders) == 6 and min(orders.values()) > 80  # of 680 rounds: no order is preferred
-
-
-def test_a_balanced_order_gives_any_batch_of_any_epoch_without_those_before() -> None:
-    labels = np.arange(20) // 16
-
-    def order() -> BatchSampler:
-        how = {"batch_size": 3, "batches": 7, "seed": 1, "shuffle": True, "seeds": True}
-        return BatchSampler(np.arange(100, 120), labels=labels, **how)
-
-    walked = order()
-    for epoch in range(3):
-        epochs = [walked.batch(epoch, number) for number in range(7)]
-        for number, (indices, seeds) in enumerate(epochs):
-            again, seeds_again = order().batch(epoch, number)
-            assert np.array_equal(indices, again)
-            assert np.array_equal(seeds, seeds_again)
-        chosen, seeds = (np.concatenate(part) for part in zip(*epochs, strict=True))
-        assert (chosen >= 116).sum() == 10
-        assert len(set(seeds.tolist())) == 20  # drawn again: another augmentation

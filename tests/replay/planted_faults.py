@@ -56,13 +56,9 @@ def refuse(gradient: Tensor) -> Tensor:
 
 BACKWARDS: dict[str, Change] = {
     "full_like": lambda g: torch.full_like(g, INF),
-    "factor": lambda g: g * INF,
-    "fill": lambda g: g.clone().fill_(INF),
     "nan": lambda g: torch.where(g == g, float("nan"), g),
-    "log": lambda g: (g * 0).log(),
     "numpy": numpy_inf,
     "graph": scale_in_graph,
-    "uninitialised": lambda g: torch.empty_like(g).copy_(torch.full_like(g, INF)),
 }
 
 
@@ -219,13 +215,9 @@ BACKWARD: dict[str, Callable[[], nn.Module]] = {
     "parameter hook": lambda: Scaled(hook=lambda g: g * INF),
     "input hook": value(lambda x: hooked(x, lambda g: g * INF) * 1),
     "output hook": value(lambda x: hooked(x * 1, lambda g: torch.full_like(g, INF))),
-    "numpy hook": value(lambda x: hooked(x, numpy_inf) * 1),
     "module hook": lambda: hooks_module(before=False),
     "module pre-hook": lambda: hooks_module(before=True),
     "sqrt": slope(lambda x: (x * 0).sqrt()),
-    "power": slope(lambda x: (x * 0) ** 0.3),
-    "norm": slope(lambda x: (x * 0).square().sum(1, keepdim=True).sqrt()),
-    "acos": slope(lambda x: (x * 0 + 1).acos()),
     "selects": value(lambda x: torch.where(torch.zeros_like(x) > 0, 1 / (x * 0), x)),
     "where log": slope(lambda x: torch.where(x * 0 > 0, (x * 0).log(), 0.0)),
     "where exp": slope(lambda x: torch.where(x * 0 > 0, (x * 0 + 1e3).exp(), 0.0)),
@@ -237,9 +229,6 @@ OF_FORWARD = ("selects", "where exp")
 
 FORWARD: dict[str, Callable[[], nn.Module]] = {
     "log": value(lambda x: x + (x * 0).log()),
-    "exp": value(lambda x: (x * 0 + 1e3).exp()),
-    "factor": value(lambda x: x * INF),
-    "full_like": value(lambda x: x + torch.full_like(x, INF)),
     "masked_fill": value(lambda x: x.masked_fill(x == x, -INF)),
     "numpy": value(lambda x: x + numpy_inf(x)),
     "function": value(plus),
@@ -250,7 +239,7 @@ FORWARD: dict[str, Callable[[], nn.Module]] = {
 }
 """Factories of a layer from 8 to 8 features whose value is not finite."""
 
-CHECKPOINTED = ("full_like", "numpy", "selects", "where log", "sqrt")
+CHECKPOINTED = ("numpy", "selects", "where log")
 NESTED: dict[str, Callable[[], nn.Module]] = {
     f"{how}, {mode}": (lambda how=how, mode=mode: Twice(BACKWARD[how](), mode))
     for how in CHECKPOINTED
