@@ -49,7 +49,9 @@ def test_bounds_include_their_ends_and_leave_null_alone() -> None:
 @pytest.mark.parametrize(
     "override",
     ["debug.every=0", "training.epochs=0", "monitoring.line_every_s=0", "security.limits.hours=0",
-     "debug.gradients.dead_share=2", "debug.gradcheck.tolerance=1", "checkpoint.keep=0"],
+     "debug.gradients.dead_share=2", "debug.gradcheck.tolerance=1", "checkpoint.keep=0",
+     "security.limits.disk_mb=0", "security.limits.memory_mb=0", "device.clean_above=1.5",
+     "security.limits.device_memory_mb=0", "stability.watch.stop_above=2", "debug.profile.steps=0"],
 )  # fmt: skip
 def test_the_config_s_own_keys_are_held_to_their_bounds(override: str) -> None:
     key, _, value = override.partition("=")

@@ -11,7 +11,7 @@ from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, r
 from runner.checkpoint.manifest import MODEL, STATE, sealed
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.composing import compose, compose_raw, from_plain
+from runner.composing import compose, from_plain
 from runner.config import plain
 from runner.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 from tests import runs
@@ -58,13 +58,6 @@ def test_a_runs_folder_means_its_first_capture(path: str) -> None:
     make_capture("second", where=f"run/{FOLDER}/step_00000020")
     Path("run/checkpoints").mkdir()
     assert "name=first" in ask(path=path)
-
-
-def test_replays_lie_beside_the_runs_not_among_them() -> None:
-    make_capture("mine")
-    place = compose_raw(ask()[:], hydra_too=True).hydra.run.dir
-    assert place.startswith("outputs/replays/mine/")
-    assert compose_raw(["name=mine"], hydra_too=True).hydra.run.dir.startswith("outputs/runs/mine/")
 
 
 def test_from_inside_the_folder_a_path_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:

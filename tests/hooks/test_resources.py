@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from runner import Hook, build, compose, train
-from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
-from runner.stability.config import WatchConfig
 from runner.training.hook import Step
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -48,13 +46,6 @@ def test_memory_above_the_threshold_is_cleaned_and_said_once(
     said = [r.message for r in caplog.records if "device.clean_above" in r.message]
     assert len(said) == 1
     assert summary.faults["memory_cleaned"] == 1  # nothing has grown since
-
-
-def test_a_threshold_is_a_share() -> None:
-    with pytest.raises(ConfigError, match=r"device\.clean_above"):
-        DeviceConfig(clean_above=1.5)
-    with pytest.raises(ConfigError, match=r"stability\.watch\.stop_above"):
-        WatchConfig(stop_above=float("nan"))
 
 
 # trouble with the readings
