@@ -41,9 +41,9 @@ def _main(typed: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
     # a module there must not stand in for an installed one; a trusted class brings it back
     with current_folder_last(restore=False):
-        from runner.training.signals import sigterm_unwinds
+        from runner.training.signals import signals_unwind
 
-        with sigterm_unwinds():
+        with signals_unwind():
             from runner.cli.arguments import read_arguments
 
             arguments = read_arguments(typed)
@@ -57,7 +57,7 @@ def _main(typed: list[str]) -> int:
             request = check(arguments)  # no torch, no folder: a mistake is answered at once
     from runner.cli.launch import launch
 
-    with sigterm_unwinds():
+    with signals_unwind():
         return launch(request)
 
 

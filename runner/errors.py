@@ -13,10 +13,12 @@ RunnerError                1   a fault of ours
 ├── Regression             6   a benchmark came out worse than the stored one
 ├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
 ├── NotVerified            1   the numbers are not what they should be
-└── Interrupted          130   Ctrl-C (130), SIGTERM (143), SIGHUP (129); says what was saved
+└── Interrupted          130   Ctrl-C; 128+n for SIGTERM and its like; says what was saved
 """
 
 from __future__ import annotations
+
+import signal
 
 
 class RunnerError(Exception):
@@ -90,7 +92,7 @@ class SweepFailed(RunnerError):
 
 
 class Interrupted(RunnerError):
-    """The run was asked to end, by Ctrl-C or SIGTERM."""
+    """The run was asked to end, by Ctrl-C, SIGTERM or another signal."""
 
     def __init__(self, signal_number: int, where: str = "") -> None:
         self.exit_code = 128 + signal_number
@@ -99,4 +101,4 @@ class Interrupted(RunnerError):
     @staticmethod
     def named(number: int) -> str:
         """What people call the signal."""
-        return {1: "SIGHUP", 2: "Ctrl-C", 15: "SIGTERM"}.get(number, f"signal {number}")
+        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runner import Hook
 from runner.errors import Interrupted
+from runner.training.hook import Step
 from runner.training.loop import train
-from runner.training.signals import Interrupts, interruption_before_run, sigterm_unwinds
+from runner.training.run import Run
+from runner.training.signals import Interrupts, interruption_before_run, signals_unwind
+from runner.training.summary import Summary
 from tests import runs
 
 
@@ -41,19 +47,62 @@ def test_the_first_signal_is_answered_at_once_and_only_that(
     assert "interrupts" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_sigterm_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+@pytest.mark.parametrize("number", [15, 1, 10, 12])
+def test_a_signal_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart(number: int) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(KeyboardInterrupt) as ended, sigterm_unwinds():
+        with pytest.raises(KeyboardInterrupt) as ended, signals_unwind():
             with Interrupts() as interrupts:  # theirs while they are there
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert interrupts.received == signal.SIGTERM
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert interruption_before_run(ended.value).exit_code == 143
+                os.kill(os.getpid(), number)
+            assert interrupts.received == number
+            os.kill(os.getpid(), number)
+        error = interruption_before_run(ended.value)
+        assert error.exit_code == 128 + number
+        assert str(error) == f"interrupted by {signal.Signals(number).name}"
         assert interruption_before_run(KeyboardInterrupt()).exit_code == 130
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(number) is signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_nohup_ignores_or_another_program_handles_is_left_to_them(
+    number: int,
+) -> None:
+    theirs: list[int] = []
+    for handler in (signal.SIG_IGN, lambda received, frame: theirs.append(received)):
+        before = signal.signal(number, handler)
+        try:
+            with signals_unwind(), Interrupts("stopping") as interrupts:
+                os.kill(os.getpid(), number)
+            assert interrupts.received is None
+        finally:
+            signal.signal(number, before)
+    assert theirs == [number]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_all_processes_of_a_run_ends_in_a_checkpoint(
+    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Ends(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 3:
+                workers = multiprocessing.active_children()
+                for worker in workers:
+                    os.kill(worker.pid or 0, number)
+                assert len(workers) == 2 and not wait([w.sentinel for w in workers], 0.1)
+                os.kill(os.getpid(), number)
+                if number != signal.SIGHUP:  # SLURM's next may come before the step has ended
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with runs.opened("data.workers=2", folder=tmp_path) as run:
+        run.hooks.append(Ends())
+        with pytest.raises(Interrupted) as ended:
+            train(run)
+    assert ended.value.exit_code == (129 if number == signal.SIGHUP else 143)
+    assert Summary.read(tmp_path).checkpoint.last == "checkpoints/step_00000003"
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_second_signal_does_not_wait_for_the_step() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.runs import command
+
 HERE = Path(__file__).parent
 
 
@@ -75,3 +77,14 @@ def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> No
     output, _ = process.communicate(timeout=30)  # the worker would sleep for 600 s
     assert process.returncode == 143, output
     assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])
+def test_a_signal_while_a_run_is_built_is_named(tmp_path: Path, number: int) -> None:
+    code = f"import os\n\ndef data():\n    os.kill(os.getpid(), {int(number)})\n"
+    (tmp_path / "my_data.py").write_text(code)
+    done = command(tmp_path, "data._target_=my_data.data", "security.trusted=[my_data]")
+    assert done.returncode == 128 + number
+    name = signal.Signals(number).name
+    last = done.stderr.splitlines()[-1]
+    assert f"interrupted by {name} before the first step; no checkpoint is written" in last

@@ -27,6 +27,7 @@ from runner.benchmark.blocks import (
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
 from runner.benchmark.workers.pool import WorkerPool
+from runner.training.signals import unclaimed
 
 log = logging.getLogger("runner")
 
@@ -145,7 +146,7 @@ def _describe(estimate: Estimate) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """SIGTERM is a KeyboardInterrupt as Ctrl-C is; gives the signals that came."""
+    """SIGTERM and its like are a KeyboardInterrupt as Ctrl-C is; gives the signals that came."""
     received: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -155,7 +156,7 @@ def interruptible() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {n: signal.signal(n, end) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.signal(n, end) for n in {signal.SIGINT, signal.SIGTERM, *unclaimed()}}
     try:
         yield received
     finally:

@@ -50,7 +50,7 @@ CODES = {
     "5": "no usable checkpoint, or storage failed",
     "6": "a benchmark: something got worse than the stored result",
     "7": "a sweep or benchmark in which some jobs failed",
-    "130, 143": "ended by Ctrl-C or SIGTERM; a run in training has written a checkpoint",
+    "128+n": "ended by Ctrl-C (130), SIGTERM (143) or the like; a run in training is saved",
 }
 FLAGS = {
     "--cfg job|hydra|all": "show the composed config and run nothing; -p model shows one part",

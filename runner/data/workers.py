@@ -26,6 +26,7 @@ import torch.multiprocessing  # teaches pipes to send tensors through shared mem
 
 from runner.data.batch import Batch
 from runner.errors import DataError, RunnerError
+from runner.training.signals import ENDS
 
 Key = tuple[int, int]
 """Which batch: epoch, and number in the epoch."""
@@ -85,9 +86,8 @@ class Workers:
         self.at_exit = multiprocessing.util.Finalize(
             self, _kill, args=(self.processes, os.getpid()), exitpriority=100
         )
-        signals = {signal.SIGINT, signal.SIGTERM}
         # a signal between fork and the worker's first line would run our handler in the worker
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:
             for number in range(self.count):
                 ours, theirs = context.Pipe()
@@ -161,10 +161,10 @@ def _kill(processes: list[Any], owner: int) -> None:
 
 def _serve(pipe: Connection, fetch: Callable[[Key], Batch], parent: int) -> None:
     """Answer each key with a batch, until the other side is gone."""
-    # Ctrl-C and SIGTERM may go to the whole process group; the main process decides what they mean
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # signals may go to the whole process group; the main process decides what they mean
+    for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     _die_with_parent(parent)
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork, and cores have workers
     while True:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP: the current step is finished, a checkpoint written, the run ends."""
+"""Ctrl-C, SIGTERM and their like: the step is finished, a checkpoint written, the run ends."""
 
 from __future__ import annotations
 
@@ -15,49 +15,58 @@ from runner.errors import Interrupted
 
 log = logging.getLogger("runner")
 
-HANGUP = getattr(signal, "SIGHUP", None)  # its terminal has gone; none on Windows
-ENDS = [signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP])]
-"""Signals that ask a process to end."""
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Windows has the first two
+ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+"""Signals that ask a process to end: also that its terminal has gone, and that its time is up."""
+AHEAD = ENDS[3:]
+"""Those by which SLURM says that it will end the process; another one may follow at any time."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM outside of training; unwinds like Ctrl-C."""
+    """A signal other than Ctrl-C outside of training; unwinds like Ctrl-C."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
 
 def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interrupted:
     """The error for a signal that arrived before a run was built."""
-    number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    number = error.number if isinstance(error, Terminated) else signal.SIGINT
     return Interrupted(number, where)
 
 
-@contextmanager
-def sigterm_unwinds() -> Iterator[None]:
-    """While entered, and outside of `Interrupts`, SIGTERM raises Terminated.
+def unclaimed() -> list[int]:
+    """Those of ENDS but for Ctrl-C that neither `nohup` ignores nor another program handles."""
+    ours = (signal.SIG_DFL, _terminate)
+    return [number for number in ENDS[1:] if signal.getsignal(number) in ours]
 
-    A handler that another program installed stays.
-    """
-    mine = threading.current_thread() is threading.main_thread()
-    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+
+@contextmanager
+def signals_unwind() -> Iterator[None]:
+    """While entered, and outside of `Interrupts`, the unclaimed ones raise Terminated."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, _terminate)
+    before = {number: signal.signal(number, _terminate) for number in unclaimed()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    raise Terminated(number)
 
 
 class Interrupts:
-    """While entered, handles the signals of `ENDS`, except a SIGHUP that `nohup` ignores.
+    """While entered, handles Ctrl-C, SIGTERM and the `unclaimed` signals.
 
     The first signal is remembered and the loop ends at the next step boundary. Between `begin_wait`
     and `end_wait` (for data, which can take for ever) it raises KeyboardInterrupt, also one that
-    arrived before. The second one raises it at once. `notice` is logged at the first one, since a
-    step can take a while.
+    arrived before. The second one raises it at once, unless one of both was of `AHEAD`. `notice` is
+    logged at the first one, since a step can take a while.
     """
 
     def __init__(self, notice: str = "") -> None:
@@ -69,12 +78,10 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in ENDS:
-                if number == HANGUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue
+            for number in {signal.SIGINT, signal.SIGTERM, *unclaimed()}:
                 self.previous[number] = signal.signal(number, self._on_signal)
             if self.notice is not None:
-                self.notice.start()
+                self.notice.start(set(self.previous))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -85,9 +92,10 @@ class Interrupts:
         self.previous.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and number not in AHEAD and self.received not in AHEAD:
             raise KeyboardInterrupt
-        self.received = number
+        if self.received is None or number not in AHEAD:
+            self.received = number
         if self.waiting:
             self._cut_short()
 
@@ -121,8 +129,10 @@ class _Notice:
         self.text = text
         self.before = self.reads = self.writes = -1
         self.thread: threading.Thread | None = None
+        self.numbers: set[int] = set()
 
-    def start(self) -> None:
+    def start(self, numbers: set[int]) -> None:
+        self.numbers = numbers
         self.reads, self.writes = os.pipe()
         os.set_blocking(self.writes, False)
         self.before = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
@@ -141,6 +151,6 @@ class _Notice:
 
     def _wait(self) -> None:
         while number := os.read(self.reads, 1)[0]:
-            if number in ENDS:
+            if number in self.numbers:
                 log.warning("%s: %s", Interrupted.named(number), self.text)
                 return
