@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from runner import build, evaluate, train
 from runner.build import Components
-from runner.errors import ConfigError, DataError, GaveUp, StorageError, UsageError
+from runner.errors import ConfigError, DataError, GaveUp, Interrupted, StorageError, UsageError
 from runner.objectives.classification import Classification
 from runner.training.hook import Hook, Report, Step, Verdict
 from runner.training.run import Run
@@ -311,6 +314,47 @@ def test_a_hook_that_keeps_an_error_of_the_step_to_itself_is_named() -> None:
     assert run.progress.step == 4
 
 
+class Full(Hook):
+    """No file can grow from the third step on, as on a full disk."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 3:
+            run.checkpointer.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+
+
+class Ends(Hook):
+    """At the ninth step an error of the user's, or Ctrl-C twice, which saves nothing."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 9 and self.error is ValueError:
+            raise ValueError("the first")
+        if step.number == 9 and self.error is Interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("error", [StorageError, Interrupted, ValueError])
+def test_the_summary_of_a_run_on_a_full_disk_does_not_say_running(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    overrides = ["data=cancer", "training.steps=12", "checkpoint.every=2"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(error):  # the first one, though checkpoints cannot be written either
+            with opened(*overrides, "training.validate_every=12", folder=tmp_path) as run:
+                run.hooks += [Full(), Ends(error)]
+                train(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    summary = Summary.read(tmp_path)
+    status = "interrupted" if error is Interrupted else "failed"
+    assert (summary.status, summary.reason, summary.name) == (status, "", "cancer-mlp")
+
+
 class Fill(Hook):
     """Leaves no way to write another summary, as a full disk does."""
 
@@ -329,7 +373,7 @@ def test_a_summary_that_cannot_be_written_ends_a_run_at_its_start_only(
         run.hooks.append(Fill(tmp_path / "later"))
         assert train(run).status == "done"
     assert "summary.json: not written" in caplog.text
-    assert Summary.read(tmp_path / "later").status == "running"
+    assert Summary.read(tmp_path / "later").status == "done"  # in the file of before
     with opened(*overrides, folder=tmp_path / "start") as run:
         (tmp_path / "start/.summary.json.tmp").mkdir()
         with pytest.raises(StorageError, match=r"summary\.json: not written"):

@@ -70,6 +70,8 @@ def build_summary(
             if must:
                 raise
             log.warning("%s; the one before stays", error)
+            if status != "running":
+                summary.write_status(run.folder)
     return summary
 
 

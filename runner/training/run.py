@@ -112,8 +112,12 @@ class Run(RunParts):
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.scope.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.scope.close()
+        except Exception:  # a disk that is full; the error that ended the run says more
+            if kind is None:
+                raise
 
 
 def check_run(who: str, run: object) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.errors import StorageError
-from runner.record.storage import read_record, replace_text
+from runner.record.storage import for_owners, read_record, replace_text
 from runner.record.text import dataclass_from_dict, json_safe
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 
 FILE = "summary.json"
+LONGEST_HEAD = 64  # bytes of the file within which the status lies
 
 
 @dataclass
@@ -101,6 +103,15 @@ class Summary:
             raise StorageError(
                 f"{folder / FILE}: not written: {error.strerror or error}"
             ) from error
+
+    def write_status(self, folder: Path) -> None:
+        """Replace only the status `running` in the file, in its place: a full disk takes that."""
+        running = b'"status": "running",\n  "reason": "",'
+        with suppress(OSError), open(folder / FILE, "r+b", buffering=0, opener=for_owners) as file:
+            place = file.read(LONGEST_HEAD).find(running)
+            if place >= 0:
+                file.seek(place)
+                file.write(f'"status":"{self.status}","reason":"",'.ljust(len(running)).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
