@@ -14,7 +14,6 @@ from tests.benchmark.simulated_machine import (
     Machine,
     Noise,
     coverage,
-    measure,
 )
 
 TWO_MINUTES = StoppingRule(target_half_width=0.02, budget_s=120)
@@ -43,15 +42,6 @@ def ending(
         return machine.turn(name, seconds)
 
     return turn
-
-
-def test_planted_effects_are_found() -> None:
-    measured = measure(Noise(0.01), 0, TWO_MINUTES)
-    assert measured.stopped == "every ratio is known to within 2 %"
-    for name, estimate in measured.estimates.items():
-        assert estimate.ratio == pytest.approx(EFFECTS[name], rel=0.02)
-        assert estimate.half_width <= 0.02
-    assert set(measured.estimates) == set(EFFECTS) - {BASE}
 
 
 def test_intervals_hold_through_the_stopping_rule() -> None:

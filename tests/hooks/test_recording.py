@@ -152,16 +152,3 @@ def test_tables_are_rare_and_only_at_improvements(
         run.progress.step = 7
     found = events(tmp_path)
     assert [s for s, v in found if v.tag == "val/confusion"] == [3, 5, 6]
-
-
-def test_without_a_folder_it_watches_in_silence(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = classifier(make_run, None)
-    watcher = hook()
-    with watcher.session(run):
-        watcher.on_report(run, report())
-        watcher.on_validation(run, evaluation())
-    assert list(tmp_path.iterdir()) == []
-    assert run.validation.asked == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from runner.composing import compose
 from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
-from runner.jobs.scan import main
+from runner.jobs.scan import Scan, ScanRow, main, terminal
+from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import hash_file
 from runner.security.files.scan import Scanner
+from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
 from tests.security.planted import Mark, checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +105,20 @@ def test_what_strict_would_not_load_is_an_error_that_names_the_digest(tmp_path, 
     assert scan(path, folder, "security=strict", pinned(path)).verdict.startswith(
         "1 item, none refused"
     )
+
+
+def test_a_warning_is_told_and_a_note_is_not_and_strict_says_what_to_type():
+    found = Assessment("a", Trust.UNTRUSTED, files={"a": FileFacts("ab" * 32, 2048, "npy")})
+    found.reasons += [
+        Reason("zip.overlap", severity, "a", text, "get it again")
+        for severity, text in ((Severity.NOTE, "overlaps b"), (Severity.WARNING, "has NaN"))
+    ]
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(terminal(Scan("x", SecurityLevel.standard, rows=[ScanRow("file", found)]), 30))
+    shown = screen.file.getvalue()
+    assert "has NaN" in shown and "overlaps b" not in shown
+    told = Scan("x", SecurityLevel.strict, rows=[ScanRow("file", found)]).verdict
+    assert "has NaN" in told and f"security.pinned=[{'ab' * 32}]" in told
 
 
 def test_each_file_of_a_dcp_folder_is_refused_with_the_way_out(tmp_path, folder):

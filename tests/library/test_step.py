@@ -71,29 +71,6 @@ def test_groups_and_a_scheduler_go_on_working_without_a_warning(
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-@pytest.mark.parametrize("first", [0, 3])
-def test_a_batch_of_nan_changes_nothing(
-    net: nn.Module, batches: Batches, kind: Any, options: dict[str, Any], first: int
-) -> None:
-    optimizer = kind(net.parameters(), **options)
-    for batch in batches[:first]:
-        train_step(net, optimizer, batch, loss_of)
-    weights = copy.deepcopy(net.state_dict())
-    state = copy.deepcopy(optimizer.state_dict()["state"])
-    step = train_step(net, optimizer, (batches[0][0] * math.nan, batches[0][1]), loss_of)
-    assert step.skipped
-    assert all(torch.equal(weights[key], value) for key, value in net.state_dict().items())
-    for key, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            if first:
-                assert torch.equal(torch.as_tensor(state[key][name]), torch.as_tensor(value))
-            else:  # what was made for the first step is still empty
-                assert value is None or not torch.as_tensor(value).any()
-    assert not train_step(net, optimizer, batches[0], loss_of).skipped
-    assert all(p.isfinite().all() for p in net.parameters())
-
-
 def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: Batches) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     bad = (batches[0][0] * math.nan, batches[0][1])

@@ -31,7 +31,6 @@ MODELS = {
 }  # fmt: skip
 DROPPING = [*MODELS["mlp"], "model.dropout=0.2"]
 BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
-FP16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
 PARTS = ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=6"]
 FUSED = ["optimization.fused_optimizer.enabled=true"]
 NHWC = ["optimization.channels_last.enabled=true"]
@@ -98,9 +97,7 @@ def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
     ("model", "technique", "mutant", "kind"),
     [
         (MODELS["mlp"], BF16, "DroppedGradient", "gradient"),
-        (MODELS["cnn"], FP16, "StaleBuffer", "buffer"),
         (DROPPING, BF16, "NoDropout", "draw"),
-        (MODELS["mlp"], BF16, "OneInAThousand", "grad_norm"),
     ],
 )
 def test_a_mutant_fails_at_what_it_spoils_and_is_named(

@@ -63,18 +63,6 @@ def test_a_job_of_a_sweep_picks_nothing_up_either(folder: Path) -> None:
     assert ran(folder) == ""
 
 
-def test_a_refusal_is_one_line_and_exit_code_3_and_leaves_nothing(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs" / "experiment"
-    theirs.mkdir(parents=True)
-    (theirs / "own.yaml").write_text(
-        "# @package _global_\nhydra: {callbacks: {x: {_target_: os.mkdir, name: ran}}}\n"
-    )
-    done = runs.command(tmp_path, "--config-dir=theirs", "experiment=own")
-    assert done.returncode == 3 and "is refused in a config file" in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-
-
 def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs" / "experiment"
     theirs.mkdir(parents=True)

@@ -7,7 +7,6 @@ import torch
 
 from runner import build, compose, train
 from runner.techniques.base import TechniqueStatus
-from runner.techniques.tf32 import rounds_to_tf32
 
 CUDA = ["training.steps=6", "monitoring.progress=false", "device=cuda", "optimization=custom"]
 
@@ -16,10 +15,6 @@ def row(name: str, *overrides: str) -> TechniqueStatus:
     asked = [*CUDA, f"optimization.{name}.enabled=true", *overrides]
     with build(compose(asked)) as run:
         return next(row for row in train(run).techniques if row.name == name)
-
-
-def test_a_whole_mantissa_is_told_from_a_short_one() -> None:
-    assert not rounds_to_tf32(torch.device("cpu"))
 
 
 @pytest.mark.gpu
