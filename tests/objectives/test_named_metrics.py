@@ -22,7 +22,7 @@ from runner.objectives.custom import Custom
 from runner.objectives.named_metrics import build_named_metrics
 from runner.training.evaluation import evaluate
 from tests.objectives.sums import CUTS
-from tests.runs import command, config, opened, rows
+from tests.runs import config, opened, rows
 
 THREE = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
 TWO = Sizes("classification", 4, classes=2, class_names=("no", "yes"))
@@ -188,9 +188,3 @@ def test_without_the_extra_it_is_one_line_that_names_the_key_and_the_command(
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     with pytest.raises(ConfigError, match=r"^objective.metrics: needs .*pip install 'runner\[metr"):
         build_named_metrics(["F1Score"], THREE, -100)
-
-
-def test_a_mistake_leaves_no_folder(tmp_path: Path) -> None:
-    ended = command(tmp_path, "objective.metrics=[F1Scores]")
-    assert ended.returncode == 2 and not (tmp_path / "outputs").exists()
-    assert "objective.metrics: torchmetrics has no 'F1Scores'" in ended.stderr
