@@ -26,6 +26,11 @@ def main() -> int:
     except RunnerError as error:
         _print_error(str(error), lines=isinstance(error, SweepFailed))
         return error.exit_code
+    except ModuleNotFoundError as error:  # of our own imports; a run reports its own
+        if (package := (error.name or "runner").partition(".")[0]) == "runner":
+            raise
+        _print_error(f"{package} is not installed for {sys.executable}; {_activation()}")
+        return 2
     except KeyboardInterrupt as error:
         from runner.training.signals import interruption_before_run
 
@@ -35,6 +40,15 @@ def main() -> int:
     except BrokenPipeError:  # `| head` has read enough
         _flush()
         return 0
+
+
+def _activation() -> str:
+    """The command after which our packages are found."""
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    script = os.path.join(root, ".venv", "bin", "activate")
+    if os.path.exists(script) and sys.prefix != os.path.join(root, ".venv"):
+        return f"activate the environment that has it: . {script}"
+    return f"install what is needed: pip install -c constraints.txt -e {root}"
 
 
 def _main(typed: list[str]) -> int:

@@ -16,6 +16,7 @@ status=$?
 # Only after a run: --help, --cfg and the like write nothing to look at.
 if [ -n "$(find outputs -name summary.json -newer .venv/.started -print -quit 2>/dev/null)" ]; then
     if [ "$here" != "$root" ]; then prefix=$root/; fi
+    printf '\nTo use python -m runner in this shell, run\n\n    . %s.venv/bin/activate\n' "${prefix:-}"
     printf '\nTo see it in TensorBoard, run this and open http://localhost:6006\n\n'
     printf '    %s.venv/bin/tensorboard --logdir %soutputs\n\n' "${prefix:-}" "${prefix:-}"
 fi

@@ -239,7 +239,7 @@ class FromFiles(DataConfig):
 class CsvFormat(FromFiles):
     """How a csv is written; null: recognised, and named in what was chosen automatically."""
 
-    encoding: str | None = None  # of its texts; null: UTF-8, or UTF-16 by its byte order mark
+    encoding: str | None = None  # of its texts; null: UTF-16 by its mark, UTF-8, else cp1252
     separator: str | None = None  # of cells, or `tab`; null: counted in the header: , ; tab or |
 
     def __post_init__(self) -> None:

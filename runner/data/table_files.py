@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import io
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from runner.device import memory
 from runner.errors import DataError
 from runner.techniques.base import Choice
 
+log = logging.getLogger(__name__)
+
 # pyarrow compares letter for letter
 MISSING_FORMS = [f for word in MISSING for f in {word, word.upper(), word.title(), "NaN", "Na"}]
 PARQUET_ROWS = 1 << 17  # decoded at a time
@@ -36,6 +39,7 @@ BLOCK = 1 << 22  # bytes of csv that are parsed at a time: fewer, larger pieces 
 CELLS = 4  # bytes that a byte of csv takes: "1," becomes a float64
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 BYTE_ORDER = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+OTHER_ENCODING = "cp1252"  # of Western European Windows; 5 bytes are undefined in it
 SEPARATORS = ",;\t|"
 NEWLINE = ord("\n")
 
@@ -120,7 +124,11 @@ def _read_csv(
     except OSError as error:
         raise DataError(f"{path}: cannot be decompressed: {error}") from None
     if invalid:
-        raise DataError(_undecodable(path, config.encoding))
+        choice = _other_encoding(path, config.encoding)
+        config = replace(config, encoding=OTHER_ENCODING)
+        trained = trained and replace(trained, encoding=OTHER_ENCODING)
+        content = _read_csv(path, select, kind, config, trained)
+        return replace(content, choices=(choice, *content.choices))
     total = len(malformed) + len(table)
     one_line_each = rows.lines == total
     if rows.quotes % 2 and not one_line_each:
@@ -315,9 +323,20 @@ def _decompress(path: Path) -> Any:
     return pyarrow.input_stream(str(path), codec)
 
 
-def _undecodable(path: Path, encoding: str | None) -> str:
-    """Which line of a file is the first that cannot be decoded."""
-    encoding = encoding or _encoding(path)
+def _other_encoding(path: Path, encoding: str | None) -> Choice:
+    """What to read a file as that is not UTF-8; DataError if it is named or not cp1252 either."""
+    line = _undecodable_line(path, known := encoding or _encoding(path))
+    if encoding is None and known == "utf-8" and not _undecodable_line(path, OTHER_ENCODING):
+        fix = "name data.encoding=… if letters look wrong"
+        choice = Choice("data.encoding", OTHER_ENCODING, f"not UTF-8 from line {line}; {fix}")
+        log.warning("%s: read as %s: %s", path, OTHER_ENCODING, choice.reason)
+        return choice
+    fix = f"name the encoding that it has, such as data.encoding={OTHER_ENCODING}"
+    raise DataError(f"{path}: line {line} is not {known.upper()} text; {fix}")
+
+
+def _undecodable_line(path: Path, encoding: str) -> int:
+    """The first line of a file that cannot be decoded, 0 if there is none."""
     decoder, line = codecs.getincrementaldecoder(encoding)(), 1
     with _decompress(path) as stream:
         try:
@@ -326,9 +345,8 @@ def _undecodable(path: Path, encoding: str | None) -> str:
                 line += part.count(b"\n")
             decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            line += error.object[: error.start].count(b"\n")
-    fix = "name the encoding that it has, such as data.encoding=cp1252"
-    return f"{path}: line {line} is not {encoding.upper()} text; {fix}"
+            return line + error.object[: error.start].count(b"\n")
+    return 0
 
 
 # -- parquet ---------------------------------------------------------------------------------------

@@ -62,6 +62,14 @@ def test_a_mistake_is_one_line_its_exit_code_and_no_folder(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_package_is_one_line_with_the_way_to_it(tmp_path: Path) -> None:
+    done = command(tmp_path, flags=("-S",))  # without site-packages
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: hydra is not installed for ")
+    assert "activate" in done.stderr or "pip install" in done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
 def test_a_sweep_with_a_job_that_fails_ends_with_7_and_compares_all(place: Path) -> None:
     done = command(
         place, "-m", *OWN, "name=swept", "training.steps=12", "+model.fault='',raises",

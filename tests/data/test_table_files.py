@@ -101,19 +101,36 @@ def test_lines_are_counted_with_what_comes_before_the_rows(tmp_path: Path) -> No
 
 def test_the_first_line_that_cannot_be_decoded_is_named_with_the_key(tmp_path: Path) -> None:
     wrong = "".join([HEADER.replace("ö", "o").replace("ß", "s"), *ROWS])
+    undefined = b"1;2;\x81;ja\n"  # in cp1252
     message = r"line 2 is not UTF-8 text; .*data.encoding=cp1252"
     with pytest.raises(DataError, match=message):
-        opened(write(tmp_path, wrong.encode("cp1252")))
+        opened(write(tmp_path, wrong.encode("cp1252") + undefined))
     texts = wrong.replace("y\n", "label\n", 1).replace("name", "text", 1).encode("cp1252")
     with pytest.raises(DataError, match=message):  # a column that is read as texts
-        text(TextConfig(path=write(tmp_path, texts)))
+        text(TextConfig(path=write(tmp_path, texts + undefined)))
+    with pytest.raises(DataError, match="line 2 is not UTF-8 text"):
+        text(TextConfig(path=write(tmp_path, texts), encoding="utf-8"))
     assert len(text(TextConfig(path=write(tmp_path, texts), encoding="cp1252")).target) == 40
     with pytest.raises(DataError, match="line 1 is not UTF-8 text"):
-        opened(write(tmp_path, GERMAN.encode("cp1252")))
+        opened(write(tmp_path, GERMAN.encode("cp1252") + undefined))
     with pytest.raises(DataError, match="line 42 is not CP1252 text"):
-        opened(write(tmp_path, GERMAN.encode("cp1252") + b"1;2;\x81;ja\n"), encoding="cp1252")
+        opened(write(tmp_path, GERMAN.encode("cp1252") + undefined), encoding="cp1252")
     with pytest.raises(DataError, match="line 1 holds NUL bytes.*data.encoding=utf-16-le"):
         opened(write(tmp_path, PLAIN.encode("utf-16-le").replace(b"\xf6\0", b"o\0")[:64]))
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_file_that_is_not_utf_8_is_read_as_cp1252_with_a_warning(
+    first: int, compress: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = GERMAN if first == 1 else GERMAN.replace("größe", "groesse")
+    path = write(tmp_path, compress(whole.encode("cp1252")))
+    source = opened(path)
+    assert_equal(source, opened(write(tmp_path, whole, "utf8.csv")))
+    choice = next(choice for choice in source.choices if choice.key == "data.encoding")
+    assert choice.value == "cp1252" and f"not UTF-8 from line {first};" in choice.reason
+    assert f"{path}: read as cp1252: {choice.reason}" in caplog.messages
 
 
 @pytest.mark.parametrize(
