@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import train
 from runner.techniques.base import TechniqueStatus
 from runner.training.summary import Summary
 from tests import runs
@@ -86,18 +85,6 @@ def test_a_hard_model_trains_under_ultra_and_each_technique_says_what_became_of_
         assert not rows["whole_step"].engaged
         assert not rows["compile"].engaged
         assert "Tensor.item()" in rows["compile"].reason
-
-
-def test_batchnorm_under_recompute_counts_each_batch_once() -> None:
-    def buffers(*overrides: str) -> dict[str, torch.Tensor]:
-        own = ["model._target_=my_package.Statistics", "optimization=none", STEPS, *overrides]
-        with runs.opened(*TABLE, *own) as run:
-            train(run)
-        return dict(run.model.named_buffers())
-
-    plain, again = buffers(), buffers("optimization.recompute.enabled=true")
-    assert plain
-    assert all(torch.equal(again[name], value) for name, value in plain.items())
 
 
 def test_no_compiler_on_the_path_leaves_the_rest_of_ultra_in_force(
