@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -38,6 +38,7 @@ class UserDataset(Dataset):
     in_memory = False
     augments = True
     dtype = torch.float32  # of floats where samples have float64, which arrays of NumPy have
+    dtypes: Set[torch.dtype] = frozenset()  # of a sample, where one was read
 
     def __init__(
         self, dataset: Any, target: str, config: DataConfig, opening: Opening = PLAIN
@@ -65,10 +66,7 @@ class UserDataset(Dataset):
         """Cast float64 to the dtype of the model's weights, and all floats for one in float64."""
         weights = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.dtype = next(iter(weights), self.dtype)
-        cast = set[torch.dtype]()
-        with suppress(DataError):
-            leaves = named_leaves(self._timed_sample(0)) if len(self.dataset) else ()
-            cast = {leaf.dtype for _, leaf in leaves if self._cast(leaf) is not leaf}
+        cast = {dtype for dtype in self.dtypes if self._casts(dtype)}
         if not cast:
             return ()
         names = [
@@ -77,9 +75,13 @@ class UserDataset(Dataset):
         reason = f"samples have {' and '.join(names[1:])}; the weights of the model are {names[0]}"
         return (Choice("data._target_", f"cast to {names[0]}", reason),)
 
+    def _casts(self, dtype: torch.dtype) -> bool:
+        return (
+            dtype != self.dtype and dtype.is_floating_point and torch.float64 in (dtype, self.dtype)
+        )
+
     def _cast(self, values: torch.Tensor) -> torch.Tensor:
-        double = torch.float64 in (values.dtype, self.dtype)
-        return values.to(self.dtype) if double and values.is_floating_point() else values
+        return values.to(self.dtype) if self._casts(values.dtype) else values
 
     def labels(self) -> np.ndarray | None:
         """Its `targets`, as torchvision calls them, where it has them."""
@@ -94,6 +96,7 @@ class UserDataset(Dataset):
             sample = self._sample(index, int(sample_seeds(0, 0, np.array([index]))[0]))
         seconds = time.perf_counter() - started  # the least of all: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
+        self.dtypes = {leaf.dtype for _, leaf in named_leaves(sample)}
         return sample
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:

@@ -220,14 +220,23 @@ def moved(comparison: Comparison, folder: Path) -> Comparison:
 
 def as_json(comparison: Comparison) -> str:
     """All of it; the rows say no number twice, NaN is null, and no path is of this machine."""
+    from runner.report.replicates import find_replicates
+
     benchmark = comparison.benchmark
     tree = asdict(replace(comparison, home=None, benchmark=None))
     tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
     for part, key in ((tree, "home"), (tree["benchmark"] or {}, "arms")):
         part.pop(key, None)
+    replicates = {name: x for x in find_replicates(comparison) for name in x.rows}
     for row in tree["rows"]:
         del row["work"]
         (row["measured"] or {}).pop("summary", None)
+        of_row = replicates.get(row["name"])
+        row["replicates"] = of_row and {
+            "over": of_row.over,
+            "runs": len(of_row.rows),
+            "metrics": {name: asdict(estimate) for name, estimate in of_row.metrics.items()},
+        }
     return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from runner.benchmark.result import BenchmarkResult
 from runner.report.comparison import Comparison, Row
 from runner.report.format import MOST_NAMES, interval, listed, metric, share, times
-from runner.report.naming import about_speed
+from runner.report.naming import about_speed, names
+from runner.report.replicates import Replicates, find_replicates
 
 WIDE = 0.05  # a noise floor above it belongs beside every ratio
 BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
@@ -202,6 +203,9 @@ def _best(comparison: Comparison) -> list[str]:
         return [f"Judged by different metrics ({listed(metrics)}), so {NOT_COMPARED}"]
     if len(judged) < 2:
         return []
+    replicates = find_replicates(comparison)
+    if sum(len(x.rows) for x in replicates) == len(judged):
+        return [_best_of_replicates(metrics[0], replicates)]
     values = sorted({row.best or 0.0 for row in judged})
     ends = [
         f"{metric(end)} ({listed([row.name for row in judged if row.best == end])})"
@@ -209,6 +213,25 @@ def _best(comparison: Comparison) -> list[str]:
     ]
     text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
     return [f"Best {metrics[0]}: {text}."]
+
+
+def _best_of_replicates(monitor: str, replicates: list[Replicates]) -> str:
+    """The monitored metric as mean and spread, lowest and highest, and what tells them apart."""
+    shared = names([x.overrides for x in replicates], [""] * len(replicates))
+    named = list(zip(shared, replicates, strict=True))
+    named.sort(key=lambda item: item[1].metrics["best"].mean)
+    texts = []
+    for name, x in named[:1] + named[1:][-1:]:
+        best = x.metrics["best"]
+        bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
+        label = f", {name}" if len(named) > 1 else ""
+        texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
+    over = " and ".join(dict.fromkeys(x.over for x in replicates))
+    if len(texts) == 1:
+        return f"Best {monitor} over {over}: {texts[0]}."
+    low, high = named[0][1].metrics["best"], named[-1][1].metrics["best"]
+    apart = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
+    return f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{apart}."
 
 
 def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:

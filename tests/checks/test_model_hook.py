@@ -63,7 +63,7 @@ def test_what_is_found_after_training_is_recorded_everywhere(
 def test_evaluating_a_checkpoint_checks_its_model(
     spoiled: tuple[Path, Summary], tmp_path: Path
 ) -> None:
-    config = compose([*SHORT, "job=evaluate", f"checkpoint.resume={spoiled[0]}"])
+    config = compose([*SHORT, "job=evaluate", f"checkpoint.resume={spoiled[0]}/checkpoints/last"])
     summary = job.main(config, tmp_path / "again")
     assert summary.model_check["worst"][0]["where"] == "layers.0.weight"
     assert summary.model_check["after_training"] and summary.faults["weights.not_finite"] == 1
