@@ -52,6 +52,7 @@ class Column:
     fill: float | None = None  # in place of a missing number; None: the mean
     missing: tuple[str, ...] = ()  # texts among the numbers that were read as missing
     others: int = 0  # categories of training rows that share the last input
+    form: str = ""  # of a date that is not written as ISO 8601, for strptime
 
     @property
     def width(self) -> int:

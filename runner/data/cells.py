@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from runner.data.dates import date_form, describe_form, parse_time
 from runner.data.number_format import MISSING
 from runner.data.table_files import Kind
 from runner.errors import DataError
@@ -17,7 +18,6 @@ from runner.errors import DataError
 LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
 LONGEST = 40  # characters of a cell, in a message
 NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
-ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # of a second
 ID_NAME = re.compile(r"(?i:(^|[\W_])(u?u?id|guid|key)$)|[a-z](Id|ID|Key)$")  # customer_id, rowKey
 ID_ROWS = 50  # fewer may all differ by chance
@@ -28,6 +28,7 @@ mistyped number or a word for a missing value is that rare, and a category worth
 
 
 FEW_NUMBERS = 10
+MISSING_THEN = "those are missing values"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class ParsedColumn:
     values: Values
     bad: dict[int, str] = field(default_factory=dict)  # what is wrong with the cell
     odd: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
-    note: str = ""  # why many numbers were read as texts
+    form: str = ""  # of dates that are not ISO 8601, for strptime
+    note: str = ""  # why many numbers or dates were read as texts, or what their form may be
+    remedy: tuple[str, str] = ("", "")  # the type to declare, and what becomes of the cells then
 
     @property
     def kind(self) -> Kind:
@@ -78,15 +81,18 @@ def parse_column(
     bad_share: float = 0.0,
     missing: Sequence[str] = (),
     marker: bool = False,
+    form: str | None = None,
 ) -> ParsedColumn:
     """The cells of an arrow column as what `kind` says, or as what nearly all of them are.
 
     Among numbers and dates, texts are missing values if they are in `missing` or at most
     `odd_share` of the cells, and cannot be used if they are more; a column of no `kind` is then one
     of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such as
-    "unknown", is a missing value up to half of the cells: that loses nothing. Texts such as NA
-    are missing among numbers and dates only: elsewhere they may be a category. DataError names the
-    type of cells that are none of these.
+    "unknown", is a missing value up to half of the cells: that loses nothing. Dates are ISO 8601
+    or have that `form`; None: the one that most cells have, and a column of no `kind` is then one
+    of texts where two make different dates of them. Texts such as NA are missing among numbers and
+    dates only: elsewhere they may be a category. DataError names the type of cells that are none of
+    these.
     """
     import pyarrow
     from pyarrow import types
@@ -101,9 +107,14 @@ def parse_column(
         words, codes = _encode(column)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         raise DataError(str(column.type)) from None
-    note = ""
-    for form, read in READ.items():
-        if kind is form or kind is Kind.any:
+    note, other, remedy = "", "", ("", "")
+    for wanted in (Kind.numbers, Kind.times):
+        if kind is wanted or kind is Kind.any:
+            read: Callable[[str], Any] = number
+            if wanted is Kind.times:
+                if form is None:
+                    form, other = date_form(words, np.bincount(codes, minlength=len(words)))
+                read = partial(parse_time, form=form)
             parsed = np.array([read(word) for word in words])
             empty = np.array([_is_missing(word) or word in missing for word in words])
             odd = np.flatnonzero((is_none(parsed) & ~empty)[codes])
@@ -111,24 +122,33 @@ def parse_column(
             if marker and kind is Kind.any and _is_marker(words, codes[odd], present):
                 odd_share = 1.0
             limit = max(odd_share * present, bad_share * len(codes))
-            if kind is form or len(odd) <= limit and len(odd) < present:
+            fits = len(odd) <= limit and len(odd) < present
+            if form and other and wanted is Kind.times and (fits or kind is wanted):
+                note = f"its dates fit {describe_form(form)} and {describe_form(other)}"
+                remedy = ("date", f"they are {describe_form(form)}")
+                fits = False
+            if kind is wanted or fits:
                 texts = {row: words[codes[row]] for row in odd.tolist()}
                 bad = {}
                 if len(odd) > odd_share * present:
                     bad = {
-                        row: f"{text[:LONGEST]} is not {form.value}" for row, text in texts.items()
+                        row: f"{text[:LONGEST]} is not {wanted.value}"
+                        for row, text in texts.items()
                     }
                     texts = {}
                 for row in _not_float32(parsed[codes]):
                     bad[row] = _problem(parsed[codes[row]], words[codes[row]])
-                return ParsedColumn(parsed[codes], bad, texts)
-            if 2 * len(odd) < present:
+                used = form if wanted is Kind.times and form else ""
+                return ParsedColumn(parsed[codes], bad, texts, used, note)
+            if 2 * len(odd) < present and not other:
                 example = words[codes[odd[0]]][:LONGEST]
                 note = (
-                    f"{len(odd):,} of {present:,} cells, such as {example!r}, are not {form.value}"
+                    f"{len(odd):,} of {present:,} cells, such as {example!r}, are not "
+                    f"{wanted.value}"
                 )
+                remedy = ("number" if wanted is Kind.numbers else "date", MISSING_THEN)
     stripped = tuple(word if word.strip() else "" for word in words)
-    return ParsedColumn(Texts(stripped, codes), note=note)
+    return ParsedColumn(Texts(stripped, codes), note=note, remedy=remedy)
 
 
 def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
@@ -176,7 +196,11 @@ def id_reason(name: str, column: Any) -> str:
     words = column.slice(0, HEAD).to_pylist()
     if len({*words}) < len(words):
         return ""
-    parsed = [np.array([read(word) for word in words]) for read in READ.values()]
+    form, _ = date_form(words, np.ones(len(words)))
+    parsed = [
+        np.array([read(word) for word in words])
+        for read in (number, partial(parse_time, form=form))
+    ]
     if not named and max((~is_none(values)).mean() for values in parsed) > 0.5:
         return ""
     different = compute.count_distinct(column).as_py() == len(column)
@@ -209,19 +233,6 @@ def number(word: str) -> float:
         return float("nan")
 
 
-def parse_time(word: str) -> np.datetime64:
-    """The date or time that a text says as ISO 8601, in UTC; NaT: none."""
-    if ISO_DATE.match(word.strip()):
-        try:
-            time = datetime.fromisoformat(word.strip())
-        except ValueError:
-            return np.datetime64("NaT", "us")
-        return np.datetime64(
-            time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo else time, "us"
-        )
-    return np.datetime64("NaT", "us")
-
-
 PARTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "year": lambda times: times.astype("M8[Y]").astype(int) + 1970,
     "month": lambda times: times.astype("M8[M]").astype(int) % 12 + 1,
@@ -241,9 +252,6 @@ def part_of(values: np.ndarray, part: str) -> np.ndarray:
         return values
     numbers: np.ndarray = np.where(np.isnat(values), np.nan, PARTS[part](values))
     return numbers
-
-
-READ: dict[Kind, Callable[[str], Any]] = {Kind.numbers: number, Kind.times: parse_time}
 
 
 def is_none(values: np.ndarray) -> np.ndarray:

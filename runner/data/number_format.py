@@ -22,6 +22,7 @@ MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknow
 SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
 GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
+DOTTED_DATE = r"^\s*\d{1,2}\.\d{1,2}\.\d{4}\s*$"  # 31.05.2024, in a file with other numbers
 DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
 GROUPED = r"^\s*[+-]?\d{{1,3}}({}\d{{3}})+([.,]\d+)?\s*$"
 # 1,234.5 and 1,234,567 can be read in one way only, unlike 1,234
@@ -161,7 +162,7 @@ def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
     words = compute.utf8_lower(compute.utf8_trim_whitespace(encoded.dictionary))
     known = ~np.asarray(compute.is_in(words, pyarrow.array(sorted(MISSING))))
     texts = _Texts(name, encoded, counts * known)
-    numbers = texts.count(LIKE_A_NUMBER)
+    numbers = texts.count(LIKE_A_NUMBER, DOTTED_DATE)
     return texts if numbers and numbers >= (1 - share) * texts.counts.sum() else None
 
 

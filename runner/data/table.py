@@ -21,12 +21,13 @@ from runner.data.cells import (
     Values,
     id_reason,
     is_none,
+    missing_cells,
     number,
     parse_column,
-    parse_time,
     select_rows,
 )
 from runner.data.config import BadSamples, ColumnType, Missing, SplitRule, Tabular, Text
+from runner.data.dates import READABLE, describe_form, parse_time
 from runner.data.labels import class_name
 from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
@@ -57,6 +58,7 @@ class Table:
     size: int  # rows
     odd: dict[str, tuple[str, ...]]  # by column, the texts among numbers that are read as missing
     ids: dict[str, Any]  # arrow columns that name the rows
+    forms: dict[str, str]  # by column, how dates are written that are not ISO 8601
 
 
 def read_table(
@@ -105,7 +107,8 @@ def read_table(
     values = {name: select_rows(column.values, usable) for name, column in columns.items()}
     if left_out:
         ids = {name: column.filter(usable) for name, column in ids.items()}
-    return Table(path, values, rows, choices, problems.total - len(left_out), odd, ids)
+    forms = {name: column.form for name, column in columns.items() if column.form}
+    return Table(path, values, rows, choices, problems.total - len(left_out), odd, ids, forms)
 
 
 def _select(problems: Problems, only: bool, fitted: Preprocessing | None) -> Select:
@@ -138,7 +141,7 @@ def _parse_columns(
     config = problems.config
     policy = config.missing if isinstance(config, Tabular) else None
     share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
-    words = {} if fitted is None else {c.name: c.missing for c in fitted.columns}
+    trained = {} if fitted is None else {c.name: c for c in fitted.columns}
     problems.word = content.word
     problems.add_rows(KEY, content.malformed)
     columns = dict[str, ParsedColumn]()
@@ -151,9 +154,11 @@ def _parse_columns(
                 kind(name),
                 odd_share=odd_share,
                 bad_share=share,
-                missing=words.get(name, ()),
+                missing=trained[name].missing if name in trained else (),
                 marker=name not in problems.needed.values(),
+                form=trained[name].form if name in trained else None,
             )
+            _check_declared(name, column, problems)
         except DataError as error:
             problems.add_unreadable({name: error})
             continue
@@ -169,6 +174,18 @@ def _parse_columns(
     for row in problems.bad:
         problems.gaps.pop(row, None)
     return columns
+
+
+def _check_declared(name: str, column: ParsedColumn, problems: Problems) -> None:
+    """Raise ConfigError where most cells are not what `data.types` says of the column."""
+    if name not in problems.types or not column.odd:
+        return
+    present = int((~missing_cells(column.values)).sum()) + len(column.odd)
+    if 2 * len(column.odd) > present:
+        example = next(iter(column.odd.values()))[:LONGEST]
+        cells = f"{len(column.odd):,} of {present:,} cells of {name!r}, such as {example!r},"
+        fix = f"dates are read as {READABLE}" if column.kind is Kind.times else "use text"
+        raise ConfigError(TYPES, f"{problems.path}: {cells} are not {column.kind.value}", fix)
 
 
 def _take_ids(
@@ -243,7 +260,13 @@ def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iter
                 f"{len(column.odd):,} of {len(content.numbers):,} cells of {name!r} read as missing"
             )
             yield Choice(GAPS, value, f"not {column.kind.value}: {', '.join(cells)}{more}")
+        if column.form and not column.note:
+            yield Choice(TYPES, f"{name}: date", f"its cells are {describe_form(column.form)}")
         if column.note:
-            reason = f"{column.note}; with +{TYPES}={{{name}: number}} those are missing values"
-            log.warning("%s: column %r is read as texts: %s", TYPES, name, reason)
-            yield Choice(TYPES, f"{name}: text", reason)
+            kind = "date" if column.form else "text"
+            how, effect = column.remedy
+            advice = f"{describe_form(column.form)} is taken" if column.form else ""
+            advice = advice or f"with +{TYPES}={{{name}: {how}}} {effect}"
+            reason = f"{column.note}; {advice}"
+            log.warning("%s: column %r is read as %ss: %s", TYPES, name, kind, reason)
+            yield Choice(TYPES, f"{name}: {kind}", reason)

@@ -90,7 +90,9 @@ def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Colum
     return tuple(
         column
         for name, values in table.columns.items()
-        for column in _fit(name, values, train, config, table.odd.get(name, ()))
+        for column in _fit(
+            name, values, train, config, table.odd.get(name, ()), table.forms.get(name, "")
+        )
     )
 
 
@@ -148,7 +150,12 @@ def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
 
 
 def _fit(
-    name: str, values: Values, train: np.ndarray, config: Tabular, odd: tuple[str, ...]
+    name: str,
+    values: Values,
+    train: np.ndarray,
+    config: Tabular,
+    odd: tuple[str, ...],
+    form: str,
 ) -> Iterator[Column]:
     if isinstance(values, Texts):
         codes, counts = np.unique(values.codes[train], return_counts=True)
@@ -164,9 +171,9 @@ def _fit(
         known = _known(values, part, train)
         mean, deviation = fit_scale(known[:, None], np.arange(len(known)))
         fill = float(np.median(known) if config.missing is Missing.median else mean[0])
-        yield Column(name, float(mean[0]), float(deviation[0]), (), part, fill, odd)
+        yield Column(name, float(mean[0]), float(deviation[0]), (), part, fill, odd, form=form)
     if missing_cells(values)[train].any():
-        yield Column(name, part=GAP, missing=odd)
+        yield Column(name, part=GAP, missing=odd, form=form)
 
 
 def _known(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Predict with pipeline.pt2 or pipeline.onnx: python pipeline_example.py new.csv [rows], or images.
 
 Needs torch (onnxruntime for .onnx, Pillow for images), and preprocessing.json beside it. A csv is
-in UTF-8, its numbers are written as those of the training file, and its dates are ISO 8601.
+in UTF-8, its numbers are written as those of the training file, and its dates as
+in that file or as ISO 8601.
 """
 
 import csv
@@ -33,9 +34,10 @@ def number(cell: str, known: Known) -> float:
     return float("".join(sign for sign in cell if sign not in groups).replace(decimal, "."))
 
 
-def part_of_date(cell: str, part: str) -> float:
-    """That number of a date."""
-    time = datetime.fromisoformat(cell.strip())
+def part_of_date(cell: str, part: str, form: str) -> float:
+    """That number of a date, in ISO 8601 or in that form."""
+    cell, iso = cell.strip(), re.match(r"\d{4}-\d\d-\d\d", cell.strip()) or not form
+    time = datetime.fromisoformat(cell) if iso else datetime.strptime(cell, form)
     if time.tzinfo is not None:
         time = time.astimezone(timezone.utc).replace(tzinfo=None)  # noqa: UP017
     days = time.toordinal() - datetime(1970, 1, 1).toordinal()
@@ -49,7 +51,9 @@ def value(cell: str, column: Known, known: Known) -> float:
         return math.nan
     if column["part"] == "missing":
         return 0.0  # only whether there is a value
-    return part_of_date(cell, column["part"]) if column["part"] else number(cell, known)
+    if column["part"]:
+        return part_of_date(cell, column["part"], column.get("form", ""))
+    return number(cell, known)
 
 
 def table(path: str, count: int, known: Known) -> tuple[Tensor, ...]:

@@ -394,6 +394,26 @@ def write_demand(folder: Path, part: str) -> Path:
     return write_csv(folder / f"{part}.csv", rows)
 
 
+def deliveries_rows(part: str) -> Rows:
+    """Orders and when each was delivered, which is late where it took long."""
+    rng = np.random.default_rng(len(part))
+    first, rows = datetime(2019, 11, 2) + timedelta(days=300 * (part != "train")), []
+    for _ in range(200 if part == "train" else 40):
+        ordered = first + timedelta(days=int(rng.integers(400)))
+        took = timedelta(days=int(rng.integers(1, 20)), hours=int(rng.integers(24)))
+        row = {"ordered": ordered, "delivered": ordered + took, "paid": ordered}
+        rows.append({**row, "late": "yes" if took.days > 9 else "no"})
+    return rows
+
+
+def write_deliveries(folder: Path, part: str) -> Path:
+    """A csv with three forms of dates, one of them with the time of day."""
+    forms = {"ordered": "%d.%m.%Y", "delivered": "%m/%d/%Y %H:%M", "paid": "%b %d, %Y"}
+    rows = deliveries_rows(part)
+    written = [row | {name: f"{row[name]:{form}}" for name, form in forms.items()} for row in rows]
+    return write_csv(folder / f"{part}.csv", written)
+
+
 def last_days() -> dict[str, Rows]:
     """The last fifth by day is validation."""
     return {"val": sorted(demand_rows("train"), key=lambda row: row["day"])[-36:]}
@@ -478,6 +498,7 @@ STRANGERS = [
         (*MLP, "data.split=time", "data.split_by=day", "training.validate_every=12"),
         parts=last_days,
     ),
+    Stranger("dates in three forms", write_deliveries, deliveries_rows, "late"),
     Stranger(
         "photos in train, val and test", write_photos, photos_rows, "label",
         (

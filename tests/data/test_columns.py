@@ -262,6 +262,84 @@ def test_dates_become_the_numbers_that_vary(tmp_path: Path, form: str) -> None:
         applied(source, write(tmp_path / "later.csv", {"when": ["12", "13"]}))
 
 
+DAYS = [date(2015, 1, 3) + timedelta(days=9 * i) for i in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("form", "said_as"),
+    [
+        ("%d/%m/%Y", "day/month/year"),
+        ("%m/%d/%Y", "month/day/year"),
+        ("%d.%m.%Y", "day.month.year"),
+        ("%Y/%m/%d", "year/month/day"),
+        ("%b %d, %Y", "Jan 5, 2020"),
+        ("%d-%b-%Y", "5-Jan-2020"),
+    ],
+)
+def test_dates_in_another_form_are_dates_and_new_ones_are_read_in_that_form(
+    tmp_path: Path, form: str, said_as: str
+) -> None:
+    iso = opened(write(tmp_path / "iso.csv", {"since": DAYS}))
+    cells: list[Any] = [f'"{day:{form}}"' for day in DAYS]
+    cells[iso.train[0]] = "soon"  # a mistyped cell
+    source = opened(write(tmp_path / "a.csv", {"since": cells}))
+    titles = [column.title for column in iso.columns]
+    assert [column.title for column in source.columns] == [*titles, "since (missing)"]
+    assert f"since: date: its cells are {said_as}" in said(source, "data.types")
+    cells[iso.train[0]] = cells[iso.train[1]]
+    source = opened(write(tmp_path / "a.csv", {"since": cells}))
+    assert not source.ids and {column.form for column in source.columns} == {form}
+    other = iso.train[1:]
+    assert np.allclose(source.inputs[other], iso.inputs[other], atol=0.1)
+    # two days that fit both orders of day and month
+    new = [date(2019, 4, 5), date(2020, 2, 1)]
+    path = write(tmp_path / "b.csv", {"since": [f'"{day:{form}}"' for day in new]})
+    as_iso = applied(source, write(tmp_path / "c.csv", {"since": new}))
+    assert applied(source, path).inputs.tolist() == as_iso.inputs.tolist()
+
+
+def test_dates_that_fit_two_forms_are_texts_unless_the_column_is_declared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cells = [f"{1 + i % 9:02}/{1 + i % 12:02}/2020" for i in range(ROWS)]
+    path = write(tmp_path / "a.csv", {"since": cells, "age": numbers()})
+    source = opened(path)
+    assert source.columns[0].values
+    assert "'since' is read as texts: its dates fit day/month/year and month/" in caplog.text
+    assert "with +data.types={since: date} they are day/month/year" in caplog.text
+    caplog.clear()
+    declared = opened(path, types={"since": ColumnType.date})
+    assert declared.columns[0].form == "%d/%m/%Y"
+    assert [column.part for column in declared.columns[:2]] == ["month", "weekday"]
+    assert "day/month/year and month/day/year; day/month/year is taken" in caplog.text
+    same = [f"{1 + i % 9:02}/{1 + i % 9:02}/2020" for i in range(ROWS)]  # the same dates in both
+    assert opened(write(path, {"since": same})).columns[0].form
+
+
+def test_a_declared_type_that_fits_less_than_half_of_the_cells_is_an_error(tmp_path: Path) -> None:
+    cells = [f"Q{1 + i % 4} 20{10 + i % 9}" for i in range(ROWS)]
+    cells[::5] = ["2020-01-01"] * (ROWS // 5)
+    path = write(tmp_path / "a.csv", {"since": cells})
+    message = r"data.types: .*192 of 240 cells of 'since', such as 'Q2 2011', are not a date"
+    with pytest.raises(ConfigError, match=rf"{message}.*2024-05-31, 31/05/2024"):
+        opened(path, types={"since": ColumnType.date})
+    with pytest.raises(ConfigError, match=r"data.types: .*'since', .* are not a finite number"):
+        opened(path, types={"since": ColumnType.number})
+
+
+def test_points_in_dates_do_not_hide_decimal_commas(tmp_path: Path) -> None:
+    rows = [
+        f"{day:%d.%m.%Y};{1 + i % 7}.{i + 100},{i % 90 + 10};{i % 2}" for i, day in enumerate(DAYS)
+    ]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["since;price;y", *rows, ""]))
+    source = opened(path)
+    price = next(column for column in source.columns if column.name == "price")
+    expected = [1000 * (1 + i % 7) + i + 100 + (i % 90 + 10) / 100 for i in source.train.tolist()]
+    assert price.mean == pytest.approx(np.mean(expected))
+    assert source.columns[0].form == "%d.%m.%Y"
+
+
 def test_a_date_is_no_target(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", {"when": ["2020-01-01", "2020-01-02"] * 40})
     with pytest.raises(ConfigError, match="data.target: .*'when' holds dates"):
