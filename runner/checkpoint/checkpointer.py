@@ -207,7 +207,7 @@ class Checkpointer:
             self._fill(temporary, step, snapshot, best or folders.is_best(root, step))
             storage.write_folder(temporary, root / folders.step_name(step))
             folders.abandon_from(root, step)
-            folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
+            self._prune(root, step)
             self._failures, self._disk_error = 0, None
         except OSError as error:
             self._failures, self._disk_error = self._failures + 1, error
@@ -218,6 +218,15 @@ class Checkpointer:
             self._fault = error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def prune(self, step: int) -> None:
+        """Delete what a save that was killed left beyond `keep`, if `step` is the newest one."""
+        if self._root is not None and step == max(folders.steps(self._root), default=None):
+            with suppress(OSError):  # the next save says what is wrong
+                self._prune(self._root, step)
+
+    def _prune(self, root: Path, step: int) -> None:
+        folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
 
     def _leading(self, root: Path) -> set[int]:
         """The checkpoints that lead to steps that are bad or may turn out to be."""

@@ -220,10 +220,9 @@ def prune(root: Path, keep: int, always: set[int | None]) -> None:
     complete = sorted(step for step, folder in found.items() if is_checkpoint(folder))
     for step in sorted(found.keys() - always - set(complete[-keep:])):
         try:
-            if not found[step].is_symlink():
-                with suppress(FileNotFoundError):  # first, so that half of it is no checkpoint
-                    (found[step] / manifest.NAME).unlink()
-            storage.remove_folder(found[step])
+            going = root / (TEMPORARY + "old-" + step_name(step))  # which a start would remove
+            os.rename(found[step], going)
+            storage.remove_folder(going)
         except OSError as error:
             log.warning("%s: an old checkpoint stays: %s", found[step], error.strerror)
 

@@ -129,6 +129,9 @@ def _plan(spec: JobSpec, earlier: Job, unchanged: bool, folder: Path) -> JobPlan
     job = Job(spec.number, spec.overrides, earlier.folder, spec.hash)
     if unchanged:
         job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
+    if unchanged and earlier.failed:  # that stays true until it has begun again
+        job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
+        job.exit_code = earlier.exit_code
     continues = unchanged and can_continue(spec, place)
     return JobPlan(job, spec, continues=continues, replaces=not continues and place.exists())
 

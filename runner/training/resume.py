@@ -43,17 +43,21 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if not final and not run.guardian.sound():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
-        unread = run.reader.unread if run.captures is not None else None
         bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would take the place of the one to go back to
-        run.checkpointer.lead_to = {step for step in (unread, bad) if step}
+        run.checkpointer.lead_to = _lead_to(run, bad)
         planned = best or run.progress.step % run.checkpoint_every == 0
         state = {**_state(run), "planned": planned, "clean": not bad}
         run.checkpointer.save(run.progress.step, run.model.state_dict(), state, best)
         run.saved_step = run.progress.step
     if final:
         run.checkpointer.close()
+
+
+def _lead_to(run: Run, bad: int) -> set[int]:
+    unread = run.reader.unread if run.captures is not None else None
+    return {step for step in (unread, bad) if step}
 
 
 def first_bad_step(run: Run) -> int:
@@ -137,6 +141,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     if own and run.folder is not None:
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
+        run.checkpointer.lead_to = _lead_to(run, first_bad_step(run))
+        run.checkpointer.prune(restored.step)
     with _named(restored.path):
         set_random(state["random"])  # last of the state, since anything before it may draw
     return True

@@ -6,6 +6,7 @@ import torch
 
 from runner.checkpoint.checkpointer import Checkpointer, storage
 from runner.errors import CheckpointError, StorageError
+from tests.runs import opened, trained
 
 
 def model_at(step: int) -> dict[str, torch.Tensor]:
@@ -186,3 +187,14 @@ def test_who_uses_a_run_gets_its_best_one_and_the_newest_where_that_is_damaged(t
     (tmp_path / "checkpoints/step_00000002/state.pt").write_bytes(b"")
     restored = reader.restore(tmp_path)
     assert restored.step == 3 and "step_00000002" in restored.warnings[0]
+
+
+def test_a_run_that_continues_has_no_more_checkpoints_than_it_keeps(tmp_path):
+    typed = ["data=cancer", "checkpoint.every=2", "monitoring.every=2"]
+    trained(*typed, "training.steps=8", "checkpoint.keep=3", folder=tmp_path)
+    assert len(list(tmp_path.glob("checkpoints/step_*"))) >= 3
+    more = ["training.steps=12", "checkpoint.keep=1", "checkpoint.resume=auto"]
+    with opened(*typed, *more, folder=tmp_path):
+        best, last, *kept = names(tmp_path)
+        assert kept[-1] == "step_00000008"
+        assert set(kept) == {os.readlink(tmp_path / "checkpoints" / link) for link in (best, last)}

@@ -125,7 +125,10 @@ def assert_whole(folder, saved):
     root = folder / "checkpoints"
     assert checkpointer.last == f"checkpoints/step_{restored.step:08d}"
     assert (checkpointer.best == "checkpoints/step_00000002") == (restored.step >= 2)
-    whole = [f for f in root.glob("step_*") if (f / "manifest.json").exists()]
+    checkpointer.prune(restored.step)  # as a run does that continues there
+    whole = sorted(root.glob("step_*"))
+    assert all((f / "manifest.json").exists() for f in whole)
+    assert [f.name for f in whole[:-2]] in ([], ["step_00000002"])
     assert all(torch.load(f / "state.pt", weights_only=True) for f in whole)
     assert not [name for name in os.listdir(root) if name.startswith(".")]
 

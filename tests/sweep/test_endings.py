@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runner.errors import Interrupted
 from runner.sweep.child import Child
-from runner.sweep.plan import wait_for_running_jobs
-from runner.sweep.schedule import write_failed_summary
-from runner.sweep.state import Job
+from runner.sweep.config import LauncherConfig
+from runner.sweep.plan import JobPlan, JobSpec, plan_jobs, wait_for_running_jobs
+from runner.sweep.schedule import Schedule, write_failed_summary
+from runner.sweep.state import Job, Sweep
 from runner.training.summary import Summary
 
 from .conftest import NET, SHORT, environment, only, statuses, sweep, told
@@ -103,6 +106,32 @@ def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first
         assert child.ending() == ("timeout", "too long")
     finally:
         child.close()
+
+
+def test_an_interrupted_sweep_keeps_why_jobs_failed_before_that_it_did_not_begin(
+    tmp_path: Path,
+) -> None:
+    reasons = ["a bad rate", "a bad width"]
+    earlier = [
+        Job(n, [f"seed={n}"], str(n), f"hash {n}", "failed", reason, ended="then", exit_code=2)
+        for n, reason in enumerate(reasons)
+    ]
+    specs = [JobSpec(n, [f"seed={n}"], str(n), f"hash {n}") for n in range(3)]
+    plans = plan_jobs(specs, earlier, tmp_path)
+    sweep = Sweep("", "", [plan.job for plan in plans])
+    started: list[Child] = []
+
+    def start(plan: JobPlan) -> Child:
+        started.append(child_of(tmp_path, "import time; time.sleep(60)"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    with pytest.raises(Interrupted):
+        Schedule(sweep, tmp_path, LauncherConfig(), start).run(plans)
+    assert len(started) == 1
+    jobs = Sweep.read(tmp_path).jobs
+    assert [job.status for job in jobs] == ["interrupted", "failed", "skipped"]
+    assert (jobs[1].reason, jobs[1].exit_code) == ("a bad width", 2)
 
 
 def test_only_a_record_of_this_try_counts(tmp_path: Path) -> None:
