@@ -24,6 +24,7 @@ IGNORE = "data.ignore"
 LONGEST = 40  # characters of a cell or a name, in a message
 NAMED = 5  # names, or rows of one kind, in a message
 KINDS = 10  # kinds of bad rows, in a message
+MOST_DROPPED = 0.5  # of the rows, by a command that is suggested
 COMMAND = 2_000  # characters; a longer command is left out
 PLAIN = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*")
 
@@ -70,11 +71,11 @@ class Problems:
     def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
         """Compare what is asked for, or what the model was `trained` on, with the file's names."""
         for name, count in Counter(names).items():
-            if count > 1 or not name:
+            if count > 1:
+                what = f"are called {name[:LONGEST]!r}" if name else "have no name"
                 fix = "each needs a name of its own in the first line"
-                raise DataError(
-                    f"{self.path}: {count} columns are called {name[:LONGEST]!r}; {fix}"
-                )
+                raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
+        names = [name for name in names if name]
         if trained:
             if missing := [name for name in trained if name not in names]:
                 problem = f"lacks {_listed(map(repr, missing))}, which the model was trained on"
@@ -96,7 +97,8 @@ class Problems:
         for key, name in absent:
             instead = nearest(name, names)
             if key in self.needed:
-                self.needed[key] = instead or "COLUMN"
+                self.needed[key] = instead or ""
+                self.avoidable &= instead is not None
             elif key == IGNORE:
                 self.ignore = [instead or "" if n == name else n for n in self.ignore]
             elif kind := self.types.pop(name):
@@ -202,8 +204,8 @@ class Problems:
         if self.bad and not drops[KEY]:
             changes[KEY] = "drop"
         if (largest := max(share.values())) > most:
-            changes["data.most_bad"] = f"{min(math.ceil(100 * largest) / 100, 0.99):g}"
-            self.avoidable &= largest <= 0.99
+            changes["data.most_bad"] = f"{math.ceil(100 * largest) / 100:g}"
+            self.avoidable &= largest <= MOST_DROPPED
         return changes
 
 

@@ -31,7 +31,7 @@ from runner.data.dates import READABLE, describe_form, parse_time
 from runner.data.labels import class_name
 from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
-from runner.data.problems import GAPS, KEY, NAMED, TYPES, Problems
+from runner.data.problems import GAPS, IGNORE, KEY, NAMED, TYPES, Problems
 from runner.data.table_files import Content, Kind, Select, read_content
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
@@ -96,10 +96,17 @@ def read_table(
     except DataError as error:
         problems.refuse(error)
         raise
+    index = _take_index(content, problems)
     ids, choices = _take_ids(content, problems, fitted)
     columns = _parse_columns(content, kind, problems, fitted)
     problems.refuse()
-    choices = (*content.choices, *choices, *problems.left_out(), *_type_choices(columns, content))
+    choices = (
+        *content.choices,
+        *index,
+        *choices,
+        *problems.left_out(),
+        *_type_choices(columns, content),
+    )
     left_out = [*problems.bad, *problems.gaps]
     usable = ~np.isin(content.numbers, left_out) if left_out else slice(None)
     rows = RowNames(content.word, content.numbers[usable])
@@ -186,6 +193,23 @@ def _check_declared(name: str, column: ParsedColumn, problems: Problems) -> None
         cells = f"{len(column.odd):,} of {present:,} cells of {name!r}, such as {example!r},"
         fix = f"dates are read as {READABLE}" if column.kind is Kind.times else "use text"
         raise ConfigError(TYPES, f"{problems.path}: {cells} are not {column.kind.value}", fix)
+
+
+def _take_index(content: Content, problems: Problems) -> tuple[Choice, ...]:
+    """Take out a column without a name, if it numbers the rows as pandas does."""
+    import pyarrow
+    from pyarrow import compute
+
+    cells = content.columns.get("")
+    if cells is None:
+        return ()
+    whole = pyarrow.types.is_integer(cells.type) and not cells.null_count
+    if not whole or compute.min(cells).as_py() < 0 or len(cells.unique()) < len(cells):
+        problem = "a column has no name, and its cells are no numbers of rows"
+        fix = "name it in the first line"
+        raise DataError(f"data.path: {problems.path}: {problem}; {fix}")
+    del content.columns[""]
+    return (Choice(IGNORE, "1 column left out", "it has no name, and numbers the rows"),)
 
 
 def _take_ids(

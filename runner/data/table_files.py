@@ -27,7 +27,7 @@ from runner.data.number_format import (
 )
 from runner.data.preprocessing import Preprocessing
 from runner.device import memory
-from runner.errors import DataError
+from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
@@ -231,6 +231,7 @@ class _CsvRows(io.RawIOBase):
         read = csv.ReadOptions(block_size=len(header) + 2)
         names = csv.read_csv(BufferReader(header + b"\n"), read, parse).column_names
         self.names = [name.strip() for name in names]
+        self._check_separator(config.separator, header.decode())
         self.size = 0  # of the rows alone
         self.decimal = None
         if isinstance(config, Tabular):
@@ -286,15 +287,33 @@ class _CsvRows(io.RawIOBase):
 
     def _recognise(self, header: str) -> str:
         """The sign that the header has most of, outside of quotes."""
-        text = re.sub('"[^"]*"', "", header)
-        separator = max(SEPARATORS, key=text.count)
+        separator, count = _separator(header)
         if separator != ",":
-            self._choose("data.separator", separator, f"the header has {text.count(separator)}")
+            self._choose("data.separator", separator, f"the header has {count}")
         return separator
 
+    def _check_separator(self, typed: str | None, header: str) -> None:
+        """Refuse one that the header lacks, where it has another."""
+        other, count = _separator(header)
+        if typed is not None and len(self.names) == 1 and count and other != self.separator:
+            problem = f"the header of {self.path} has no {self.separator!r}"
+            fix = f"it looks like {_word(other)}; leave data.separator out"
+            raise ConfigError("data.separator", problem, fix)
+
     def _choose(self, key: str, sign: str, reason: str) -> None:
-        word = next((word for word, known in SIGNS.items() if known == sign), sign)
-        self.choices = (*self.choices, Choice(key, word, reason))
+        self.choices = (*self.choices, Choice(key, _word(sign), reason))
+
+
+def _separator(header: str) -> tuple[str, int]:
+    """The sign that a header has most of, outside of quotes, and how often."""
+    text = re.sub('"[^"]*"', "", header)
+    separator = max(SEPARATORS, key=text.count)
+    return separator, text.count(separator)
+
+
+def _word(sign: str) -> str:
+    """How a key names a sign."""
+    return next((word for word, known in SIGNS.items() if known == sign), sign)
 
 
 def _open(path: Path, encoding: str | None, scope: ExitStack) -> tuple[io.BufferedReader, str]:

@@ -89,6 +89,41 @@ def test_a_file_is_read_as_the_plain_one_and_what_was_recognised_is_stated(
     assert chosen(source) == choices
 
 
+def test_a_separator_that_the_header_lacks_is_refused_with_the_one_it_has(tmp_path: Path) -> None:
+    problem = r"data.separator: the header of \S*t.csv has no ','; it looks like semicolon; leave"
+    with pytest.raises(ConfigError, match=problem):
+        opened(write(tmp_path, GERMAN), separator="comma")
+
+
+def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
+    tmp_path: Path,
+) -> None:
+    header, *rows = PLAIN.splitlines()
+    shuffled = [f"{(7 * i) % 40},{row}" for i, row in enumerate(rows)]  # by pandas
+    path = write(tmp_path, "\n".join([f",{header}", *shuffled]), "pandas.csv")
+    source = opened(path)
+    assert_equal(source, opened(write(tmp_path, PLAIN)))
+    assert chosen(source) == {"data.ignore": "1 column left out"}
+    fitted = Preprocessing.of(Tabular(path=path, target="y"), source)
+    later = Opening(fitted=fitted, evaluates=True, labelled=False)
+    for name in (path, write(tmp_path, PLAIN)):  # later data may have it as well
+        assert len(tabular(Tabular(path=name, target="y"), later).target) == 40
+    for cell in ("x", "-1", "7", "1.5", ""):
+        refused = "\n".join([f",{header}", *(f"{cell},{row}" for row in rows)])
+        with pytest.raises(DataError, match="data.path: .*: a column has no name, and its cells"):
+            opened(write(tmp_path, refused))
+    with pytest.raises(DataError, match="2 columns have no name; each needs a name"):
+        opened(write(tmp_path, "\n".join([f",,{header}", *(f"1,{row}" for row in shuffled)])))
+
+
+def test_no_command_that_drops_most_rows_is_suggested(tmp_path: Path) -> None:
+    most = [row.replace("ja", "").replace("nein", "") if i > 15 else row for i, row in
+            enumerate(ROWS)]  # fmt: skip
+    with pytest.raises(DataError, match=r"the value is missing.*; correct them") as refused:
+        opened(write(tmp_path, "".join([HEADER, *most])))
+    assert "python -m runner" not in str(refused.value)
+
+
 def test_lines_are_counted_with_what_comes_before_the_rows(tmp_path: Path) -> None:
     rows = [*ROWS[:5], "1;2,5;blau;\n", *ROWS[5:]]
     for before, line in (("", 7), ("sep=;\n", 8)):
@@ -434,8 +469,7 @@ def test_unreadable_and_absent_columns_and_bad_cells_of_parquet_are_one_message(
     assert "has no column 'z', nor 'nn' (data.ignore), 'none' (data.ignore); its columns" in message
     assert "cannot read the columns 'tags' of type list<" in message
     assert "row 1, column 'far': 1e+99 is too large" in message
-    fixed = "run with data.target=COLUMN 'data.ignore=[n,tags]' data.bad_samples=drop"
-    assert message.endswith(fixed)
+    assert "python -m runner" not in message and "COLUMN" not in message  # none would do
 
 
 def test_a_message_about_very_many_columns_is_bounded(tmp_path: Path) -> None:
