@@ -64,6 +64,7 @@ class Results:
     jobs: int = 0
     failures: list[str] = field(default_factory=list)
     resumable: bool = False  # the same command runs what is missing
+    existed: Path | None = None  # the run's folder before, or the nearest above it
 
 
 def launch(request: Request) -> int:
@@ -82,6 +83,7 @@ def launch(request: Request) -> int:
                 elif request.session is not None:
                     run_sweep(request, request.session, results, command)
                 elif request.config is not None:
+                    results.existed = _nearest_folder(request.config)
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
                     run_job(job, request.config, "hydra.run.dir", None, context)
@@ -183,8 +185,7 @@ def _run(
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
     except Exception as error:
-        trained, removable = _written(folder) != before, number is None and not request.names_folder
-        message, code = _report(error, folder, trained, removable)
+        message, code = _report(error, folder, _written(folder) != before, results.existed)
         if number is None:
             results.exit_code = code
             return None
@@ -226,10 +227,11 @@ def _show(summary: Summary, folder: Path) -> None:
     print_stdout(report.terminal(summary, folder), crop=False)  # a command is one line
 
 
-def _report(error: Exception, folder: Path, trained: bool, removable: bool) -> tuple[str, int]:
+def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:
     """Log and record how a job failed; return the message, on one line, and the exit code.
 
-    A mistake that ends a run before it wrote anything of its own leaves no `removable` folder.
+    A mistake that ends a run before it wrote anything of its own leaves no folder but what
+    `existed`; the folder of a sweep's job stays.
     """
     if trained:
         with suppress(StorageError):
@@ -245,21 +247,28 @@ def _report(error: Exception, folder: Path, trained: bool, removable: bool) -> t
         log.error("  %s", line, extra={"live": True})  # not on the screen
     log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
     usage = code == UsageError.exit_code and not trace
-    if removable and usage and {path.name for path in folder.iterdir()} <= BEFORE_BUILD:
-        _remove(folder)
+    removable = usage and existed not in (None, folder.absolute())
+    if removable and {path.name for path in folder.iterdir()} <= BEFORE_BUILD:
+        _remove(folder, existed)
     elif not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
         with suppress(OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
     return message, code
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder, and those that it leaves empty, up to the current one."""
+def _nearest_folder(config: DictConfig) -> Path:
+    """The run's folder as an absolute path, or the nearest above it that exists."""
+    folder = secrets.place(config, "hydra.run.dir").absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _remove(folder: Path, existed: Path | None) -> None:
+    """Delete a folder, and those above it that are empty and did not exist before."""
     close_logging()
     with suppress(OSError):
         shutil.rmtree(folder)
-        for parent in folder.parents:
-            if parent == Path.cwd():
+        for parent in folder.absolute().parents:
+            if parent == existed:
                 break
             parent.rmdir()  # an error where it holds anything
 

@@ -62,6 +62,20 @@ def test_a_mistake_is_one_line_its_exit_code_and_no_folder(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_mistake_about_data_leaves_a_named_folder_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("size,price\n" + "1,2.5\n" * 20)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/notes.txt").touch()
+    for folder in ("new/deep", "kept/run", "kept"):
+        typed = ("data=tabular", "data.path=t.csv", "data.target=prise")
+        done = command(tmp_path, *typed, f"hydra.run.dir={folder}")
+        assert done.returncode == 2 and "did you mean 'price'?" in done.stderr
+        if folder != "kept":  # a run that was refused is recorded beside what was there
+            assert {path.name for path in tmp_path.iterdir()} == {"t.csv", "kept"}
+            assert [path.name for path in (tmp_path / "kept").iterdir()] == ["notes.txt"]
+    assert (tmp_path / "kept/notes.txt").exists()
+
+
 def test_a_missing_package_is_one_line_with_the_way_to_it(tmp_path: Path) -> None:
     done = command(tmp_path, flags=("-S",))  # without site-packages
     assert done.returncode == 2
