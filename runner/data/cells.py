@@ -21,7 +21,9 @@ NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # of a second
 ID_NAME = re.compile(r"(?i:(^|[\W_])(u?u?id|guid|key)$)|[a-z](Id|ID|Key)$")  # customer_id, rowKey
 ID_ROWS = 50  # fewer may all differ by chance
-HEAD = 1_000  # cells that mostly tell at once that a column is no id
+ID_SHARE = 0.99  # of an id's cells, that differ: a row may be there twice
+HEAD = 1_000  # cells that mostly tell at once that a column is no id …
+ID_HEAD = 0.9  # … as fewer of them differ
 ODD_CELLS = 0.01
 """Of a column's cells, those that may be no number (or date) without making it one of texts: a
 mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
@@ -175,36 +177,53 @@ def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
 
 def id_reason(name: str, column: Any) -> str:
     """Why the cells of an arrow column name its rows and say nothing else; "" where they do not."""
-    from pyarrow import compute, types
+    from pyarrow import types
 
-    if len(column) < ID_ROWS or column.null_count:
-        return ""
-    named = ID_NAME.search(name)
+    named, value = ID_NAME.search(name), getattr(column.type, "value_type", column.type)
     if types.is_integer(column.type):
-        if len({*np.diff(column.slice(0, HEAD).to_numpy()).tolist()}) == 1:
-            steps = np.diff(column.to_numpy())
-            if steps[0] and (steps == steps[0]).all():
-                return "it counts the rows"
-        different = named and compute.count_distinct(column).as_py() == len(column)
-        return "its whole numbers are all different, and its name says so" if different else ""
-    if types.is_dictionary(column.type):
-        if len(column.slice(0, HEAD).unique()) < min(HEAD, len(column)):
-            return ""
-        column = column.cast(column.type.value_type)
-    if not _is_text(column.type):
+        if len(column) >= ID_ROWS and not column.null_count and _counts(column):
+            return "it counts the rows"
+        different = named and _different(column.drop_null())
+        return f"its whole numbers are {different}, and its name says so" if different else ""
+    if not _is_text(value):
         return ""
-    words = column.slice(0, HEAD).to_pylist()
-    if len({*words}) < len(words):
+    words = _present(column.slice(0, HEAD).cast(value)).to_pylist()
+    if len({*words}) < ID_HEAD * len(words) or not words:
         return ""
     form, _ = date_form(words, np.ones(len(words)))
-    parsed = [
-        np.array([read(word) for word in words])
-        for read in (number, partial(parse_time, form=form))
-    ]
+    readers = (number, partial(parse_time, form=form))
+    parsed = [np.array([read(word) for word in words]) for read in readers]
     if not named and max((~is_none(values)).mean() for values in parsed) > 0.5:
         return ""
-    different = compute.count_distinct(column).as_py() == len(column)
-    return "its texts are all different" if different else ""
+    different = _different(_present(column.cast(value)))
+    return f"its texts are {different}" if different else ""
+
+
+def _counts(column: Any) -> bool:
+    if len({*np.diff(column.slice(0, HEAD).to_numpy()).tolist()}) != 1:
+        return False
+    steps = np.diff(column.to_numpy())
+    return bool(steps[0] and (steps == steps[0]).all())
+
+
+def _present(texts: Any) -> Any:
+    """The texts of an arrow column that are no missing value."""
+    import pyarrow
+    from pyarrow import compute
+
+    words = compute.utf8_lower(compute.utf8_trim_whitespace(texts))
+    missing = compute.is_in(words, pyarrow.array(sorted(MISSING), words.type))
+    return texts.filter(compute.invert(missing)).drop_null()
+
+
+def _different(cells: Any) -> str:
+    """Whether that many cells are `all different`, or nearly; else ""."""
+    from pyarrow import compute
+
+    distinct = compute.count_distinct(cells).as_py()
+    if len(cells) < ID_ROWS or distinct < ID_SHARE * len(cells):
+        return ""
+    return "all different" if distinct == len(cells) else "nearly all different"
 
 
 def missing_cells(values: Values) -> np.ndarray:

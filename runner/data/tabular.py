@@ -7,6 +7,7 @@ Missing numbers are filled in and get an input of their own; a missing text is a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from runner.data.batch import Column, Sizes
-from runner.data.cells import GAP, LONGEST, PARTS, Texts, Values, missing_cells, part_of
+from runner.data.cells import GAP, ID_ROWS, LONGEST, PARTS, Texts, Values, missing_cells, part_of
 from runner.data.config import Missing, SplitRule, Tabular
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
 from runner.data.preprocessing import PLAIN, Opening
@@ -29,6 +30,9 @@ from runner.techniques.base import Choice
 FEATURE = 4  # bytes of a float32
 MOST = "data.categories"
 UNKNOWN = "data.unknown_categories"
+REPEATED = 0.1  # of the rows, whose text must occur twice for the column to be an input
+
+log = logging.getLogger(__name__)
 
 
 def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
@@ -45,9 +49,10 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
     if fitted is None:
+        left_out = tuple(_take_unrepeated(table, parts[0], config))
         columns = fit_columns(table, parts[0], config)
         encoded, unknown = encode(table, columns, config.missing.value)
-        rule = (*rule, *_column_choices(columns))
+        rule = (*rule, *left_out, *_column_choices(columns))
     else:
         columns = fitted.columns
         encoded, unknown = encode(table, columns)
@@ -83,6 +88,28 @@ def _divide(
         labels = _classes(target)[1] if task == "classification" else None
     train, validation, rule = opening.split(table.size, config, str(table.path), labels, rows)
     return train, validation, (*choices, *rule)
+
+
+def _take_unrepeated(table: Table, train: np.ndarray, config: Tabular) -> Iterator[Choice]:
+    """Columns of texts that hardly occur twice become ids; one column always stays."""
+    import pyarrow
+
+    for name, values in [*table.columns.items()]:
+        if not isinstance(values, Texts) or name in config.types or len(table.columns) == 1:
+            continue
+        known = values.codes[train][~missing_cells(values)[train]]
+        counts = np.bincount(known)
+        repeated = int(counts[counts > 1].sum())
+        if len(known) >= ID_ROWS and repeated < REPEATED * len(known):
+            table.ids[name] = pyarrow.array(values.words).take(pyarrow.array(values.codes))
+            del table.columns[name]
+            reason = (
+                f"{repeated:,} of {len(known):,} training rows have a text that occurs twice, so "
+                "there is little to learn from it: it is no input, and stands beside predictions; "
+                f"'+{TYPES}={{{name}: text}}' makes it one"
+            )
+            log.warning("%s: column %r is left out: %s", TYPES, name, reason)
+            yield Choice(TYPES, f"{name}: left out", reason)
 
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
@@ -159,9 +186,12 @@ def _fit(
 ) -> Iterator[Column]:
     if isinstance(values, Texts):
         codes, counts = np.unique(values.codes[train], return_counts=True)
+        total = len(codes)
+        if len(train) >= ID_ROWS and name not in config.types and (counts > 1).any():
+            codes, counts = codes[counts > 1], counts[counts > 1]
         most = np.sort(np.argsort(-counts, kind="stable")[: config.categories])
         words = tuple(values.words[code] for code in codes[most].tolist())
-        yield Column(name, values=words, others=len(codes) - len(most))
+        yield Column(name, values=words, others=total - len(most))
         return
     parts = [""]
     if values.dtype.kind == "M":

@@ -380,6 +380,46 @@ def test_ids_are_no_inputs_and_stay_beside_the_rows(tmp_path: Path, suffix: str)
     assert not opened(write(tmp_path / f"few.{suffix}", few)).ids
 
 
+def test_an_id_may_be_there_twice_and_have_gaps(tmp_path: Path) -> None:
+    codes = np.random.default_rng(5).permutation(10**6)[:ROWS].tolist()
+    columns: Columns = {
+        "CustomerID": [*codes[:-1], codes[0]],
+        "ticket": [f"T-{i}" for i in [*codes[:-1], codes[3]]],
+        "passport_id": [None if i % 3 == 0 else code for i, code in enumerate(codes)],
+        "thrice_id": [*codes[:-3], *codes[:3]],  # more than 1 % of the cells
+        "age": numbers(),
+    }
+    source = opened(write(tmp_path / "a.csv", columns))
+    assert [*source.ids] == ["CustomerID", "ticket", "passport_id"]
+    assert [column.title for column in source.columns] == ["thrice_id", "age"]
+    assert "ticket: id: its texts are nearly all different" in said(source, "data.types")
+
+
+def test_texts_that_occur_once_teach_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = [f"note {i}" if i % 12 else f"often {i % 24}" for i in range(ROWS)]
+    towns = [f"t{i % 9}" if i % 5 else f"village {i}" for i in range(ROWS)]
+    columns: Columns = {"note": notes, "town": towns, "age": numbers()}
+    path = write(tmp_path / "a.csv", columns)
+    source = opened(path)
+    town, age = source.columns
+    assert (town.name, age.name) == ("town", "age")
+    assert town.values == tuple(f"t{i}" for i in range(9))
+    seen = {towns[i] for i in source.train.tolist()}
+    assert town.others == len(seen) - 9 and source.inputs[:, 9].sum() == ROWS / 5
+    assert f"of {len(seen)} texts the 9 most frequent" in said(source, "data.categories")
+    assert [*source.ids] == ["note"] and source.ids["note"].to_pylist() == notes
+    assert "column 'note' is left out" in caplog.text
+    assert "note: left out: " in said(source, "data.types")
+    new = applied(source, write(tmp_path / "b.csv", {n: c[:4] for n, c in columns.items()}))
+    assert new.ids["note"].to_pylist() == notes[:4]
+    declared = opened(path, types={"note": ColumnType.text})
+    assert {notes[i] for i in declared.train.tolist()} == {*declared.columns[0].values}
+    alone = opened(write(path, {"note": notes}))  # one column always stays
+    assert alone.columns[0].values == ("often 0", "often 12") and not alone.ids
+
+
 def test_ids_of_other_data_are_as_they_are_written_and_may_be_absent(tmp_path: Path) -> None:
     columns: Columns = {"id": [f"{i:04}" for i in range(ROWS)], "age": numbers()}
     source = opened(write(tmp_path / "a.csv", columns))
