@@ -70,9 +70,9 @@ def trained_labels(
         more = f", … ({len(unknown)} in all)" if len(unknown) > 5 else ""
         classes = ", ".join(name[:40] for name in trained[:10])
         raise DataError(
-            f"{what}: {int(at.sum()):,} of {len(labels):,} samples have a class that the model was "
-            f"not trained on: {listed}{more}; its classes are {classes}; leave them out, or train "
-            "on them"
+            f"data.path: {what}: {int(at.sum()):,} of {len(labels):,} samples have a class that "
+            f"the model was not trained on: {listed}{more}; its classes are {classes}; remove "
+            "those samples, or train with such ones, too"
         )
     trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]
     return trained_places

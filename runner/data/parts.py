@@ -12,7 +12,7 @@ from runner.data.dataset import Dataset
 from runner.data.open import open_data
 from runner.data.paths import check_link, existing
 from runner.data.preprocessing import Opening, Preprocessing, source_of
-from runner.errors import ConfigError, UsageError
+from runner.errors import ConfigError, DataError, UsageError
 from runner.techniques.base import Choice
 
 PATHS = {"validation": "data.validation_path", "test": "data.test_path"}
@@ -77,10 +77,12 @@ def open_part(
         how = Opening(opening.policy, fitted, evaluates=True)
         data = open_data(replace(config, **own), resolve, how)
     except UsageError as error:
-        text = str(error)
-        if not text.startswith("data.path: "):
+        text = str(error).removeprefix("data.path: ")
+        if isinstance(error, DataError):
+            raise DataError(f"{key}: {text}") from None
+        if text == str(error):
             raise
-        raise ConfigError(key, text.removeprefix("data.path: ")) from None
+        raise ConfigError(key, text) from None
     choices = [choice for choice in data.choices if choice.key != "data.validation"]
     return data, tuple(replace(choice, reason=f"{key}: {choice.reason}") for choice in choices)
 

@@ -67,6 +67,7 @@ class Problems:
     gaps: dict[int, str] = field(default_factory=dict)  # those that data.missing=drop does
     kinds: dict[str, RowProblem] = field(default_factory=dict)
     avoidable: bool = True  # by other values of keys
+    fixed: bool = False  # the columns are those of a training
 
     def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
         """Compare what is asked for, or what the model was `trained` on, with the file's names."""
@@ -77,9 +78,12 @@ class Problems:
                 raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
         names = [name for name in names if name]
         if trained:
-            if missing := [name for name in trained if name not in names]:
+            self.fixed = True
+            if missing := [name for name in dict.fromkeys(trained) if name not in names]:
                 problem = f"lacks {_listed(map(repr, missing))}, which the model was trained on"
-                self.columns = [f"{problem}; {suggestion(missing[0], names, 'it has')}"]
+                others = [name for name in names if name not in trained]
+                fix = f"; {suggestion(missing[0], others, 'its other columns are')}"
+                self.columns = [f"{problem}{fix if others else ''}"]
                 self.avoidable = False
             return
         if self.absent:  # the file is opened a second time
@@ -90,6 +94,7 @@ class Problems:
             self._replace(absent, names)
 
     def _replace(self, absent: list[tuple[str, str]], names: Sequence[str]) -> None:
+        names = [name for name in names if name not in self.needed.values()]
         near = dict.fromkeys(suggestion(n, names, "its columns are") for _, n in absent[:NAMED])
         more = f", nor {_listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
         self.columns = [f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"]
@@ -180,7 +185,7 @@ class Problems:
         changes = self._changes()
         ways = ["correct them"] if rows or self.unreadable else []
         ways += [f"fill the missing with {GAPS}=mean"] if changes.get(GAPS) == "drop" else []
-        ways += [f"leave out a column with {IGNORE}"] if rows else []
+        ways += [f"leave out a column with {IGNORE}"] if rows and not self.fixed else []
         command = changed_command(changes) if self.avoidable else ""
         if command and len(command) <= COMMAND:
             ways.append(f"or run with {command}" if ways else f"run with {command}")

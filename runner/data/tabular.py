@@ -147,7 +147,7 @@ def encode(
     width = sum(column.width for column in columns)
     widest = max(columns, key=lambda column: column.width)
     what = f"{width:,} numbers a row, {widest.width:,} of them for column {widest.name!r},"
-    fix = f"leave it out with data.ignore=[{widest.name}]"
+    fix = f"leave it out with data.ignore=[{widest.name}]" if fill else "split the file"
     check_memory(table.path, FEATURE * table.size * width, what, fix)
     inputs = np.zeros((table.size, width), np.float32)
     rows, at = np.arange(len(inputs)), 0
@@ -162,7 +162,7 @@ def encode(
                 inputs[rows, at + places] = 1.0
                 choices += unknown if fill is None or not column.others else ()
             else:
-                inputs[:, at] = _standardised(table, column, part_of(values, column.part))
+                inputs[:, at] = _standardised(table, column, part_of(values, column.part), not fill)
             at += column.width
     return inputs, (*choices, *_gap_choices(gaps, fill or "as in training"))
 
@@ -228,14 +228,15 @@ def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndar
     return places, [Choice(UNKNOWN, value, reason)]
 
 
-def _standardised(table: Table, column: Column, values: np.ndarray) -> np.ndarray:
+def _standardised(table: Table, column: Column, values: np.ndarray, fixed: bool) -> np.ndarray:
     fill = column.mean if column.fill is None else column.fill
     with np.errstate(all="ignore"):  # infinities are an error below
         scaled = scale(np.where(np.isnan(values), fill, values), column.mean, column.deviation)
     if len(far := np.flatnonzero(~np.isfinite(scaled))):
         row = int(far[0])
         problem = f"{values[row]:g} is too far from the rest, which differ by {column.deviation:g}"
-        fix = f"correct it, or leave the column out with data.ignore=[{column.name}]"
+        ways = [] if fixed else [f"leave the column out with data.ignore=[{column.name}]"]
+        fix = ", or ".join(["correct it", *ways])
         where = f"{table.rows(row)}, column {column.title!r}"
         raise DataError(f"{table.path}: {where}: {problem}; {fix}")
     return scaled

@@ -33,6 +33,8 @@ SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA, "model": MODELS}
 UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
 DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
 PLUGINS = "plugins of packages: pip install hydra-joblib-launcher or hydra-optuna-sweeper"
+NEED_RUN = ("evaluate", "predict")
+EXAMPLE = "checkpoint.resume=outputs/runs/…"
 SURE = 0.75  # similarity from which two spellings are taken for one word
 
 
@@ -66,7 +68,7 @@ def explain(
         return translate(error, folders)
     keys = [o for o in parsed if o.key not in groups and "/" not in o.key]
     wrong_keys = (_wrong_key(override, guesses, config) for override in keys)
-    return next(filter(None, wrong_keys), None) or translate(error, folders)
+    return _no_run(parsed) or next(filter(None, wrong_keys), None) or translate(error, folders)
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,15 @@ def _several_values(parsed: Sequence[CliOverride], guesses: Guesses) -> ConfigEr
         ways.append(f"for a list: {as_list[0]}")
     problem = f"{first.value} names several values"
     return ConfigError(first.key, problem, "; ".join(ways)) if ways else None
+
+
+def _no_run(parsed: Sequence[CliOverride]) -> ConfigError | None:
+    """Keys of data without the run that says which data they are of."""
+    typed = {override.key: override.value for override in parsed}
+    job, named = typed.get("job"), {"data", "checkpoint.resume", "model.weights"} & typed.keys()
+    if job in NEED_RUN and not named and any(key.startswith("data.") for key in typed):
+        return ConfigError("checkpoint.resume", f"job={job} needs a run", f"name it: {EXAMPLE}")
+    return None
 
 
 def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> ConfigError | None:

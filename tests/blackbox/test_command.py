@@ -47,6 +47,7 @@ def test_every_name_of_the_contract_is_a_key(tmp_path: Path) -> None:
     [
         (["optimisation=utlra"], 2, "did you mean optimization=ultra?"),
         (["training.stepz=3"], 2, "training.steps"),
+        (["job=predict", "data.path=x.csv"], 2, "checkpoint.resume: job=predict needs a run"),
         (["training.steps=-1"], 2, "training.steps"),
         (["model._target_=os.system"], 3, "model._target_: os.system is refused"),
         (["model._target_=own.Net"], 3, "security.trusted=[own]"),

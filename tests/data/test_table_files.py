@@ -482,3 +482,19 @@ def test_a_message_about_very_many_columns_is_bounded(tmp_path: Path) -> None:
     assert "'tags 4' of type list<" in message and "'tags 5'" not in message
     assert "row 1, column 'far 9': 1e+99" in message and "and 30 more kinds of bad rows" in message
     assert "(300 in all)" in message and len(message) < 1_500 and message.endswith("data.ignore")
+
+
+def test_a_column_that_is_missing_is_named_once_and_no_other_needed_one_suggested(
+    tmp_path: Path,
+) -> None:
+    rows = [f"{'' if i % 5 else '1.5'},2024-0{i % 9 + 1}-11,{i % 2}" for i in range(40)]
+    path = write(tmp_path, "\n".join(["score,since,y", *rows]))
+    fitted = Preprocessing.of(Tabular(path=path, target="y"), opened(path))
+    assert len([column for column in fitted.columns if column.name == "score"]) == 2
+    later = write(tmp_path, "\n".join(["scores,since", *(row[:-2] for row in rows)]), "later.csv")
+    how = Opening(fitted=fitted, evaluates=True, labelled=False)
+    with pytest.raises(DataError, match=r"lacks 'score', which .*; did you mean 'scores'\?$"):
+        tabular(Tabular(path=later, target="y"), how)
+    write(tmp_path, "\n".join(["score", *(row.partition(",")[0] for row in rows)]), "later.csv")
+    with pytest.raises(DataError, match=r"lacks 'since', which the model was trained on$"):
+        tabular(Tabular(path=later, target="y"), how)

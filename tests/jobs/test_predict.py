@@ -115,12 +115,15 @@ def test_what_does_not_fit_the_training_is_named(trained: Path, tmp_path: Path) 
     path = write_csv(tmp_path / "lacks.csv", rows, "age")
     text = str(refused(trained, path, "evaluate", folder))
     assert "lacks 'income', 'city', 'buys', which the model was trained on" in text
+    assert "did you mean" not in text  # 'age' is needed itself
     other = [{**row, "buys": "maybe" if i % 3 else row["buys"]} for i, row in enumerate(rows)]
     text = str(refused(trained, write_csv(tmp_path / "other.csv", other), "evaluate", folder))
     assert "20 of 30 samples have a class that the model was not trained on: 'maybe'" in text
+    assert text.startswith("data.path: ") and "data.ignore" not in text
     words = [{**row, "age": "old" if i == 4 else row["age"]} for i, row in enumerate(rows)]
     text = str(refused(trained, write_csv(tmp_path / "words.csv", words), "predict", folder))
     assert "line 6, column 'age': old is not a finite number" in text
+    assert "data.ignore" not in text
     table = f"data.path={path}", "data.target=buys", "model=mlp", "job=predict"
     with pytest.raises(
         ConfigError, match="the model was trained on data=tabular, and this is text"
