@@ -426,6 +426,7 @@ class _Build:
             watch=Stopwatch(self.device.torch),
             reader=Reader(self.device.torch),
             whole=whole,
+            columns=self.preprocessing.describe_columns(self.data.choices),
             guardian=StabilityController(config.stability, self.update, self.model, raises),
         )
 

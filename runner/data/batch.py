@@ -53,6 +53,7 @@ class Column:
     missing: tuple[str, ...] = ()  # texts among the numbers that were read as missing
     others: int = 0  # categories of training rows that share the last input
     form: str = ""  # of a date that is not written as ISO 8601, for strptime
+    gaps: int = 0  # training rows without a value
 
     @property
     def width(self) -> int:
@@ -63,6 +64,15 @@ class Column:
     def title(self) -> str:
         """What a message calls it: `bought (month)`."""
         return f"{self.name} ({self.part})" if self.part else self.name
+
+
+@dataclass(frozen=True)
+class ColumnUse:
+    """What a table's column was taken for."""
+
+    column: str
+    taken_for: str  # number | category: … | date: … | id | left out
+    missing: int | None = None  # cells of training rows; None: not counted
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.data.batch import Column, Sizes
+from runner.data.batch import Column, ColumnUse, Sizes
 from runner.data.paths import existing
 from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
@@ -56,6 +57,25 @@ class Preprocessing:
         known = (data.sizes, columns, target, tuple(data.ids), rule, config.folds or 0)
         signs = _number_signs(config, data.choices)
         return cls(kind_of(config), source_of(config), *known, config.fold or 0, *signs)
+
+    def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
+        """What each column of a table was taken for, and its missing cells in training rows.
+
+        The `choices` of its opening say which texts were left out of the inputs.
+        """
+        described = list[ColumnUse]()
+        for name, columns in groupby(self.columns, key=lambda column: column.name):
+            first, *_ = parts = [*columns]
+            dates = [part.part for part in parts if part.part not in ("", "missing")]
+            taken = f"date: {', '.join(dates)}" if dates else "number"
+            if first.values:
+                taken = f"category: {len(first.values):,} values"
+            described.append(ColumnUse(name, taken, first.gaps))
+        left_out = {choice.value for choice in choices if choice.key == "data.types"}
+        for name in self.ids:
+            taken = "left out" if f"{name}: left out" in left_out else "id"
+            described.append(ColumnUse(name, taken))
+        return described
 
     def dump(self) -> bytes:
         """As JSON."""

@@ -184,6 +184,7 @@ def _fit(
     odd: tuple[str, ...],
     form: str,
 ) -> Iterator[Column]:
+    gaps = int(missing_cells(values)[train].sum())
     if isinstance(values, Texts):
         codes, counts = np.unique(values.codes[train], return_counts=True)
         total = len(codes)
@@ -191,7 +192,7 @@ def _fit(
             codes, counts = codes[counts > 1], counts[counts > 1]
         most = np.sort(np.argsort(-counts, kind="stable")[: config.categories])
         words = tuple(values.words[code] for code in codes[most].tolist())
-        yield Column(name, values=words, others=total - len(most))
+        yield Column(name, values=words, others=total - len(most), gaps=gaps)
         return
     parts = [""]
     if values.dtype.kind == "M":
@@ -201,9 +202,11 @@ def _fit(
         known = _known(values, part, train)
         mean, deviation = fit_scale(known[:, None], np.arange(len(known)))
         fill = float(np.median(known) if config.missing is Missing.median else mean[0])
-        yield Column(name, float(mean[0]), float(deviation[0]), (), part, fill, odd, form=form)
-    if missing_cells(values)[train].any():
-        yield Column(name, part=GAP, missing=odd, form=form)
+        yield Column(
+            name, float(mean[0]), float(deviation[0]), (), part, fill, odd, form=form, gaps=gaps
+        )
+    if gaps:
+        yield Column(name, part=GAP, missing=odd, form=form, gaps=gaps)
 
 
 def _known(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
             parts.append(history.fault_table(faults))
             if folder is not None and (again := _replay(folder, faults)):
                 parts += ["To look into the first that was kept:", md.code(again, "sh")]
+    if columns := summary.columns:
+        used = [(x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns]
+        parts += ["## Columns", md.table(("column", "taken for", "missing cells"), used)]
     origin = [("code", describe_git(summary.git))] if summary.git else []
     origin += [("config hash", summary.config_hash), *summary.versions.items()]
     parts += ["## Origin", md.table(("", ""), origin)]
@@ -196,11 +200,21 @@ def _result(summary: Summary, full: bool) -> Rows:
         rows.append(("without a test", CHOSEN))
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
+    if summary.columns and verb is None and not full:
+        rows.append(("columns", f"{_column_kinds(summary)} (report.md)"))
     took = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
         return [*rows, (verb, f"{of}{took}")]
     return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:.2f} epochs {took}")]
+
+
+def _column_kinds(summary: Summary) -> str:
+    """How many columns were taken for what: `5 numbers, 1 date`."""
+    kinds = Counter(row.taken_for.partition(":")[0] for row in summary.columns)
+    more = {"category": "categories", "left out": "left out"}
+    counts = [f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items()]
+    return ", ".join(counts)
 
 
 def _test(summary: Summary, full: bool) -> Rows:

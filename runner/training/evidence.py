@@ -61,6 +61,7 @@ def build_summary(
         choices=list(run.choices),
         git=provenance.git_state() or {},
         model_check=run.model_check,
+        columns=run.columns,
     )
     run.history.write()
     if run.folder is not None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runner.captures.run_captures import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.batch_validator import BatchValidator
+    from runner.data.batch import ColumnUse
     from runner.data.loader import BatchLoader
     from runner.device.leaks import LeakDetector
     from runner.optim.optimizer_step import OptimizerStep
@@ -102,6 +103,7 @@ class Run(RunParts):
     test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`
     tested: dict[str, int] = field(default_factory=dict)  # step of the weights, samples
     model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check
+    columns: list[ColumnUse] = field(default_factory=list)  # what a table's were taken for
     stop_reason: str = ""  # why training ends before its last step
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.data.batch import ColumnUse
 from runner.errors import StorageError
 from runner.record.storage import for_owners, read_record, replace_text
 from runner.record.text import dataclass_from_dict, json_safe
@@ -79,6 +80,7 @@ class Summary:
     git: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)  # file, bytes, largest_difference
     model_check: dict[str, Any] = field(default_factory=dict)  # ok, counts, the worst reasons
+    columns: list[ColumnUse] = field(default_factory=list)  # column, taken_for, missing
 
     job: str = "train"  # train | evaluate
     monitor: str = ""  # the metric that decides which checkpoint is best
@@ -137,6 +139,9 @@ class Summary:
                     dataclass_from_dict(TechniqueStatus, row) for row in found.get("techniques", [])
                 ],
                 "tools": [dataclass_from_dict(Cost, row) for row in found.get("tools", [])],
+                "columns": [
+                    dataclass_from_dict(ColumnUse, row) for row in found.get("columns", [])
+                ],
                 "choices": [dataclass_from_dict(Choice, row) for row in found.get("choices", [])],
             }
             return dataclass_from_dict(cls, found | nested)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import date, datetime, timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from rich.console import Console
 
 from runner.data.config import BadSamples, ColumnType, Missing, Tabular
 from runner.data.preprocessing import Opening, Preprocessing
@@ -18,6 +20,8 @@ from runner.data.preprocessing_file import parse_preprocessing
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
+from runner.report import run as report
+from tests import runs
 
 Columns = dict[str, list[Any]]
 ROWS = 240
@@ -418,6 +422,35 @@ def test_texts_that_occur_once_teach_nothing(
     assert {notes[i] for i in declared.train.tolist()} == {*declared.columns[0].values}
     alone = opened(write(path, {"note": notes}))  # one column always stays
     assert alone.columns[0].values == ("often 0", "often 12") and not alone.ids
+
+
+def test_a_run_lists_what_each_column_was_taken_for(tmp_path: Path) -> None:
+    columns: Columns = {
+        "code_id": [f"c{i}" for i in range(ROWS)],
+        "note": [f"note {i // 2 if i < 12 else i}" for i in range(ROWS)],
+        "age": [None if i % 4 == 1 else age for i, age in enumerate(numbers())],
+        "town": ["Bonn", "Oslo", "Rome"] * (ROWS // 3),
+        "size": numbers(2),
+        "since": [f"{day:%d.%m.%Y}" for day in DAYS],
+    }
+    path, run = write(tmp_path / "a.csv", columns), tmp_path / "run"
+    steps = "training.steps=2", "checkpoint.every=2", "optimization=none", "data.workers=0"
+    table = "data=tabular", f"data.path={path}", "data.target=y", "model=mlp", "model.width=4"
+    summary = runs.trained(*table, *steps, folder=run)
+    known = {row.column: (row.taken_for, row.missing) for row in summary.columns}
+    gaps = json.loads((run / "checkpoints/last/preprocessing.json").read_text())["columns"][0]
+    assert 0 < gaps["gaps"] < ROWS // 4  # of the training rows alone
+    assert known == {
+        "age": ("number", gaps["gaps"]), "town": ("category: 3 values", 0), "size": ("number", 0),
+        "since": ("date: year, month, weekday, days", 0),
+        "code_id": ("id", None), "note": ("left out", None),
+    }  # fmt: skip
+    page = report.markdown(summary, run)
+    assert "## Columns" in page and "| since | date: year, month, weekday, days | 0 |" in page
+    console = Console(width=100, file=StringIO())
+    console.print(report.terminal(summary, run))
+    kinds = "2 numbers, 1 category, 1 date, 1 id, 1 left out (report.md)"
+    assert isinstance(console.file, StringIO) and kinds in console.file.getvalue()
 
 
 def test_ids_of_other_data_are_as_they_are_written_and_may_be_absent(tmp_path: Path) -> None:
