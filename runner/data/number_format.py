@@ -23,6 +23,9 @@ SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
 GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
 DOTTED_DATE = r"^\s*\d{1,2}\.\d{1,2}\.\d{4}\s*$"  # 31.05.2024, in a file with other numbers
+UNITS = "€$£¥₹%"
+UNIT_SHARE = 0.99  # of the cells, that are a number with one of them before or behind
+UNIT = rf"^\s*([+-]?{{0}}\s*[+-]?[\d{GROUP_SIGNS}]*\d|[+-]?[\d{GROUP_SIGNS}]*\d\s*{{0}})\s*$"
 DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
 GROUPED = r"^\s*[+-]?\d{{1,3}}({}\d{{3}})+([.,]\d+)?\s*$"
 # 1,234.5 and 1,234,567 can be read in one way only, unlike 1,234
@@ -149,8 +152,26 @@ def uses_other_decimals(columns: Mapping[str, Any], config: Tabular) -> bool:
     return any(t and t.count(DECIMAL.format(other), GROUPED.format(other)) for t in found)
 
 
-def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
-    """The texts of a column, if at most that share of its cells is not like a number."""
+def strip_units(columns: dict[str, Any]) -> tuple[Choice, ...]:
+    """Take off the sign, such as € or %, that nearly all numbers of a column have; says which."""
+    import pyarrow
+
+    choices = []
+    for name, column in columns.items():
+        texts = _texts(name, column)
+        total = 0 if texts is None else int(texts.counts.sum())
+        for sign in UNITS if total else "":
+            pattern = UNIT.format(re.escape(sign))
+            if texts is not None and texts.count(pattern) >= UNIT_SHARE * total:
+                reason = f"its cells are numbers with {sign}, such as {texts.example(pattern)}"
+                choices.append(Choice("data.types", f"{name}: number", reason))
+                texts.replace(pattern, rf"\s*{re.escape(sign)}\s*", "")
+                columns[name] = pyarrow.chunked_array([texts.column])
+    return tuple(choices)
+
+
+def _texts(name: str, column: Any) -> _Texts | None:
+    """The texts of a column and how many cells have each; missing values count as none."""
     import pyarrow
     from pyarrow import compute
 
@@ -161,7 +182,14 @@ def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
     counts = np.bincount(codes, minlength=len(encoded.dictionary))
     words = compute.utf8_lower(compute.utf8_trim_whitespace(encoded.dictionary))
     known = ~np.asarray(compute.is_in(words, pyarrow.array(sorted(MISSING))))
-    texts = _Texts(name, encoded, counts * known)
+    return _Texts(name, encoded, counts * known)
+
+
+def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
+    """The texts of a column, if at most that share of its cells is not like a number."""
+    texts = _texts(name, column)
+    if texts is None:
+        return None
     numbers = texts.count(LIKE_A_NUMBER, DOTTED_DATE)
     return texts if numbers and numbers >= (1 - share) * texts.counts.sum() else None
 

@@ -22,6 +22,7 @@ from runner.data.number_format import (
     as_trained,
     convert_numbers,
     encode_texts,
+    strip_units,
     trained_signs,
     uses_other_decimals,
 )
@@ -141,10 +142,11 @@ def _read_csv(
     if isinstance(config, Tabular):
         numeric = {n: column for n, column in columns.items() if kind(n) is not Kind.texts}
         encode_texts(numeric)
+        units = strip_units(numeric)
         if trained is not None and uses_other_decimals(numeric, trained):
             del table, columns, numeric  # whose memory is needed again
             return _read_csv(path, select, kind, config)
-        choices += convert_numbers(numeric, path, rows.separator, trained or config)
+        choices += units + convert_numbers(numeric, path, rows.separator, trained or config)
         choices += trained_signs(trained)
         columns |= numeric
     return Content(columns, "line" if one_line_each else "row", numbers, problems, choices)

@@ -29,6 +29,7 @@ def number(cell: str, known: Known) -> float:
     decimal = str(SIGNS.get(known["decimal"], known["decimal"]) or ".")
     groups = str(SIGNS.get(known["thousands"], known["thousands"]))
     whole = rf"\d{{1,3}}([{groups}]\d{{3}})+|\d*" if groups else r"\d*"
+    cell = cell.translate(dict.fromkeys(map(ord, "€$£¥₹%"))).strip()  # of money and per cent
     if not re.fullmatch(rf"\s*[+-]?({whole})([{decimal}]\d*)?([eE][+-]?\d+)?\s*", cell):
         raise ValueError(f"{cell!r} is no number as the training file writes them")
     return float("".join(sign for sign in cell if sign not in groups).replace(decimal, "."))

@@ -148,6 +148,28 @@ def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
     assert source.inputs[:3].argmax(1).tolist() == [2, 1, 0]
 
 
+def test_numbers_with_one_sign_of_money_or_per_cent_are_numbers(tmp_path: Path) -> None:
+    amounts = [round(age) + 2 for age in numbers()]
+    columns: Columns = {
+        "price": [f"{amount} €" for amount in amounts],
+        "paid": [f"$ {amount}.25" if amount % 2 else f"-${amount}.25" for amount in amounts],
+        "share": [f"{amount / 4}%" for amount in amounts],
+        "mixed": [f"{'€$'[i % 2]} {i % 40}" for i in range(ROWS)],
+    }
+    columns["share"][7] = None
+    source = opened(write(tmp_path / "a.csv", columns))
+    price, paid, share, *_, mixed = source.columns
+    seen = np.array(amounts)[source.train]
+    assert price.mean == pytest.approx(seen.mean())
+    assert paid.mean == pytest.approx(np.where(seen % 2, seen + 0.25, -seen - 0.25).mean())
+    assert share.name == "share" and share.deviation == pytest.approx(seen.std() / 4, rel=0.01)
+    assert mixed.name == "mixed" and "€ 0" in mixed.values
+    assert "price: number: its cells are numbers with €, such as " in said(source, "data.types")
+    new = {name: cells[:2] for name, cells in columns.items()}
+    answer = applied(source, write(tmp_path / "b.csv", new))
+    assert answer.inputs.tolist() == source.inputs[:2].tolist()
+
+
 # -- missing values --------------------------------------------------------------------------------
 
 
