@@ -227,7 +227,7 @@ def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndar
     examples = ", ".join(map(repr, words[:NAMED])) + (", …" if len(words) > NAMED else "")
     those = "that no training row has" if not column.others else "unknown or rare in training"
     reason = f"column {column.name!r}: categories {those}: {examples}"
-    value = f"{int(unknown.sum()):,} of {len(places):,} rows"
+    value = f"{column.name}: {int(unknown.sum()):,} of {len(places):,} rows"
     return places, [Choice(UNKNOWN, value, reason)]
 
 

@@ -83,6 +83,7 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
         entry["bytes"] = os.path.getsize(path)
     except OSError as error:
         raise StorageError(f"{path}: not written: {error.strerror or error}") from error
+    entry["files"] = sorted(file.name for file in folder.iterdir() if file.is_file())
     log.info("%s: %s bytes", entry["file"], f"{entry['bytes']:,}")
     return entry
 

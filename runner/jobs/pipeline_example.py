@@ -111,6 +111,8 @@ def answer(inputs: tuple[Tensor, ...]) -> list[list[float]]:
 
 def main(paths: list[str]) -> None:
     """Print a line for each sample."""
+    if not paths:
+        sys.exit(__doc__)
     known = json.loads((HERE / "preprocessing.json").read_text(encoding="utf-8"))
     if known["columns"]:
         inputs = table(paths[0], int(paths[1]) if len(paths) > 1 else 10, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,8 +23,9 @@ from runner.data.loader import make_loader
 from runner.data.open import open_data
 from runner.data.preprocessing import Opening, Preprocessing, check_predicts
 from runner.data.preprocessing_file import parse_preprocessing
+from runner.data.tabular import UNKNOWN
 from runner.data.tensors import Tensors
-from runner.errors import CheckpointError, UsageError
+from runner.errors import CheckpointError, DataError, UsageError
 from runner.jobs.evaluate import build_trained
 from runner.jobs.predict import Columns, predictions
 from runner.overrides.recorded import with_recorded
@@ -32,6 +34,8 @@ from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
 from runner.security.registry import resolve
 from runner.training.run import Run
+
+log = logging.getLogger(__name__)
 
 TABLES = ("tabular", "text")
 
@@ -83,8 +87,9 @@ class Trained:
     def predict(self, data: Any) -> Columns:
         """What the model makes of each sample, as the columns of job=predict's file.
 
-        `data` is a path as `data.path` is, a table (a dict of columns, or a pyarrow.Table), or a
-        tensor: numbers as they are in the columns of a table, else inputs as the model gets them.
+        `data` is a path as `data.path` is, a table (a dict of columns, a list with a dict for each
+        row, or a pyarrow.Table), or a tensor: numbers as they are in the columns of a table, else
+        inputs as the model gets them. Categories that the model does not know are logged.
         """
         with self._opened(data) as source:
             run = self._built(source)
@@ -127,7 +132,8 @@ class Trained:
                     problem = f"a tensor of shape {list(data.shape)}, and the model was trained on"
                     raise UsageError(f"load: {problem} the columns {', '.join(names)}")
                 data = dict(zip(names, data.double().cpu().numpy().T, strict=True))
-            if not isinstance(data, str | Path):
+            in_memory = not isinstance(data, str | Path)
+            if in_memory:
                 if self.preprocessing.kind not in TABLES:
                     kind = self.preprocessing.kind
                     problem = f"{type(data).__name__} for a model of data={kind}"
@@ -136,7 +142,17 @@ class Trained:
             look_up = partial(resolve, trusted=self.config.security.names)
             config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
             opening = Opening(self._policy, self.preprocessing, evaluates=True, labelled=False)
-            yield open_data(config, look_up, opening)
+            try:
+                source = open_data(config, look_up, opening)
+            except DataError as error:
+                if not in_memory:
+                    raise
+                text = str(error).removeprefix("data.path: ")
+                raise DataError(f"load: {text.replace(str(data), 'the table')}") from None
+            for choice in source.choices:
+                if choice.key == UNKNOWN:
+                    log.warning("%s: %s: %s", choice.key, choice.value, choice.reason)
+            yield source
 
     def _of_tensor(self, inputs: Tensor) -> Dataset:
         sizes = self.preprocessing.sizes
@@ -152,14 +168,21 @@ def _written(table: Any, folder: Path) -> Path:
     import pyarrow
     from pyarrow import parquet
 
+    if isinstance(table, list) and table and all(isinstance(row, Mapping) for row in table):
+        names = dict.fromkeys(name for row in table for name in row)
+        table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
+        for name, cells in table.items():
+            if cells is None or isinstance(cells, str | bytes | float | int):
+                problem = f"the column {name!r} is {cells!r}, not a list of cells"
+                raise UsageError(f"load: {problem}; for one row give a list with its dict")
         try:
             table = pyarrow.table(dict(table))
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
             raise UsageError(f"load: the columns make no table: {error}") from None
     if not isinstance(table, pyarrow.Table):
         what = type(table).__name__
-        fix = "give a path, a dict of columns, a pyarrow.Table or a tensor"
+        fix = "give a path, a dict of columns, a list of dicts, a pyarrow.Table or a tensor"
         raise UsageError(f"load: {what} is no table; {fix}")
     parquet.write_table(table, folder / "table.parquet")
     return folder / "table.parquet"

@@ -279,6 +279,8 @@ def _files(summary: Summary, folder: Path) -> Rows:
         by = f", off by {off:.2g} at most" if off is not None else ""
         count = f"{exported['rows']:,} rows, " if "rows" in exported else ""
         rows.append(("written", f"{exported['file']} ({count}{size(exported['bytes'])}{by})"))
+        if others := [n for n in exported.get("files", ()) if n != Path(exported["file"]).name]:
+            rows.append(("beside it", ", ".join(others)))
     debug = sorted(folder.glob("debug/[!.]*"))
     inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]

@@ -82,6 +82,25 @@ def test_a_single_row_and_parquet_are_predicted(trained: Path, tmp_path: Path) -
     )
 
 
+def test_the_summary_is_about_the_prediction_and_not_about_the_training(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = predict.build_trained
+
+    def faulty(*arguments: Any) -> Any:
+        run = build(*arguments)
+        run.history.add("loss_spike", "of the training", step=3, category="numerics")
+        return run
+
+    monkeypatch.setattr(predict, "build_trained", faulty)
+    path = write_csv(tmp_path / "new.csv", people(30, 3, ("Cairo", *CITIES)))
+    summary = predict.main(asked(trained, "predict", path), tmp_path / "job")
+    assert summary.faults == {} and not (tmp_path / "job/debug").exists()
+    assert {choice.key.partition(".")[0] for choice in summary.choices} == {"data"}
+    (unknown,) = [c.value for c in summary.choices if c.key == "data.unknown_categories"]
+    assert str(unknown).startswith("city: ") and str(unknown).endswith(" of 30 rows")
+
+
 def test_predictions_of_a_batch_that_does_not_fit_the_memory_are_made_in_parts(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -337,6 +356,9 @@ def test_an_exported_pipeline_answers_raw_rows_as_the_job_does(
     )
     exports = tmp_path / "job" / "exports"
     assert summary.export["pipeline"] == "exports/pipeline.pt2"
+    files = ["model.pt2", "pipeline.pt2", "pipeline_example.py", "preprocessing.json"]
+    assert summary.export["files"] == files == sorted(file.name for file in exports.iterdir())
+    assert "beside it | pipeline.pt2, " in (tmp_path / "job" / "report.md").read_text()
     assert known(trained / "run") == json.loads((exports / "preprocessing.json").read_text())
     expected = predicted(trained, path, tmp_path / "predicted")
     code = "import sys; sys.modules['runner'] = None; import runpy; sys.argv = sys.argv[1:]; "
@@ -346,6 +368,10 @@ def test_an_exported_pipeline_answers_raw_rows_as_the_job_does(
         cwd=tmp_path, text=True, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    bare = subprocess.run(
+        [sys.executable, exports / "pipeline_example.py"], text=True, capture_output=True
+    )
+    assert bare.returncode == 1 and bare.stderr.startswith("Predict with pipeline.pt2")
     printed = np.array([[float(x) for x in line.split(",")] for line in done.stdout.split()])
     names = [f"probability {name}" for name in ("no", "yes")]
     shares = np.array([[float(row[name]) for name in names] for row in expected])

@@ -30,7 +30,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(trained: Path) -> None:
+def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
+    trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = people(90, 5)
     path = write_csv(trained / "new.csv", rows, "city", "income", "age")
     expected = table_probabilities(trained / "run", rows)
@@ -44,6 +46,16 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(trained:
         assert list(one["prediction"]) == [("no", "yes")[expected[0].argmax()]]
         with pytest.raises(DataError, match="lacks 'city', which the model was trained on"):
             model.predict({"age": [1.0], "income": [2.0]})
+        several = [{name: cells[i] for name, cells in columns.items()} for i in range(3)]
+        by_row = model.predict(several)
+        np.testing.assert_allclose(by_row["probability yes"], expected[:3, 1], atol=1e-5)
+        with pytest.raises(UsageError, match="the column 'income' is .*, not a list of cells; for"):
+            model.predict(several[0])
+        with pytest.raises(DataError, match=r"^load: the table: row 1, column .age.: old is not"):
+            model.predict([{**several[1], "age": "old"}])
+        caplog.clear()
+        model.predict([{**row, "city": True} for row in several])
+        assert "data.unknown_categories" in caplog.text and "3 of 3 rows" in caplog.text
         for wrong, match in ((7, "int is no table"), (torch.zeros(2, 2), "was trained on")):
             with pytest.raises(UsageError, match=match):
                 model.predict(wrong)
