@@ -351,4 +351,6 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
     elif known and key.rpartition(".")[2] not in known:
         fix = f"there are {', '.join(known)}"
+    if (column := key.removeprefix("data.types.")) != key:
+        fix = f"to leave the column out, use data.ignore=[{column}]"
     return ConfigError(f"{file}{key}", problem, fix)

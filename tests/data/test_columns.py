@@ -353,6 +353,13 @@ def test_a_declared_type_that_fits_less_than_half_of_the_cells_is_an_error(tmp_p
         opened(path, types={"since": ColumnType.number})
 
 
+def test_a_type_that_there_is_not_brings_up_how_to_leave_a_column_out() -> None:
+    with pytest.raises(ConfigError, match=r"^data.types.note: .*; to .*data.ignore=\[note\]$"):
+        runs.config(
+            "data=tabular", "data.path=a.csv", "data.target=y", "+data.types={note: ignore}"
+        )
+
+
 def test_points_in_dates_do_not_hide_decimal_commas(tmp_path: Path) -> None:
     rows = [
         f"{day:%d.%m.%Y};{1 + i % 7}.{i + 100},{i % 90 + 10};{i % 2}" for i, day in enumerate(DAYS)
