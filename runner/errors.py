@@ -18,8 +18,6 @@ RunnerError                1   a fault of ours
 
 from __future__ import annotations
 
-import signal
-
 
 class RunnerError(Exception):
     """An error whose message is meant for the person who typed the command."""
@@ -101,4 +99,6 @@ class Interrupted(RunnerError):
     @staticmethod
     def named(number: int) -> str:
         """What people call the signal."""
+        import signal  # not above: while this is imported, a signal.py of the folder would be taken
+
         return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -78,8 +78,9 @@ def test_what_ends_a_run_tells_a_short_value_by_its_name_too(
     typed_in = ["data=cancer", "device=cpu", "optimization=none", "training.steps=1",
                 f"{key}=${{oc.env:SHORT}}", "security.environment=[SHORT]",
                 "hydra.run.dir=outputs/mine"]  # fmt: skip
-    assert launch(check(read_arguments(typed_in))) == 2
     folder = Path("outputs/mine")
+    folder.mkdir(parents=True)  # so that it stays
+    assert launch(check(read_arguments(typed_in))) == 2
     log, reason = (folder / "run.log").read_text(), Summary.read(folder).reason
     for text in (log, reason, capsys.readouterr().err):
         assert told in text and "p@ss" not in text
