@@ -109,48 +109,53 @@ def parse_column(
         words, codes = _encode(column)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         raise DataError(str(column.type)) from None
-    note, other, remedy = "", "", ("", "")
+    note, remedy = "", ("", "")
+    empty = np.array([_is_missing(word) or word in missing for word in words])
+    present = len(codes) - int(empty[codes].sum())
     for wanted in (Kind.numbers, Kind.times):
-        if kind is wanted or kind is Kind.any:
-            read: Callable[[str], Any] = number
-            if wanted is Kind.times:
-                if form is None:
-                    form, other = date_form(words, np.bincount(codes, minlength=len(words)))
-                read = partial(parse_time, form=form)
-            parsed = np.array([read(word) for word in words])
-            empty = np.array([_is_missing(word) or word in missing for word in words])
-            odd = np.flatnonzero((is_none(parsed) & ~empty)[codes])
-            present = len(codes) - int(empty[codes].sum())
-            if marker and kind is Kind.any and _is_marker(words, codes[odd], present):
-                odd_share = 1.0
-            limit = max(odd_share * present, bad_share * len(codes))
-            fits = len(odd) <= limit and len(odd) < present
-            if form and other and wanted is Kind.times and (fits or kind is wanted):
-                note = f"its dates fit {describe_form(form)} and {describe_form(other)}"
-                remedy = ("date", f"they are {describe_form(form)}")
-                fits = False
-            if kind is wanted or fits:
-                texts = {row: words[codes[row]] for row in odd.tolist()}
-                bad = {}
-                if len(odd) > odd_share * present:
-                    bad = {
-                        row: f"{text[:LONGEST]} is not {wanted.value}"
-                        for row, text in texts.items()
-                    }
-                    texts = {}
-                for row in _not_float32(parsed[codes]):
-                    bad[row] = _problem(parsed[codes[row]], words[codes[row]])
-                used = form if wanted is Kind.times and form else ""
-                return ParsedColumn(parsed[codes], bad, texts, used, note)
-            if 2 * len(odd) < present and not other:
-                example = words[codes[odd[0]]][:LONGEST]
-                note = (
-                    f"{len(odd):,} of {present:,} cells, such as {example!r}, are not "
-                    f"{wanted.value}"
-                )
-                remedy = ("number" if wanted is Kind.numbers else "date", MISSING_THEN)
+        if kind not in (wanted, Kind.any):
+            continue
+        read, used, other = _reader(wanted, form, words, codes)
+        parsed = np.array([read(word) for word in words])
+        odd = np.flatnonzero((is_none(parsed) & ~empty)[codes])
+        if marker and kind is Kind.any and _is_marker(words, codes[odd], present):
+            odd_share = 1.0
+        fits = len(odd) <= max(odd_share * present, bad_share * len(codes)) and len(odd) < present
+        if other and (fits or kind is wanted):
+            note = f"its dates fit {describe_form(used)} and {describe_form(other)}"
+            remedy, fits = ("date", f"they are {describe_form(used)}"), False
+        if kind is wanted or fits:
+            texts = {row: words[codes[row]] for row in odd.tolist()}
+            bad = _bad_cells(parsed, words, codes)
+            if len(odd) > odd_share * present:
+                wrong = {row: f"{x[:LONGEST]} is not {wanted.value}" for row, x in texts.items()}
+                bad, texts = {**wrong, **bad}, {}
+            return ParsedColumn(parsed[codes], bad, texts, used, note)
+        if 2 * len(odd) < present and not other:
+            example = repr(words[codes[odd[0]]][:LONGEST])
+            cells = f"{len(odd):,} of {present:,} cells, such as {example}"
+            note = f"{cells}, are not {wanted.value}"
+            remedy = ("number" if wanted is Kind.numbers else "date", MISSING_THEN)
     stripped = tuple(word if word.strip() else "" for word in words)
     return ParsedColumn(Texts(stripped, codes), note=note, remedy=remedy)
+
+
+def _reader(
+    kind: Kind, form: str | None, words: list[str], codes: np.ndarray
+) -> tuple[Callable[[str], Any], str, str]:
+    """What reads a text as that kind, the form of its dates, and another one that fits them."""
+    if kind is Kind.numbers:
+        return number, "", ""
+    used, other = form, ""
+    if used is None:
+        used, other = date_form(words, np.bincount(codes, minlength=len(words)))
+    return partial(parse_time, form=used), used, other if used else ""
+
+
+def _bad_cells(parsed: np.ndarray, words: list[str], codes: np.ndarray) -> dict[int, str]:
+    """By row, the numbers that float32 cannot hold."""
+    values = parsed[codes]
+    return {row: _problem(values[row], words[codes[row]]) for row in _not_float32(values)}
 
 
 def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
