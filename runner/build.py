@@ -59,6 +59,7 @@ from runner.training.run import Run
 from runner.training.timing import Stopwatch
 
 if TYPE_CHECKING:
+    from runner.distributed.world import World
     from runner.optim.whole_step import StepGraph
 
 log = logging.getLogger("runner")
@@ -77,6 +78,7 @@ class Components:
     techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
     optimization: Optimization | None = None  # the result of optimization=auto
     chosen: Sequence[Choice] = ()  # and why
+    world: World | None = None  # of several processes, which all build the same run
 
 
 @exclusive_random_state("build")
@@ -108,7 +110,10 @@ class _Build:
         self.config_hash = config_hash(config)  # of what was asked for, before `auto` is resolved
         self.folder, self.given, self.scope = folder, given, scope
         self.config = _resolve_auto(config, given)
+        self.world = given.world
+        self.home = folder  # of the run; each process but the first has one of its own in it
         if folder is not None:
+            self.folder = folder = folder if self.world is None else self.world.folder(folder)
             _claim_folder(folder, config.checkpoint.resume, scope)
         self.device = select(config.device, scope)
         if memory.limit_left() is not None:
@@ -120,6 +125,11 @@ class _Build:
         self.look_up = partial(resolve, trusted=config.security.names)
         self.policy = FilePolicy.of(config.security, own_trees(folder))
         self.choices = list(given.chosen)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the record of the run."""
+        return self.world is None or self.world.first
 
     def run(self) -> Run:
         """The steps in order; comments say why one comes after another."""
@@ -221,20 +231,29 @@ class _Build:
         if self.whole:  # a file of few rows is no mistake where nothing is trained
             samples = max(samples, config.training.batch_size)
         self.batch_size, self.steps_per_epoch = resolve_batches(config, samples)
+        if self.world is not None:
+            self.world.check_batches(len(self.data.train), self.batch_size, config.data.drop_last)
+        # of this process
+        self.share = self.batch_size if self.world is None else self.world.largest(self.batch_size)
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
         self.choices += [*choices, *debug_choices]
 
     def open_checkpoints(self) -> None:
         """The checkpointer, and the automatic choices of the run that is resumed: these win."""
-        checkpoint = self.config.checkpoint
+        checkpoint, world = self.config.checkpoint, self.world
+        if world is not None and not world.first:
+            world.barrier()  # rank 0 sweeps what a crash has left
         self.checkpointer = Checkpointer(
-            self.folder if checkpoint.enabled else None,
+            self.home if checkpoint.enabled else None,
             checkpoint.keep,
             self.config_hash,
             self.policy,
             best_first=self.config.job.kind in EVALUATING,
+            writes=world is None or world.first,
         )
+        if world is not None and world.first:
+            world.barrier()
         where = checkpoint.resume
         self.resumes = where != "none" and (where != "auto" or self.checkpointer.has_checkpoints)
         path = None if where == "auto" else Path(where)
@@ -288,6 +307,7 @@ class _Build:
             batch_size=self.batch_size,
             seed=self.config.seed,
             device=self.device.torch,
+            part=None if self.world is None else self.world.part,
             **how,
         )
 
@@ -314,8 +334,8 @@ class _Build:
             forward=self.model,
             optimizer_class=type(own) if own else self.optimizer_class(),
             objective=self.objective,
-            batch_size=self.batch_size,
-            micro_batch=micro_batch(config.training.micro_batch, self.batch_size, self.recorded),
+            batch_size=self.share,
+            micro_batch=micro_batch(config.training.micro_batch, self.share, self.recorded),
             micro_batch_asked=config.training.micro_batch,
             tf32_asked=config.device.tf32,
             threads_asked=config.device.threads,
@@ -329,6 +349,7 @@ class _Build:
             choices=self.choices,
             recorded=self.recorded,
             recoveries=[halve_micro_batch],
+            world=self.world,
         )
 
     def optimizer_class(self) -> type[Optimizer]:
@@ -345,9 +366,13 @@ class _Build:
         self.techniques, self.engagements = apply_techniques(
             self.config.optimization, draft, self.given.techniques, self.look_up
         )
+        if self.world is not None:  # last: a shard of a layer holds what techniques made of it
+            from runner.distributed.parallel import parallelise
+
+            self.techniques += parallelise(self.world, draft)
         undecided = all(choice.key != MICRO_BATCH for choice in draft.choices)
         if MICRO_BATCH in recorded and undecided:
-            if draft.micro_batch == micro_batch(None, self.batch_size, recorded):
+            if draft.micro_batch == micro_batch(None, self.share, recorded):
                 draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
 
     def make_update(self) -> None:
@@ -367,6 +392,7 @@ class _Build:
             [1.0] if given else factors(config.schedule, self.total_steps),
             loss_scale=draft.loss_scale,
             ema=config.optimizer.ema,
+            sharded=self.world is not None and self.world.sharded,
         )
         if given is not None:
             sync_state(self.update, draft.optimizer_options, self.scope)
@@ -417,7 +443,7 @@ class _Build:
             higher_is_better=self.objective.rises(self.monitor),
             report_every=config.monitoring.every,
             strict=config.optimization.strict,
-            recorder=Recorder(folder, config.monitoring),
+            recorder=Recorder(folder if self.first else None, config.monitoring),
             history=History(folder),
             checkpointer=self.checkpointer,
             hooks=self.build_hooks(),
@@ -432,7 +458,11 @@ class _Build:
 
     def build_hooks(self) -> list[Hook]:
         """Everything that watches the run, in the order in which it is entered."""
-        hooks = build_hooks(self.config, self.debug, self.settings, self.folder, self.look_up)
+        recorded = self.folder if self.first else None
+        config = self.config
+        if not self.first:  # one display is enough
+            config = replace(config, monitoring=replace(config.monitoring, progress=False))
+        hooks = build_hooks(config, self.debug, self.settings, recorded, self.look_up)
         return [*self.table_report, *hooks]
 
     def make_captures(self) -> Captures | None:

@@ -20,6 +20,7 @@ from runner.data import config as data_config
 from runner.data.config import DataConfig
 from runner.debug.config import DebugConfig
 from runner.device.config import DeviceConfig
+from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import (
     EVALUATING,
@@ -62,6 +63,7 @@ class RunConfig:
     name: str = "run"
     seed: int = 0
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     data: DataConfig = MISSING
     model: ModelConfig = MISSING
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -134,6 +136,7 @@ class RunConfig:
             if job is not kind and path is not None:
                 raise ConfigError(key, f"is for job={kind.name}", f"add job={kind.name}")
         self._check_export()
+        self._check_distributed()
         level = self.optimization
         techniques = level.extra or any(technique.enabled for _, technique in level.techniques())
         parity = job is JobKind.verify and self.verify.what is VerifyKind.parity
@@ -153,6 +156,13 @@ class RunConfig:
         if kind is ExportKind.quantized and not self.optimization.quantization.enabled:
             fix = "add optimization.quantization.enabled=true"
             raise ConfigError(key, "there is no quantised model", fix)
+
+    def _check_distributed(self) -> None:
+        kind, job = self.distributed.kind, self.job.kind
+        if kind is not DistributedKind.none and job is not JobKind.train:
+            problem = f"job={job.name} is done by one process"
+            fix = "leave it out: what several processes have trained is read by one"
+            raise ConfigError("distributed", problem, fix)
 
     def _check_fit(self) -> None:
         """Our models read our data; what a foreign class reads is its own affair."""
@@ -197,6 +207,7 @@ def _validate_part(part: Any) -> None:
 
 
 NOT_OF_THE_RUN = (
+    "distributed",
     "job",
     "evaluate",
     "predict",

@@ -12,11 +12,16 @@ RunnerError                1   a fault of ours
 │   └── CheckpointError    5   no usable checkpoint
 ├── Regression             6   a benchmark came out worse than the stored one
 ├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
+├── ProcessLost            1   another process of a distributed run has ended or hangs
+├── RestartAll             1   the processes of a distributed run are to start again
 ├── NotVerified            1   the numbers are not what they should be
 └── Interrupted          130   Ctrl-C; 128+n for SIGTERM and its like; says what was saved
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class RunnerError(Exception):
@@ -71,6 +76,18 @@ class StorageError(RunnerError):
 
 class CheckpointError(StorageError):
     """No usable checkpoint; the message names each one tried and what is wrong with it."""
+
+
+class ProcessLost(RunnerError):
+    """Another process of a distributed run has ended or hangs; the run can be continued."""
+
+
+class RestartAll(RunnerError):
+    """The processes of a run are to start again, with these choices in place of their own."""
+
+    def __init__(self, message: str, choices: Mapping[str, Any]) -> None:
+        self.choices = dict(choices)
+        super().__init__(message)
 
 
 class NotVerified(RunnerError):

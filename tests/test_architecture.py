@@ -20,6 +20,7 @@ CONFIGS = (
     "data",
     "debug",
     "device",
+    "distributed",
     "jobs",
     "models",
     "objectives",
@@ -35,6 +36,7 @@ bounds count_limits
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
 device record
+distributed.place distributed.outcome distributed.world
 security
 checkpoint
 data.batch data.nested objectives.base
@@ -45,9 +47,11 @@ models.modes training.metrics training.recovery training.resume training.summary
 stability
 checks.outputs
 captures
+distributed.facts
 training.evaluation training.evidence training.step training.test_set \
 training.timing benchmark.result
-techniques hooks debug checks models objectives data optim training.loop
+techniques hooks debug checks models objectives data optim training.loop \
+distributed.parallel distributed.batchnorm
 overrides
 config
 composing
@@ -58,6 +62,8 @@ replay benchmark
 report
 sweep
 plugins jobs
+distributed.rank
+distributed.launch
 library
 cli
 __main__ __init__

@@ -43,8 +43,9 @@ class Checkpointer:
         config_hash: str = "",
         policy: FilePolicy | None = None,  # for those of other run trees; None: they are trusted
         best_first: bool = False,  # a run's folder stands for its best one, not for its newest
+        writes: bool = True,  # False: another process does
     ) -> None:
-        self._policy, self._best_first = policy, best_first
+        self._policy, self._best_first, self._writes = policy, best_first, writes
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
@@ -62,7 +63,7 @@ class Checkpointer:
         if self._root is not None and self._root.is_symlink():  # another run's would be deleted
             problem = f"{self._root}: refused: it is a link, to {self._root.resolve()}"
             raise SecurityError(f"{problem}; checkpoints lie in a folder of the run's own")
-        if self._root is not None and self._root.is_dir():
+        if self._writes and self._root is not None and self._root.is_dir():
             folders.sweep(self._root)
 
     @property
@@ -74,6 +75,10 @@ class Checkpointer:
     def has_checkpoints(self) -> bool:
         """Whether there are checkpoints of this run, good or not."""
         return self._root is not None and bool(folders.steps(self._root))
+
+    def owns(self, path: Path) -> bool:
+        """Whether a checkpoint is one of this run's."""
+        return self._root is not None and path.resolve().is_relative_to(self._root.resolve())
 
     @property
     def last(self) -> str | None:
@@ -91,6 +96,8 @@ class Checkpointer:
         A full or read-only disk is a warning and counted; the next save tries again. Raises
         StorageError after three such in a row, and TypeError naming what cannot be kept.
         """
+        if self._root is not None and not self._writes:
+            return
         self.wait()
         snapshot = self._copier.take(model, state)
         if self._root is None:
@@ -221,6 +228,8 @@ class Checkpointer:
 
     def prune(self, step: int) -> None:
         """Delete what a save that was killed left beyond `keep`, if `step` is the newest one."""
+        if not self._writes:
+            return
         if self._root is not None and step == max(folders.steps(self._root), default=None):
             with suppress(OSError):  # the next save says what is wrong
                 self._prune(self._root, step)

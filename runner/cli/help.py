@@ -27,6 +27,7 @@ KEYS = {
     "checkpoint.resume": "auto, or the folder of a run to continue",
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
+    "distributed.processes": "with distributed=ddp: how many train one model together",
     "scan.path": "job=scan: a file or folder to look at before it is used",
     "replay.path": "job=replay: a bad step of a run, in its debug/captures",
     "security.environment": "[NAME]: variables that a config may read as ${oc.env:NAME}",

@@ -29,8 +29,9 @@ from runner.checkpoint.lock import NAME as LOCK
 from runner.cli.preflight import Request
 from runner.composing import typed
 from runner.device.config import omp_env
+from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
-from runner.jobs import find
+from runner.jobs import Job, find
 from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
 from runner.overrides.groups import CONF
@@ -45,6 +46,7 @@ from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
+    from runner.config import RunConfig
     from runner.sweep.state import Session
 
 log = logging.getLogger("runner")
@@ -214,11 +216,20 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
         log.warning("%s", warning)
     for note in notes:
         log.info(note)
-    summary = find(checked.job.kind)(checked, folder)
+    summary = _find(checked)(checked, folder)
     if not isinstance(summary, Summary):
         return None
     _show(masked_all(summary), folder)
     return summary.monitored
+
+
+def _find(config: RunConfig) -> Job:
+    """The job; one that several processes do together is started by a module of its own."""
+    if config.distributed.kind is DistributedKind.none:
+        return find(config.job.kind)
+    from runner.distributed.launch import main
+
+    return main
 
 
 def _show(summary: Summary, folder: Path) -> None:

@@ -47,12 +47,14 @@ def make_loader(
     augment: bool,
     placements: Sequence[Callable[[Batch], Batch]] = (),
     labels: np.ndarray | None = None,
+    part: Callable[[int], slice] | None = None,
 ) -> BatchLoader:
     """Batches of the samples `indices`; with `repeat` epoch after epoch, else one pass.
 
     `data.drop_last` counts for training only: a single pass leaves no sample out. `placements` are
     applied to each batch on the device; of the classes in `labels`, those of `indices`, each is
-    drawn equally often. Raises ConfigError or DataError where there is no batch.
+    drawn equally often. `part` says which of a batch's samples are this process's. Raises
+    ConfigError or DataError where there is no batch.
     """
     n = len(indices)
     if n == 0:
@@ -70,6 +72,7 @@ def make_loader(
         shuffle=shuffle,
         seeds=augment and source.augments,
         labels=labels,
+        part=part,
     )
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.type == "cuda" and config.pin_memory is not False
@@ -148,10 +151,8 @@ class BatchLoader:
         return chosen
 
     def samples(self, step: int) -> int:
-        """How many samples the batch of that step holds."""
-        order = self.fetch.order
-        start = step % self.steps_per_epoch * order.batch_size
-        return min(order.batch_size, len(order.indices) - start)
+        """How many samples the batch of that step holds, over all processes."""
+        return self.fetch.order.samples(step % self.steps_per_epoch)
 
     def ready(self) -> tuple[int, int]:
         """How many batches workers had fetched when they were asked for, and how many were."""

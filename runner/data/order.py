@@ -7,6 +7,8 @@ aside because their streams may change between NumPy versions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from runner.data.seeds import mix
@@ -115,11 +117,16 @@ class BatchSampler:
         shuffle: bool,
         seeds: bool,  # whether the samples get seeds
         labels: np.ndarray | None = None,  # of `indices`: draw each class equally often
+        part: Callable[[int], slice] | None = None,  # which of so many samples one process takes
     ) -> None:
         self.indices, self.batch_size, self.batches = indices, batch_size, batches
         self.seed, self.shuffle, self.seeds = seed, shuffle, seeds
-        self.labels = labels
+        self.labels, self.part = labels, part
         self._epoch, self._order, self._repeats = -1, indices, np.zeros_like(indices)
+
+    def samples(self, number: int) -> int:
+        """How many samples that batch of an epoch has, those of other processes included."""
+        return min(self.batch_size, len(self.indices) - number * self.batch_size)
 
     def batch(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The samples of that batch of the epoch, and their seeds."""
@@ -130,8 +137,19 @@ class BatchSampler:
                 places, self._repeats = balanced(self.seed, epoch, self.labels)
             self._order, self._epoch = self.indices[places], epoch
         part = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        if self.part is not None:
+            part = _within(part.start, self.part(self.samples(number)))
         chosen = self._order[part]
         if not self.seeds:
             return chosen, None
         # a sample that is drawn again is augmented in another way
         return chosen, sample_seeds(self.seed, epoch, chosen + (self._repeats[part] << 32))
+
+
+def _within(start: int, part: slice) -> slice:
+    """The part of a batch that begins at `start`; the first sample stands in where it is empty."""
+    return (
+        slice(start + part.start, start + part.stop)
+        if part.stop > part.start
+        else slice(start, start + 1)
+    )

@@ -11,16 +11,17 @@ from runner.training.loop import train
 from runner.training.summary import Summary
 
 
-def main(config: RunConfig, folder: Path) -> Summary:
+def main(config: RunConfig, folder: Path, given: Components | None = None) -> Summary:
     """Train in `folder`; the report is written however the run ends."""
-    with build(config, folder, _chosen(config, folder)) as run:
+    with build(config, folder, given or chosen(config, folder)) as run:
         try:
             return train(run)
         finally:
-            report.write(Summary.read(folder), folder)
+            if run.writes:
+                report.write(Summary.read(folder), folder)
 
 
-def _chosen(config: RunConfig, folder: Path) -> Components | None:
+def chosen(config: RunConfig, folder: Path) -> Components | None:
     """What `optimization=auto` comes to; nothing is measured for any other level."""
     if config.optimization.level != "auto":
         return None

@@ -48,8 +48,9 @@ class OptimizerStep:
         *,
         loss_scale: float | None = None,
         ema: float | None = None,
+        sharded: bool = False,  # this process has a shard of every weight
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.sharded = optimizer, sharded
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
@@ -106,9 +107,20 @@ class OptimizerStep:
             self.buffers.restore()
         self.begun = False
 
-    def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d."""
-        return self.judge(loss, tensor_norms(gradient_values(self.parameters)))
+    def measure(self, loss: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d.
+
+        `norm` is that of all shards, where this process has one of several.
+        """
+        norms = tensor_norms(gradient_values(self.parameters)) if norm is None else [norm]
+        return self.judge(loss, norms)
+
+    def local_part(self) -> tuple[Tensor, Tensor]:
+        """Of a step by several processes: 1.0 if buffers are spoiled, and the squared norm."""
+        watched = self.guard and self.buffers.watched
+        spoiled = torch.where(self.buffers.are_finite(), 0.0, 1.0) if watched else self.never
+        norms = tensor_norms(gradient_values(self.parameters)) if self.sharded else []
+        return spoiled, torch.stack(norms).square().sum() if norms else self.never
 
     def judge(self, loss: Tensor, each: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same from the norm of each gradient."""

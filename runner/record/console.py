@@ -97,7 +97,7 @@ def plain_text(value: object, style: str = "") -> Text:
     return Text(escape_control_chars(str(value)), style)
 
 
-def set_up_logging(level: str, folder: Path | None) -> None:
+def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None:
     """Log from here on at `level` to stderr, and to `run.log` in `folder` if there is one.
 
     Replaces what an earlier call set up, and what a config did to our own loggers. Other libraries'
@@ -107,7 +107,8 @@ def set_up_logging(level: str, folder: Path | None) -> None:
     _reset_loggers()
     logging.setLogRecordFactory(_RecordFactory(logging.getLogRecordFactory()))
     root, number = logging.getLogger(), logging.getLevelNamesMapping()[level.upper()]
-    root.addHandler(_ConsoleLog())
+    if screen:
+        root.addHandler(_ConsoleLog())
     if folder is not None:
         try:
             root.addHandler(_FileLog(folder / LOG))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runner.data.config import DataConfig
     from runner.data.loader import BatchLoader
     from runner.device.device import Device
+    from runner.distributed.world import World
     from runner.objectives.base import Objective
     from runner.techniques.compiler import Compilation
     from runner.techniques.recompute import Recomputed
@@ -97,6 +98,7 @@ class RunParts:
     micro_batch: int  # samples per backward
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
+    world: World | None = None  # the processes that train it, where there are several
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
@@ -141,7 +143,7 @@ class RunBuilder(RunParts):
         if key in self.recorded:
             value, reason = self.recorded[key], "as before the run was resumed"
         else:
-            value, reason = decide()
+            value, reason = decide() if self.world is None else self.world.choose(decide)
         self.choices.append(Choice(key, value, reason))
         return value
 

@@ -34,6 +34,8 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     """Leave the order with the draft; the graph is made once there is an optimizer."""
     if draft.micro_batch < draft.batch_size:
         return f"micro-batches of {draft.micro_batch}: the step is several backward passes"
+    if draft.world is not None:
+        return "gradients go to other processes in the middle of the step"
     if draft.recompute is not None:
         return "recompute needs a boundary between forward and backward, one graph has none"
     fused, reason = fastest(draft.optimizer_class, draft.model)

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any, TypeVar
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from runner.random_state import exclusive_random_state
 from runner.training.hook import Evaluation
 from runner.training.recovery import halve_evaluation_batch
 from runner.training.run import Run, check_run
+
+if TYPE_CHECKING:
+    from runner.distributed.world import World
 
 T = TypeVar("T")
 
@@ -35,15 +39,28 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
         raise UsageError("evaluate: the run has no test set; data.test_path names one")
     totals: dict[str, Any] = {}
     with inference(run, model) as forward:
-        for batch in loader.batches(0):
-            for sums in in_parts(
+        for number, batch in enumerate(loader.batches(0)):
+            tallies = in_parts(
                 run, batch, lambda part: run.objective.tally_all(call(forward, part[0]), part[1])
-            ):
-                totals = {k: totals[k] + x for k, x in sums.items()} if totals else sums
+            )
+            if run.world is None or _has_own(run.world, loader.samples(number)):
+                totals = reduce(_add, tallies, totals)
+    if run.world is not None:
+        totals = reduce(_add, run.world.gather(totals), {})
     found = run.objective.all_metrics(totals)
     metrics = {f"{split_name}/{name}": x for name, x in found.items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
+
+
+def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
+    return {k: totals[k] + x for k, x in sums.items()} if totals and sums else totals or sums
+
+
+def _has_own(world: World, samples: int) -> bool:
+    """Whether this process has samples of its own in a batch, and no stand-in."""
+    mine = world.part(samples)
+    return bool(mine.stop > mine.start)
 
 
 @contextmanager
@@ -60,7 +77,8 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
             stack.enter_context(run.update.averaged())
         for context in run.contexts:
             stack.enter_context(context())
-        yield run.forward if model is None else model
+        alone = None if run.world is None else run.world.alone
+        yield (alone or run.forward) if model is None else model
 
 
 def in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:

@@ -62,9 +62,10 @@ def build_summary(
         git=provenance.git_state() or {},
         model_check=run.model_check,
         columns=run.columns,
+        distributed=run.distributed,
     )
     run.history.write()
-    if run.folder is not None:
+    if run.folder is not None and run.writes:
         try:
             summary.write(run.folder)
         except StorageError as error:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import chain
 
 from runner.data.batch import Batch
 from runner.errors import (
     ConfigError,
     Interrupted,
     OutOfMemory,
+    ProcessLost,
+    RestartAll,
     RunnerError,
     StorageError,
 )
@@ -20,7 +24,11 @@ from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
 from runner.training.evaluation import evaluate
-from runner.training.evidence import build_summary, collect_evidence, technique_statuses
+from runner.training.evidence import (
+    build_summary,
+    collect_evidence,
+    technique_statuses,
+)
 from runner.training.hook import Evaluation, Verdict
 from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
@@ -43,13 +51,12 @@ def train(run: Run) -> Summary:
     check_run("train", run)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     over = run.progress.step >= run.total_steps or run.stop_reason
-    if over and run.folder is not None:
-        with suppress(StorageError):  # none, or a damaged one: it is made again
-            ended = Summary.read(run.folder)
-            if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
-                log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
-                return ended  # its record stays as it is
-    if run.folder is not None:
+    find = partial(_ended, run)
+    ended = None if not over else find() if run.world is None else run.world.choose(find)
+    if ended is not None:
+        log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
+        return ended  # its record stays as it is
+    if run.folder is not None and run.writes:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
@@ -62,6 +69,10 @@ def train(run: Run) -> Summary:
             with redact_errors(), translate_oom("while training"):
                 _train(run)
             collect_evidence(run)
+            if run.world is not None:
+                from runner.distributed.facts import describe_processes
+
+                run.distributed = describe_processes(run, run.world)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
     except Interrupted as error:
         status, reason = "interrupted", str(error)
@@ -74,6 +85,16 @@ def train(run: Run) -> Summary:
     return summary
 
 
+def _ended(run: Run) -> Summary | None:
+    """The summary of a run that had come to its end before; None where it is made again."""
+    if run.folder is not None:
+        with suppress(StorageError):  # none, or a damaged one
+            ended = Summary.read(run.folder)
+            if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
+                return ended
+    return None
+
+
 def _train(run: Run) -> None:
     progress, watch, update = run.progress, run.watch, run.update
     watchers = [
@@ -81,7 +102,8 @@ def _train(run: Run) -> None:
     ]
     step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     run.model.train()
-    with Interrupts(_on_a_signal(run)) as interrupts:
+    together = run.world is not None
+    with Interrupts(_on_a_signal(run), together) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
@@ -112,13 +134,17 @@ def _train(run: Run) -> None:
                     verdict = max(verdict, _report(run))
                 watch.stop(samples)
 
+                stopping = interrupts.received
+                if run.world is not None:
+                    worst, number = run.world.worst(verdict, stopping or 0)
+                    verdict, stopping = Verdict(worst), number or None
                 if verdict >= Verdict.ROLLBACK:
-                    _apply_verdict(run, verdict)
+                    _act_on(run, verdict)
                 if progress.step >= run.guardian.due:
                     run.guardian.apply_limits(progress.step)
-                if interrupts.received is not None:  # before a validation, which may take long
+                if stopping is not None:  # before a validation, which may take long
                     _save_and_stop(run)
-                    raise interrupts.error(_resume_hint(run))
+                    raise Interrupted(stopping, _resume_hint(run))
                 _validate_and_checkpoint(run, interrupts)
             run.reader.close(watch.elapsed())
             _apply_verdict(run, _report(run, wait=True))
@@ -156,8 +182,9 @@ def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
 
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture the step that ends the run, unless memory, disk or a config key is the cause."""
+    others = isinstance(error, ProcessLost | RestartAll)
     refused = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
-    if refused or is_out_of_memory(error):
+    if others or refused or is_out_of_memory(error):
         return
     run.update.abandon()
     message, capture = f"{type(error).__name__}: {error}", None
@@ -276,6 +303,8 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if run.inputs is not None:
             run.inputs.read(report.last)  # does not wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
+            if run.world is not None:  # each has looked at its own part of a batch
+                run.guardian.vetoed = sorted({*chain(*run.world.gather(run.guardian.vetoed))})
         run.guardian.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
@@ -298,9 +327,12 @@ def _enforce_strict(run: Run) -> None:
 
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:
-    """Stop or roll back, as a hook or the stability policy asks for."""
-    if verdict < Verdict.ROLLBACK:
-        return
+    """Stop or roll back, as a hook of any process or the stability policy asks for."""
+    if (verdict := run.agree(verdict)) >= Verdict.ROLLBACK:
+        _act_on(run, verdict)
+
+
+def _act_on(run: Run, verdict: Verdict) -> None:
     guardian = run.guardian
     if verdict is Verdict.STOP:
         run.stop_reason = run.stop_reason or "a hook asked to stop"

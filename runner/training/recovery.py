@@ -62,7 +62,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
-    samples = run.train.samples(run.progress.step)
+    samples = run.local(run.train.samples(run.progress.step))
     size = largest_part(samples, run.micro_batch)
     at = f"step {run.progress.step + 1}"
     starved = "Expected more than 1 value per channel" in str(error)
@@ -82,7 +82,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         raise OutOfMemory(
             f"{at}: out of memory{_missing(error)} with one sample; {_advice(run)}"
         ) from None
-    run.micro_batch = largest_part(run.train.samples(0), (size + 1) // 2)
+    run.micro_batch = largest_part(run.local(run.train.samples(0)), (size + 1) // 2)
     reason = f"{at} ran out of memory{_missing(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]

@@ -136,9 +136,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         log.warning("threads: %d then, %d now: last bits may differ; see device.threads", then, now)
     how = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
     run.choices.append(Choice("checkpoint.resume", str(restored.path), how))
-    here = run.folder and run.folder.resolve()
-    own = here is not None and restored.path.resolve().is_relative_to(here)
-    if own and run.folder is not None:
+    if run.checkpointer.owns(restored.path):
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
         run.checkpointer.lead_to = _lead_to(run, first_bad_step(run))
@@ -180,6 +178,8 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     """
     progress, update = run.progress, run.update
     run.checkpointer.wait()
+    if run.world is not None:
+        run.world.barrier()  # rank 0 has written the last one
     restored = _last_good(run)
     if restored is None:
         return False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runner.record.recorder import Recorder
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
-    from runner.training.hook import Evaluation, Hook
+    from runner.training.hook import Evaluation, Hook, Verdict
     from runner.training.metrics import Reader
     from runner.training.timing import Stopwatch
 
@@ -104,12 +104,26 @@ class Run(RunParts):
     tested: dict[str, int] = field(default_factory=dict)  # step of the weights, samples
     model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check
     columns: list[ColumnUse] = field(default_factory=list)  # what a table's were taken for
+    distributed: dict[str, Any] = field(default_factory=dict)  # of the processes, for the summary
     stop_reason: str = ""  # why training ends before its last step
 
     @property
     def epoch(self) -> float:
         """Passes over the training set so far."""
         return self.progress.step / self.train.steps_per_epoch
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the record: the only one, or the first of several."""
+        return self.folder is not None and (self.world is None or self.world.first)
+
+    def local(self, samples: int) -> int:
+        """Of the samples of a batch, how many one process has at most."""
+        return samples if self.world is None else self.world.largest(samples)
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        """The worst verdict of all processes."""
+        return verdict if self.world is None else type(verdict)(self.world.worst(verdict)[0])
 
     def __enter__(self) -> Run:
         return self

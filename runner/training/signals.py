@@ -69,7 +69,9 @@ class Interrupts:
     logged at the first one, since a step can take a while.
     """
 
-    def __init__(self, notice: str = "") -> None:
+    def __init__(self, notice: str = "", together: bool = False) -> None:
+        """With `together`, the processes of a run end at the same step: no signal cuts it short."""
+        self.together = together
         self.received: int | None = None
         self.waiting = False
         self.cut_short = False  # the wait for data was interrupted: the run is between two steps
@@ -92,17 +94,18 @@ class Interrupts:
         self.previous.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number not in AHEAD and self.received not in AHEAD:
+        again = self.received is not None and not self.together
+        if again and number not in AHEAD and self.received not in AHEAD:
             raise KeyboardInterrupt
         if self.received is None or number not in AHEAD:
             self.received = number
-        if self.waiting:
+        if self.waiting and not self.together:
             self._cut_short()
 
     def begin_wait(self) -> None:
         """From here on the first signal raises KeyboardInterrupt; so does one already received."""
         self.waiting = True  # before the look, so that no signal falls between the two
-        if self.received is not None:
+        if self.received is not None and not self.together:
             self._cut_short()
 
     def end_wait(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +91,11 @@ def record_step(run: Run, step: Step) -> int:
 def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     step, verdict = _backward_with_recovery(run, batch), Verdict.KEEP
     if due:
-        verdict = call_hooks(due, "on_gradients", run, step)
+        verdict = run.agree(call_hooks(due, "on_gradients", run, step))
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
             run.guardian.vetoed.append(step.number)
-    if run.inputs is not None and run.inputs.veto is not None:
+    if run.world is None and run.inputs is not None and run.inputs.veto is not None:
         step.skipped = torch.maximum(step.skipped, run.inputs.veto)
     run.update.apply(step.grad_norm, step.skipped)
     run.watch.split("optimizer")
@@ -105,7 +105,7 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
 def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
     """The step as one graph; None, now and later, where the graph cannot be made."""
     number = run.progress.step + 1
-    run.device.reseed(mix(run.seed, number))
+    run.device.reseed(step_seed(run, number))
     if not whole.steps:
         log.info("compiling the step, which takes seconds, and up to a minute the first time")
     try:
@@ -140,9 +140,9 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
 def forward_backward(run: Run, batch: Batch) -> Step:
     """Forward and backward over one batch; gradients are in `.grad`, the update is not made."""
     number = run.progress.step + 1
-    run.device.reseed(mix(run.seed, number))  # dropout depends on the step alone: resume is exact
+    run.device.reseed(step_seed(run, number))  # dropout depends on it alone: resume is exact
     run.update.begin()
-    if run.micro_batch >= count(batch[1]):
+    if run.world is None and run.micro_batch >= count(batch[1]):
         loss = _forward(run, batch)
         run.watch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
@@ -150,8 +150,16 @@ def forward_backward(run: Run, batch: Batch) -> Step:
         run.watch.split("backward")
     else:
         loss = _accumulate(run, batch)
+    if run.world is not None:
+        veto = None if run.inputs is None else run.inputs.veto
+        return Step(number, *run.world.measure(run.update, loss, veto))
     norm, skipped = run.update.measure(loss)
     return Step(number, loss, norm, skipped)
+
+
+def step_seed(run: Run, number: int) -> int:
+    """Where the random numbers of a step begin; each process has its own."""
+    return mix(run.seed, number) if run.world is None else mix(run.seed, number, run.world.rank)
 
 
 def _accumulate(run: Run, batch: Batch) -> Tensor:
@@ -160,21 +168,42 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     Each part is weighted by its share of samples or tokens, so parts of different sizes and masked
     targets give the same mean as the whole batch.
     """
-    whole = run.objective.weight(batch[1])
-    total = torch.zeros((), device=run.device.torch)
-    for which in split(count(batch[1]), run.micro_batch):
-        part: Batch = rows(batch, which)
-        share = run.objective.weight(part[1]) / whole
-        loss = _forward(run, part)
-        # a part whose targets are all masked has the mean 0/0 and no share
-        loss = (
-            loss * share if isinstance(share, float) else torch.where(share > 0, loss, 0.0) * share
+    own, world = count(batch[1]), run.world
+    whole: Tensor | float = run.objective.weight(batch[1])
+    if world is None:
+        parts = split(own, run.micro_batch)
+    else:
+        samples = run.train.samples(run.progress.step)
+        whole, parts = (
+            world.whole_weight(whole, own, samples),
+            world.parts(samples, run.micro_batch),
         )
-        run.watch.split("forward")
-        (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+    total = torch.zeros((), device=run.device.torch)
+    for number, which in enumerate(parts, 1):
+        empty = which.start == which.stop
+        part: Batch = rows(batch, slice(0, 1) if empty else which)
+        share = 0.0 if empty else run.objective.weight(part[1]) / whole
+        with _synchronised(run, last=number == len(parts)):
+            loss = _forward(run, part)
+            # a part whose targets are all masked has the mean 0/0 and no share
+            loss = (
+                loss * share
+                if isinstance(share, float)
+                else torch.where(share > 0, loss, 0.0) * share
+            )
+            run.watch.split("forward")
+            summed = loss if world is None else loss * world.size  # gradients are averaged
+            (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
+        total = total + loss.detach()
         run.watch.split("backward")
     return total
+
+
+def _synchronised(run: Run, last: bool) -> AbstractContextManager[None]:
+    """Gradients go to the other processes with the last micro-batch, all in one."""
+    if run.world is None or last:
+        return nullcontext()
+    return run.world.no_sync()
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
@@ -191,7 +220,7 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 
 def _is_usual(run: Run, samples: int) -> bool:
     """Whether a full batch, or one of its micro-batches, has this number of samples."""
-    full = run.train.samples(0)
+    full = run.local(run.train.samples(0))
     return samples in (run.micro_batch, full // -(-full // run.micro_batch))
 
 

@@ -80,6 +80,7 @@ class Summary:
     git: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)  # file, bytes, largest_difference
     model_check: dict[str, Any] = field(default_factory=dict)  # ok, counts, the worst reasons
+    distributed: dict[str, Any] = field(default_factory=dict)  # kind, world_size, backend, ranks
     columns: list[ColumnUse] = field(default_factory=list)  # column, taken_for, missing
 
     job: str = "train"  # train | evaluate

@@ -1,0 +1,67 @@
+"""What can be asked of several processes: the `distributed` group."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from runner.bounds import bounded, check_bounds
+from runner.errors import ConfigError
+
+ENDPOINT = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+
+class DistributedKind(Enum):
+    """How a model is trained by several processes."""
+
+    none = "none"
+    ddp = "ddp"  # each has the whole model, and gradients are averaged
+    fsdp = "fsdp"  # each has a shard of every weight, gradient and optimizer state
+
+
+class Backend(Enum):
+    """What carries the data between processes."""
+
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+class Compression(Enum):
+    """In which form gradients are sent."""
+
+    none = "none"
+    bf16 = "bf16"
+
+
+@dataclass
+class DistributedConfig:
+    """How many processes train one model together, and what becomes of one that is lost."""
+
+    kind: DistributedKind = DistributedKind.none
+    processes: int | None = bounded(None, min=1)  # on each machine; null: one a GPU, 1 on a CPU
+    nodes: int = bounded(1, min=1)  # machines; the same command is started on each
+    rendezvous: str | None = None  # host:port of the first machine, where there are several
+    backend: Backend | None = None  # null: nccl for CUDA, else gloo
+    timeout_s: float = bounded(300.0, min=1)  # that a process waits for another
+    restarts: int = bounded(0, min=0)  # after a lost or hung process, from the last checkpoint
+    sync_batchnorm: bool = True  # false: each process normalises by its own part of the batch
+    bucket_mb: float = bounded(25.0, above=0)  # gradients that are sent together
+    compression: Compression = Compression.none  # of gradients while they are sent
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "distributed")
+        if self.rendezvous is not None and not ENDPOINT.fullmatch(self.rendezvous):
+            problem = f"must be host:port, got {self.rendezvous!r}"
+            raise ConfigError("distributed.rendezvous", problem, "for example node1:29500")
+        if self.nodes > 1 and self.rendezvous is None:
+            problem = "is not set, so that the machines do not find each other"
+            fix = "set it to host:port of the first machine, the same on each"
+            raise ConfigError("distributed.rendezvous", problem, fix)
+        if self.kind is DistributedKind.none and self.processes not in (None, 1):
+            problem = f"is {self.processes}, and distributed=none trains in one process"
+            raise ConfigError("distributed.processes", problem, "use distributed=ddp or fsdp")
+        if self.kind is DistributedKind.fsdp and self.compression is not Compression.none:
+            problem = "is for distributed=ddp"
+            fix = "fsdp sends gradients in the type of optimization.amp"
+            raise ConfigError("distributed.compression", problem, fix)

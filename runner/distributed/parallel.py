@@ -1,0 +1,117 @@
+"""DistributedDataParallel around a run's model, and the proof that it engaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from runner.distributed.config import Compression, DistributedKind
+from runner.distributed.world import refuse_lost
+from runner.errors import ConfigError, RestartAll, UsageError
+from runner.techniques.base import Evidence, Technique
+from runner.training.recovery import MICRO_BATCH, halve_micro_batch
+
+if TYPE_CHECKING:
+    from runner.distributed.world import World
+    from runner.techniques.base import RunBuilder
+    from runner.training.run import Run
+
+Named = list[tuple[str, Technique]]
+
+
+def parallelise(world: World, draft: RunBuilder) -> Named:
+    """Have the run's model trained by all processes; the techniques that do it, by name."""
+    draft.recoveries[:] = [refuse_lost, restart_smaller]
+    if draft.forward is not draft.model:
+        raise UsageError("distributed: a technique has replaced the model's call; leave it out")
+    if world.config.kind is DistributedKind.ddp:
+        parallel = DataParallel(True)
+        parallel.apply(draft)
+        named: Named = [("ddp", parallel)]
+        if world.config.compression is not Compression.none:
+            named.append(("gradient_compression", GradientCompression(True, parallel=parallel)))
+        return named
+    raise ConfigError("distributed", "fsdp is not built yet", "use distributed=ddp")
+
+
+def restart_smaller(run: Run, error: Exception) -> bool:
+    """After out of memory all processes start again with the smaller micro-batch.
+
+    The others wait in the middle of this one's step, which nothing but its end can tell them.
+    """
+    if not halve_micro_batch(run, error):
+        return False
+    raise RestartAll(
+        f"out of memory; {MICRO_BATCH}={run.micro_batch}", {MICRO_BATCH: run.micro_batch}
+    )
+
+
+@dataclass
+class DataParallel(Technique):
+    """Each process has the whole model; gradients are averaged while the backward continues."""
+
+    module: DistributedDataParallel | None = None
+
+    def apply(self, draft: RunBuilder) -> None:
+        """Wrap the model's call; the model keeps its names."""
+        world = draft.world
+        if world is None:
+            return
+        if world.config.sync_batchnorm:
+            from runner.distributed.batchnorm import synchronise_batchnorm
+
+            synchronise_batchnorm(draft)
+        cuda = draft.device.kind == "cuda"
+        self.module = DistributedDataParallel(
+            draft.model,
+            device_ids=[draft.device.torch.index] if cuda else None,
+            bucket_cap_mb=world.config.bucket_mb,  # a float serves
+            gradient_as_bucket_view=True,
+        )
+        if world.config.compression is Compression.bf16:
+            self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        draft.forward = self.module
+        world.no_sync, world.alone = self.module.no_sync, draft.model
+
+    def engaged(self, run: Run) -> Evidence:
+        """Its buckets, and whether all processes have the same gradients."""
+        if self.module is None or run.world is None:
+            return Evidence(False, "there is one process")
+        facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        same = _same_everywhere(run.world, [p.grad for p in run.model.parameters()])
+        reason = "" if same else "gradients differ between processes"
+        return Evidence(
+            same,
+            reason,
+            {
+                "buckets": facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""),
+                "backward_comm_ms": facts.get("avg_backward_comm_time", 0) / 1e6,
+                "overlap_ms": facts.get("avg_backward_compute_comm_overlap_time", 0) / 1e6,
+            },
+        )
+
+
+@dataclass
+class GradientCompression(Technique):
+    """Gradients are sent in bfloat16, half of the bytes, and summed in it."""
+
+    parallel: DataParallel | None = None
+
+    def apply(self, draft: RunBuilder) -> None:
+        """Registered with the buckets, by `DataParallel`."""
+
+    def engaged(self, run: Run) -> Evidence:
+        """The name of the hook that the buckets go through."""
+        module = None if self.parallel is None else self.parallel.module
+        facts: Any = {} if module is None else module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        hook = facts.get("comm_hook", "")
+        engaged = "bf16" in hook
+        return Evidence(engaged, "" if engaged else "no hook is registered", {"hook": hook})
+
+
+def _same_everywhere(world: World, gradients: list[Any]) -> bool:
+    sums = [float(g.double().sum()) for g in gradients if g is not None]
+    return all(other == sums for other in world.gather(sums))

@@ -1,0 +1,88 @@
+"""Which of several processes this one is, by the environment that torchrun or SLURM has set."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runner.errors import UsageError
+
+FIRST_PORT, PORTS = 20_000, 20_000  # of SLURM's jobs, by their numbers
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of `size` processes; `local_rank` counts those of its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str  # of the store, at which they meet
+    port: int
+    hosted: bool  # by the agent that started them; else rank 0 opens it
+    attempt: int = 0  # how often all of them were started again
+    by: str = "torchrun"  # which has set the environment, or slurm, or runner
+
+
+def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
+    """The place that the environment gives this process; None where it stands alone.
+
+    Raises UsageError for an environment that is not complete.
+    """
+    env = os.environ if environ is None else environ
+    try:
+        if int(env.get("WORLD_SIZE", 0)) > 0 and "RANK" in env:
+            return _of_torchrun(env)
+        if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
+            return _of_slurm(env)
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"the environment of a distributed run is not complete: {error}") from None
+    return None
+
+
+def _of_torchrun(env: Mapping[str, str]) -> Place:
+    size = int(env["WORLD_SIZE"])
+    return Place(
+        rank=int(env["RANK"]),
+        size=size,
+        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
+        address=env["MASTER_ADDR"],
+        port=int(env["MASTER_PORT"]),
+        hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        by="runner" if "RUNNER_ATTEMPT" in env else "torchrun",
+    )
+
+
+def _of_slurm(env: Mapping[str, str]) -> Place:
+    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_NTASKS"]).partition("(")[0]
+    return Place(
+        rank=int(env["SLURM_PROCID"]),
+        size=int(env["SLURM_NTASKS"]),
+        local_rank=int(env["SLURM_LOCALID"]),
+        local_size=int(per_node.partition(",")[0]),
+        address=env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
+        port=int(env.get("MASTER_PORT", FIRST_PORT + (job * 7 + step) % PORTS)),
+        hosted=False,
+        attempt=int(env.get("SLURM_RESTART_COUNT", 0)),
+        by="slurm",
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first of `node[1-3,7]`; SLURM itself knows how to read it."""
+    if "[" not in nodes and "," not in nodes:
+        return "127.0.0.1" if nodes == socket.gethostname() else nodes
+    names = subprocess.run(  # noqa: S603  # a list of nodes, and no shell
+        ["scontrol", "show", "hostnames", nodes],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return names.stdout.split()[0]

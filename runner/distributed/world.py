@@ -1,0 +1,239 @@
+"""What the processes of a run agree on: sums, flags, choices. Each call is made by all of them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from runner.distributed.config import DistributedConfig
+from runner.distributed.place import Place
+from runner.errors import ConfigError, ProcessLost, RunnerError
+
+if TYPE_CHECKING:
+    from runner.optim.optimizer_step import OptimizerStep
+
+T = TypeVar("T")
+
+RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
+PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
+REARM = 0.1  # share of the time-out after which it is known again that a process is alive
+
+
+class World:
+    """The processes that train one model, as one of them sees them."""
+
+    def __init__(self, place: Place, config: DistributedConfig, device: torch.device) -> None:
+        """Meet the others. Raises ProcessLost where one does not come within the time-out."""
+        self.place, self.rank, self.size = place, place.rank, place.size
+        self.config, self.device = config, device
+        self.kind = config.kind.value
+        self.host = socket.gethostname()
+        own = config.backend.value if config.backend is not None else None
+        self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
+        self.seconds = 0.0  # waited in the calls below
+        self.sharded = False  # each process has a shard of the weights, not all of them
+        # set with the model: while entered, a backward sends nothing; what a validation calls
+        self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.alone: Callable[..., Any] | None = None
+        self._stacks: IO[str] | None = None
+        self._armed = 0.0
+        if place.address in ("127.0.0.1", "localhost", "::1"):
+            _stay_on_this_machine()
+        timeout = timedelta(seconds=config.timeout_s)
+        both = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+        with self._waiting():
+            own_store = place.rank == 0 and not place.hosted
+            self.store = TCPStore(
+                place.address, place.port, place.size, own_store, timeout, wait_for_workers=False
+            )
+            # what a process of an earlier attempt has left there is nobody's address any more
+            store = PrefixStore(f"attempt_{place.attempt}", self.store)
+            dist.init_process_group(
+                both, store=store, rank=place.rank, world_size=place.size, timeout=timeout
+            )
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the record of the run."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Leave; what the others still do with this one fails."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._stacks is not None:
+            self._stacks.close()
+            if os.path.getsize(self._stacks.name) == 0:
+                os.unlink(self._stacks.name)
+            self._stacks = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- what belongs to this process ----------------------------------------------------------
+
+    def part(self, samples: int) -> slice:
+        """Which of a batch's samples are this process's; parts differ by one at most."""
+        return _even(samples, self.size)[self.rank]
+
+    def largest(self, samples: int) -> int:
+        """Samples in the largest of the processes' parts."""
+        return -(-samples // self.size)
+
+    def parts(self, samples: int, micro_batch: int) -> list[slice]:
+        """The micro-batches of this process's part of a batch: as many as any has.
+
+        Where its part has too few samples one is empty.
+        """
+        mine = self.part(samples)
+        return _even(mine.stop - mine.start, max(1, -(-self.largest(samples) // micro_batch)))
+
+    def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
+        """Raise ConfigError where a training batch has fewer samples than there are processes."""
+        last = samples % batch_size
+        if batch_size < self.size:
+            problem = f"is {batch_size}, and {self.size} processes take their part of each batch"
+            raise ConfigError("training.batch_size", problem, f"use {self.size} or more")
+        if 0 < last < self.size and not drop_last:
+            problem = f"leaves a last batch of {last}, fewer than the {self.size} processes"
+            raise ConfigError("training.batch_size", problem, "change it, or data.drop_last=true")
+
+    def folder(self, folder: Path) -> Path:
+        """Where this process writes, in the folder of the run."""
+        return folder if self.first else folder / RANKS / str(self.rank)
+
+    # -- what all do together ------------------------------------------------------------------
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in place, on the device: the host does not wait for it."""
+        with self._waiting():
+            dist.all_reduce(values)
+        return values
+
+    def whole_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
+        """The weight of a batch over all processes, from that of the `own` samples.
+
+        Its own may be another's sample, which counts for nothing.
+        """
+        if not isinstance(weight, Tensor):
+            return weight / own * samples
+        mine = self.part(samples)
+        return self.total(weight.clone() if mine.stop > mine.start else torch.zeros_like(weight))
+
+    def measure(
+        self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, gradient norm and skip flag of a step, by one sum of what each process has."""
+        spoiled, square = update.local_part()
+        parts = [loss, update.never if veto is None else veto.to(loss.device), spoiled, square]
+        total, vetoed, bad, squares = self.total(torch.stack([p.to(loss.dtype) for p in parts]))
+        norm, skipped = update.measure(total, squares.sqrt() if self.sharded else None)
+        unfit = ((vetoed + bad) > 0).to(skipped.dtype)
+        return total, norm, torch.maximum(skipped, unfit)
+
+    def worst(self, *numbers: int) -> list[int]:
+        """The largest of each number over all processes; on the host, once a step."""
+        self._alive()
+        flags = torch.tensor(numbers)
+        with self._waiting():
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return flags.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """What each process gives, by rank."""
+        values: list[Any] = [None] * self.size
+        with self._waiting():
+            dist.all_gather_object(values, value)
+        return values
+
+    def choose(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides; an error that it meets there is raised by all."""
+        said: list[Any] = [None, None]
+        if self.first:
+            try:
+                said[0] = decide()
+            except RunnerError as error:
+                said[1] = error
+        with self._waiting():
+            dist.broadcast_object_list(said, 0)
+        if said[1] is not None:
+            raise said[1]
+        decided: T = said[0]
+        return decided
+
+    def barrier(self) -> None:
+        """Until all are here."""
+        self.worst(0)
+
+    # -- what becomes of a process that is lost --------------------------------------------------
+
+    def watch(self, file: Path) -> None:
+        """Write every thread's stack there when nothing is agreed on for most of the time-out."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = open(file, "w")
+        self._alive()
+
+    def _alive(self) -> None:
+        now, timeout = time.monotonic(), self.config.timeout_s
+        if self._stacks is not None and now > self._armed + REARM * timeout:
+            self._armed = now
+            faulthandler.dump_traceback_later(PATIENCE * timeout, file=self._stacks)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            raise ProcessLost(describe_lost(error)) from error
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether it means that another process has ended, or does not answer."""
+    if isinstance(error, ProcessLost | dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text)
+
+
+def describe_lost(error: BaseException) -> str:
+    """The message of the error that is raised for it."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    hung = "imed out" in text or "timeout" in text
+    what = "does not answer within distributed.timeout_s" if hung else "has ended"
+    return f"another process {what} ({text.rpartition('] ')[2][:200]})"
+
+
+def refuse_lost(run: object, error: Exception) -> bool:
+    """The first of a run's recoveries: a step is not repeated without the others."""
+    if is_lost(error):
+        raise ProcessLost(describe_lost(error)) from error
+    return False
+
+
+def _even(samples: int, parts: int) -> list[slice]:
+    ends = [-(-samples * i // parts) for i in range(parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def _stay_on_this_machine() -> None:
+    """Gloo would look the machine's name up, which need not be known to anybody."""
+    names = [name for _, name in socket.if_nameindex()]
+    for name in ("lo", "lo0"):
+        if name in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
