@@ -18,7 +18,6 @@ from runner.data.tensors import Tensors
 from runner.debug.config import DebugConfig, enabled_tools
 from runner.device.resources import Machine
 from runner.errors import ConfigError, OutOfMemory
-from runner.hooks.limits import Limits
 from runner.hooks.progress import ProgressDisplay
 from runner.hooks.recording import Faults, Recording
 from runner.hooks.resources import Resources
@@ -48,8 +47,10 @@ def build_hooks(
         hooks.append(Faults(empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
-    if (limits := Limits(config.security.limits)).enabled:
-        hooks.append(limits)
+    if config.security.limits.any:
+        from runner.hooks.limits import Limits  # only where there is one
+
+        hooks.append(Limits(config.security.limits))
     if not debug.memory.enabled:  # which does the same, and knows more
         hooks.append(OomReport())
     if config.checks.model.enabled:  # around the tools, whose hooks are not the model's

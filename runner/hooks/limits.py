@@ -39,11 +39,6 @@ class Limits(Hook):
         self.next_check = self.next_scan = 0.0
         self.saved_step = -1  # of the checkpoint that was counted last
 
-    @property
-    def enabled(self) -> bool:
-        """Whether there is any limit."""
-        return any(value is not None for value in vars(self.config).values())
-
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Begin to count, and tell the allocator. Raises ConfigError for a limit exceeded now."""

@@ -14,6 +14,7 @@ from torch import nn
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer_state import fill_momentum
+from runner.optim.origin import without_compiler
 
 Optimizer = torch.optim.Optimizer
 IMPLEMENTATION = frozenset({"fused", "foreach", "differentiable"})
@@ -104,7 +105,8 @@ def build_optimizer(
     elif config.weight_decay:
         log.info("optimizer.weight_decay is not used: %s takes none", cls.__name__)
     try:
-        optimizer = cls(groups, **arguments)
+        with without_compiler():
+            optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = f"{cls.__name__} refuses: {error}"
         raise ConfigError("optimizer", problem, "check its options") from error

@@ -19,7 +19,7 @@ from runner.optim.clip import (
 )
 from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.optimizer_state import Optimizer, align_state, compatible_state
-from runner.optim.origin import runs_torchs_step
+from runner.optim.origin import runs_torchs_step, without_compiler
 from runner.stability.config import StabilityConfig
 
 
@@ -312,8 +312,10 @@ class OptimizerStep:
         """All that the next update depends on."""
         if self.kernel is not None:
             self.kernel.write_counter()
+        with without_compiler():
+            optimizer_state = self.optimizer.state_dict()
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state,
             "updates": self.updates,
             "backoff": self.backoff,
             "average": self.average,
@@ -328,7 +330,8 @@ class OptimizerStep:
             raise ValueError("an average has not its weight's shape")
         fits = compatible_state(self.optimizer, state["optimizer"])
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(fits)
+        with without_compiler():
+            self.optimizer.load_state_dict(fits)
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)  # the config decides, not what the state was saved under
         align_state(self.optimizer)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,3 +48,18 @@ def _is_torchs_code(function: Any) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Spare the import of torch's compiler (a second, once) at an optimizer's first calls.
+
+    torch imports it there to have it pass over them; until it is imported nothing is compiled.
+    """
+    with ExitStack() as stack:
+        for name in ("add_param_group", "state_dict", "load_state_dict"):
+            inner: Any = getattr(getattr(Optimizer, name), "__wrapped__", None)
+            if inner is not None and "torch._dynamo" not in sys.modules:
+                inner.__dynamo_disable = inner  # where torch keeps what the compiler makes of it
+                stack.callback(vars(inner).pop, "__dynamo_disable", None)
+        yield

@@ -32,6 +32,11 @@ class LimitsConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "security.limits")
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a limit."""
+        return any(value is not None for value in vars(self).values())
+
 
 @dataclass
 class SecurityConfig:

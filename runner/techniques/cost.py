@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from math import inf
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from runner.data.batch import call, count
 from runner.models import modes
 from runner.models.preserved_state import NotRestorable
 from runner.techniques import probe
 from runner.techniques.base import ForwardCost, RunBuilder
+from runner.techniques.products import ProductCounter
 from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
@@ -39,18 +40,29 @@ def forward_cost(draft: RunBuilder) -> ForwardCost:
 
 
 def _count(draft: RunBuilder, samples: int) -> ForwardCost:
-    products: list[object] = []
     inputs, target = probe.sample_batch(draft, samples)
+    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in draft.model.modules())
+    with probe.untouched(draft), modes.evaluation_mode(draft.model), torch.no_grad():
+        counter = ProductCounter()
+        with counter:
+            call(draft.model, inputs)
+        flop, products = counter.flop, counter.products
+        if counter.opaque or scripted:
+            flop, products = _count_dispatched(draft, inputs)
+    return ForwardCost(flop / 1e6 * draft.micro_batch / count(target), products)
+
+
+def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
+    """The same by torch's own counter, which sees each operator."""
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    products: list[object] = []
     with (
-        probe.untouched(draft),
-        modes.evaluation_mode(draft.model),
-        torch.no_grad(),
         probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
         FlopCounterMode(display=False) as counter,
     ):
         call(draft.model, inputs)
-    mflop = counter.get_total_flops() / 1e6 * draft.micro_batch / count(target)
-    return ForwardCost(mflop, sum(one in flop_registry for one in products))
+    return counter.get_total_flops(), sum(one in flop_registry for one in products)
 
 
 def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
