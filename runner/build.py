@@ -453,6 +453,7 @@ class _Build:
             reader=Reader(self.device.torch),
             whole=whole,
             columns=self.preprocessing.describe_columns(self.data.choices),
+            distributed={} if self.world is None else self.world.describe(),
             guardian=StabilityController(config.stability, self.update, self.model, raises),
         )
 
@@ -463,6 +464,10 @@ class _Build:
         if not self.first:  # one display is enough
             config = replace(config, monitoring=replace(config.monitoring, progress=False))
         hooks = build_hooks(config, self.debug, self.settings, recorded, self.look_up)
+        if self.world is not None:
+            from runner.distributed.facts import Processes
+
+            hooks.insert(0, Processes())
         return [*self.table_report, *hooks]
 
     def make_captures(self) -> Captures | None:

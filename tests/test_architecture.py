@@ -43,13 +43,12 @@ data.batch data.nested objectives.base
 training.hook techniques.base
 training.run
 techniques.compiler objectives.deferred_logits \
-models.modes training.metrics training.recovery training.resume training.summary \
+models.modes training.metrics training.recovery training.resume training.summary training.timing \
 stability
 checks.outputs
 captures
 distributed.facts
-training.evaluation training.evidence training.step training.test_set \
-training.timing benchmark.result
+training.evaluation training.evidence training.step training.test_set benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
 distributed.parallel distributed.batchnorm
 overrides

@@ -2,32 +2,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import mean
+from time import perf_counter
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from runner.device import memory
 from runner.distributed.world import World
+from runner.training.hook import Hook
 from runner.training.run import Run
+from runner.training.timing import SETTLING, Stopwatch
 
 
-def describe_processes(run: Run, world: World) -> dict[str, Any]:
-    """What each process took, and the share of the time that they waited for each other."""
-    step = run.watch.throughput(None)
-    own = {
+class Processes(Hook):
+    """Has the waits within steps counted, and the processes described at the end."""
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """An error leaves with what this process knows alone: the others may not answer."""
+        world = run.world
+        if world is None:
+            raise ValueError("a run of one process")
+        world.clock = partial(_waiting, run.watch)
+        try:
+            yield
+        except BaseException:
+            run.distributed = describe_processes(run, world, together=False)
+            raise
+        run.distributed = describe_processes(run, world)
+
+
+@contextmanager
+def _waiting(watch: Stopwatch) -> Iterator[None]:
+    """Time inside is part of the step, but of none of its other phases."""
+    if not watch.running:
+        yield
+        return
+    start = perf_counter()
+    if watch.sampling:
+        watch.marks.append(("", watch.mark()))  # the phase around it ends later
+    try:
+        yield
+    finally:
+        waited = perf_counter() - start
+        watch.spent["waiting"] += waited
+        watch.now += waited
+        if watch.sampling:
+            watch.marks.append(("waiting", watch.mark()))
+
+
+def describe_processes(run: Run, world: World, together: bool = True) -> dict[str, Any]:
+    """What each process took, and what that comes to in all.
+
+    `communication` is the share of a step that passes in waiting, the mean over the processes:
+    the calls of `World` within steps (the sum of loss and flags, the verdict), of which the host's
+    time counts on a CPU and the device's on CUDA, and under DDP the part of the all-reduce that
+    the backward does not hide, by DDP's own clock, which looks at the first ten steps and then at
+    each hundredth. What fsdp and synchronised BatchNorm wait for within forward and backward is
+    not told apart from those. `imbalance` is the largest time of data and forward, which come
+    before the first wait as a rule, over its mean.
+
+    Without `together` a process describes itself alone.
+    """
+    ranks = world.gather(_own(run, world)) if together else [_own(run, world)]
+    work = [rank["work_ms"] for rank in ranks]
+    facts = {
+        **world.describe(),
+        "communication": mean(rank["communication"] for rank in ranks),
+        "ranks": ranks,
+    }
+    if together:
+        facts["imbalance"] = max(work) / mean(work) if any(work) else None
+        for key in ("samples_per_second", "peak_process_bytes", "peak_device_bytes"):
+            facts[key] = sum(rank[key] for rank in ranks)
+    return facts
+
+
+def _own(run: Run, world: World) -> dict[str, Any]:
+    """Of this process; throughput is of its own part of each batch."""
+    step, batch = run.watch.throughput(None), run.train.samples(0)
+    part = world.part(batch)
+    steps = run.watch.steps[SETTLING:] or run.watch.steps
+    usual_ms = 1e3 * sum(steps) / max(1, len(steps))
+    exposed_ms = _exposed_ms(run)
+    waiting = step.split.get("waiting", 0.0) + (exposed_ms / usual_ms if usual_ms else 0.0)
+    work = step.split.get("data", 0.0) + step.split.get("forward", 0.0)
+    return {
         "rank": world.rank,
         "host": world.host,
         "device": str(run.device.torch),
+        "samples_per_second": step.samples_per_second * (part.stop - part.start) / batch,
+        "step_ms": step.step_ms.p50,
+        "work_ms": work * usual_ms,
+        "communication": min(1.0, waiting),
+        "exposed_ms": exposed_ms,
+        "split": step.split,
         "peak_process_bytes": memory.peak_process_bytes(),
         "peak_device_bytes": memory.peak_device_bytes(run.device),
-        "step_ms": step.step_ms.p50,
-        "split": step.split,
-        "waited_s": world.seconds,
         "faults": dict(run.history.counts),
     }
-    ranks = world.gather(own)
-    return {
-        "kind": world.kind,
-        "world_size": world.size,
-        "backend": world.backend,
-        "attempt": world.place.attempt,
-        "ranks": ranks,
-    }
+
+
+def _exposed_ms(run: Run) -> float:
+    """Of a backward, in which nothing is left to do but to wait for the others' gradients."""
+    if not isinstance(run.forward, DistributedDataParallel):
+        return 0.0
+    facts: Any = run.forward._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    sending: int = facts.get("avg_backward_comm_time", 0)
+    hidden: int = facts.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(0, sending - hidden) / 1e6

@@ -44,6 +44,7 @@ class World:
         own = config.backend.value if config.backend is not None else None
         self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
         self.seconds = 0.0  # waited in the calls below
+        self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # the run's, once set
         self.sharded = False  # each process has a shard of the weights, not all of them
         # set with the model: while entered, a backward sends nothing; what a validation calls
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -69,6 +70,15 @@ class World:
     def first(self) -> bool:
         """Whether this process writes the record of the run."""
         return self.rank == 0
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of it from the first step on."""
+        return {
+            "kind": self.kind,
+            "world_size": self.size,
+            "backend": self.backend,
+            "attempt": self.place.attempt,
+        }
 
     def close(self) -> None:
         """Leave; what the others still do with this one fails."""
@@ -194,7 +204,8 @@ class World:
     def _waiting(self) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self.clock():
+                yield
         except Exception as error:
             if not is_lost(error):
                 raise

@@ -38,6 +38,15 @@ def _speedup(row: Row) -> float | None:
     return number(row.speedup) if row.finished else None
 
 
+def _processes(row: Row) -> float | None:
+    """That trained it together; one that says nothing of them is by itself."""
+    return (number(row.summary, "distributed", "world_size") or 1.0) if row.summary else None
+
+
+def _count(value: float | None) -> str:
+    return format.NONE if value is None else f"{value:,.0f}"
+
+
 def _break_even_text(row: Row) -> str:
     """After how many steps compiling is paid back."""
     measured = row.measured
@@ -75,6 +84,7 @@ COLUMNS = (
         _break_even_text,
     ),
     _column("data_wait", "waits for data", "data_wait", format.share),
+    _column("processes", "processes", _processes, _count),
 )
 """By what they are worth: where there is no room, the last ones go. Metrics follow."""
 
@@ -89,6 +99,8 @@ def columns(comparison: Comparison) -> list[ReportColumn]:
     if comparison.kind != "benchmark" and not about_speed(row.overrides for row in rows):
         chosen.sort(key=lambda column: column.key not in LEARNING)
     chosen += [_metric(name) for name in _metric_names(comparison)]
+    if len({_processes(row) for row in rows if row.summary}) < 2:
+        chosen = [column for column in chosen if column.key != "processes"]
     return [column for column in chosen if any(column.number(row) is not None for row in rows)]
 
 

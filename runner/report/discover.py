@@ -20,7 +20,7 @@ from runner.training.summary import FILE as SUMMARY
 SWEEP = "sweep.json"
 RATE = "samples_per_second"
 DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
-NOT_RUNS = {"checkpoints", "debug", "comparison", "__pycache__"}
+NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
 SHORTEST = 10  # steps of a run whose speed says something; the first three are not counted
 ONE_RUN_EACH = "one run each, not interleaved: read it as a hint; job=benchmark measures"
 

@@ -261,12 +261,31 @@ def _speed(summary: Summary) -> Rows:
         shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
         rows.append(("its time", shares))
     if memory.peak_process_bytes:
-        device = memory.peak_device_bytes
-        peak = f"{size(memory.peak_process_bytes)} process"
-        peak += f", {size(device)} device" if device else ""
-        rows.append(("peak memory", peak))
+        of = " (rank 0)" if summary.distributed else ""
+        peak = _peaks(memory.peak_process_bytes, memory.peak_device_bytes)
+        rows.append(("peak memory", peak + of))
     name = summary.device.get("name") or summary.device.get("kind")
-    return rows + ([("device", str(name))] if name else [])
+    return rows + ([("device", str(name))] if name else []) + _processes(summary.distributed)
+
+
+def _processes(facts: dict[str, Any]) -> Rows:
+    """Of a distributed run: how many processes, what they lost by waiting, and took in all."""
+    if not facts:
+        return []
+    parts = [f"{facts['world_size']:,} ({facts['kind']}, {facts['backend']})"]
+    if (waited := facts.get("communication")) is not None:
+        parts.append(f"{waited:.0%} of a step waiting")
+    if imbalance := facts.get("imbalance"):
+        parts.append(f"slowest rank {imbalance:.2f}× the mean")
+    rows = [("processes", " · ".join(parts))]
+    if process := facts.get("peak_process_bytes"):
+        device = facts.get("peak_device_bytes")
+        rows.append(("in all", _peaks(process, device)))
+    return rows
+
+
+def _peaks(process: int, device: int | None) -> str:
+    return f"{size(process)} process" + (f", {size(device)} device" if device else "")
 
 
 def _files(summary: Summary, folder: Path) -> Rows:

@@ -69,10 +69,6 @@ def train(run: Run) -> Summary:
             with redact_errors(), translate_oom("while training"):
                 _train(run)
             collect_evidence(run)
-            if run.world is not None:
-                from runner.distributed.facts import describe_processes
-
-                run.distributed = describe_processes(run, run.world)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
     except Interrupted as error:
         status, reason = "interrupted", str(error)
@@ -132,12 +128,12 @@ def _train(run: Run) -> None:
                 if progress.step % run.report_every == 0:
                     run.reader.close(watch.elapsed())
                     verdict = max(verdict, _report(run))
-                watch.stop(samples)
-
                 stopping = interrupts.received
                 if run.world is not None:
                     worst, number = run.world.worst(verdict, stopping or 0)
                     verdict, stopping = Verdict(worst), number or None
+                watch.stop(samples)
+
                 if verdict >= Verdict.ROLLBACK:
                     _act_on(run, verdict)
                 if progress.step >= run.guardian.due:

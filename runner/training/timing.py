@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 
 from runner.training.summary import StepTime, Throughput
 
-PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
+UNUSUAL = ("whole_step", "waiting")  # shown where there are any
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
 SAMPLED = 50  # on an accelerator, each n-th step is timed on the device as well
+FEWEST, MOST = 5, 11  # marks of a step that is not one graph; more are many micro-batches
 
 
 class Stopwatch:
@@ -32,8 +35,8 @@ class Stopwatch:
         self.samples = 0
         self.now = 0.0
         self.started = 0.0
-        self.events: list[list[torch.Event]] = []
-        self.marks: list[torch.Event] = []
+        self.events: list[list[tuple[str, torch.Event]]] = []
+        self.marks: list[tuple[str, torch.Event]] = []  # at the end of which phase
         self.running = False  # between start and stop
         self.sampling = False
 
@@ -45,15 +48,16 @@ class Stopwatch:
         self.running = True
         self.sampling = self.device.type != "cpu" and len(self.steps) % SAMPLED == SAMPLED - 1
         if self.sampling:
-            self.marks = [self._mark()]
+            self.marks = [("", self.mark())]
 
     def split(self, phase: str) -> None:
         """Add the time since the last call to `phase`; a phase may end several times."""
         now = perf_counter()
         self.spent[phase] += now - self.now
         self.now = now
-        if self.sampling:
-            self.marks.append(self._mark())
+        if self.sampling:  # what came before a wait in this phase has no name yet
+            self.marks = [(name or phase, mark) for name, mark in self.marks]
+            self.marks.append((phase, self.mark()))
 
     def stop(self, samples: int) -> None:
         """The step has ended; `samples` were in its batch."""
@@ -64,8 +68,8 @@ class Stopwatch:
         self.spent["other"] += now - self.now
         if len(self.steps) > SETTLING:
             self.samples += samples
-        if self.sampling and len(self.marks) == 5:  # whole batch, one micro-batch
-            self.events.append(self.marks)
+        if self.sampling and FEWEST <= len(self.marks) <= MOST:
+            self.events.append([(name or "other", mark) for name, mark in self.marks])
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -82,7 +86,8 @@ class Stopwatch:
         """Seconds spent in steps so far, including the current one."""
         return self.total + (perf_counter() - self.started if self.running else 0.0)
 
-    def _mark(self) -> torch.Event:
+    def mark(self) -> torch.Event:
+        """An event in the device's stream."""
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
@@ -98,7 +103,7 @@ class Stopwatch:
         split = {
             phase: seconds / total
             for phase, seconds in self.spent.items()
-            if seconds or phase != "whole_step"
+            if seconds or phase not in UNUSUAL
         }
         return Throughput(
             samples_per_second=rate,
@@ -111,8 +116,9 @@ class Stopwatch:
         """Shares measured on the device, from the sampled steps; waits for it to finish."""
         sums = dict.fromkeys(PHASES, 0.0)
         for marks in self.events:
-            marks[-1].synchronize()
-            for phase, (a, b) in zip(PHASES, zip(marks, marks[1:], strict=False), strict=False):
-                sums[phase] += a.elapsed_time(b)
+            marks[-1][1].synchronize()
+            for (_, start), (phase, end) in pairwise(marks):
+                sums[phase] += start.elapsed_time(end)
         total = sum(sums.values())
-        return {phase: value / total for phase, value in sums.items()} if total else {}
+        shares = {phase: value / total for phase, value in sums.items()} if total else {}
+        return {x: share for x, share in shares.items() if share or x not in UNUSUAL}

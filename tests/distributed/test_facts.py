@@ -1,0 +1,125 @@
+"""What the summary of a distributed run says of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner import Summary, build, train
+from runner.build import Components
+from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.place import Place
+from runner.distributed.world import World
+from tests import runs
+
+SLOW = """
+import os, time
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self, in_features, classes):
+        super().__init__(in_features, classes)
+
+    def forward(self, x):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.03)
+        return super().forward(x.flatten(1))
+"""
+
+
+class Failing(nn.Linear):
+    """Raises at its third step."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's."""
+        self.calls += self.training
+        if self.calls > 2:
+            raise ValueError("the third")
+        return super().forward(x.flatten(1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of two processes, the second of which is slow."""
+    home = tmp_path_factory.mktemp("two")
+    (home / "slow_net.py").write_text(SLOW)
+    typed = ["distributed=ddp", "distributed.processes=2", "data=digits", "training.steps=20"]
+    typed += ["model._target_=slow_net.Net", "security.trusted=[slow_net]", *runs.QUICK]
+    command = [sys.executable, "-m", "runner", *typed, "hydra.run.dir=outputs/runs/a"]
+    environment = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
+    done = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 (ddp, gloo)" in done.stdout and "of a step waiting" in done.stdout
+    return home / "outputs" / "runs" / "a"
+
+
+def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
+    summary = Summary.read(folder)
+    facts = summary.distributed
+    assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 2, "gloo")
+    quick, slow = facts["ranks"]
+    assert (quick["rank"], slow["rank"]) == (0, 1)
+    assert slow["work_ms"] >= 30 and slow["work_ms"] > quick["work_ms"]
+    assert 1.2 < facts["imbalance"] <= 2
+    assert quick["communication"] > slow["communication"]
+    assert facts["communication"] == pytest.approx(
+        (quick["communication"] + slow["communication"]) / 2
+    )
+    both = quick["samples_per_second"] + slow["samples_per_second"]
+    assert both == pytest.approx(facts["samples_per_second"])
+    assert both == pytest.approx(summary.throughput.samples_per_second, rel=0.2)
+    peaks = [rank["peak_process_bytes"] for rank in facts["ranks"]]
+    assert facts["peak_process_bytes"] == sum(peaks) and min(peaks) > 50 * 2**20
+    assert sum(summary.throughput.split.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
+    from runner.report.columns import columns
+    from runner.report.discover import of_folders
+    from tests.report import planted_runs
+
+    assert (folder / "ranks" / "1" / "run.log").exists()
+    (folder / "ranks" / "1" / "summary.json").write_text((folder / "summary.json").read_text())
+    alone = planted_runs.run(tmp_path / "alone", ["optimization=none"])
+    two = of_folders([folder.parent])
+    assert len(two.rows) == 1 and "processes" not in [column.key for column in columns(two)]
+    both = of_folders([folder, alone])
+    shown = next(column for column in columns(both) if column.key == "processes")
+    assert [shown.text(row) for row in both.rows] == ["2", "1"]
+    (folder / "summary.json").rename(tmp_path / "summary.json")  # killed before it wrote any
+    try:
+        assert [row.status for row in of_folders([folder.parent]).rows] == ["killed"]
+    finally:
+        (tmp_path / "summary.json").rename(folder / "summary.json")
+
+
+def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
+    config = runs.config("data=digits", "training.steps=9", "optimization=none")
+    config.distributed = DistributedConfig(DistributedKind.ddp)
+    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
+    world = World(place, config.distributed, torch.device("cpu"))
+    try:
+        given: dict[str, Any] = {"world": world, "model": Failing(64, 10)}
+        with build(config, tmp_path, Components(**given)) as run:
+            with pytest.raises(ValueError, match="the third"):
+                train(run)
+    finally:
+        world.close()
+    found = json.loads((tmp_path / "summary.json").read_text())
+    facts = found["distributed"]
+    assert found["status"] == "failed"
+    assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 1, "gloo")
+    assert len(facts["ranks"]) == 1 and "imbalance" not in facts
+    assert facts["ranks"][0]["faults"] == {"exception": 1}
