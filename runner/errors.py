@@ -20,9 +20,6 @@ RunnerError                1   a fault of ours
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 
 class RunnerError(Exception):
     """An error whose message is meant for the person who typed the command."""
@@ -85,7 +82,7 @@ class ProcessLost(RunnerError):
 class RestartAll(RunnerError):
     """The processes of a run are to start again, with these choices in place of their own."""
 
-    def __init__(self, message: str, choices: Mapping[str, Any]) -> None:
+    def __init__(self, message: str, choices: dict[str, object]) -> None:
         self.choices = dict(choices)
         super().__init__(message)
 

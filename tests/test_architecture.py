@@ -32,7 +32,7 @@ CONFIGS = (
 )
 LAYERS = f"""
 errors masking module_path
-bounds count_limits
+bounds count_limits fork_server
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
 device record

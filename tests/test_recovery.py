@@ -198,7 +198,7 @@ def limited(mib: int, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 def test_a_batch_larger_than_the_limit_trains_to_the_end_in_smaller_parts() -> None:
-    done = limited(240, *LARGE)
+    done = limited(140, *LARGE)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["status"] == "done" and found["steps"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -17,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from runner import fork_server
 from runner.build import Components
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
@@ -81,7 +81,7 @@ def _attempt(
 ) -> None:
     """Start all processes and wait for their end; each attempt meets at a store of its own."""
     asked = config.distributed
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    fork_server.start(PRELOAD, os.environ)
     launch = LaunchConfig(
         min_nodes=asked.nodes,
         max_nodes=asked.nodes,

@@ -37,6 +37,7 @@ STACKS = "debug/ranks"  # where each thread of each process stood when it waited
 def start(config: RunConfig, folder: Path, given: Components, meeting: Path) -> None:
     """What a new process does: its part of the run. Its outcome is a file in `meeting`."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C comes by the process that started this one, once
+    os.environ.pop("PYTHONSAFEPATH", None)  # it was the fork server's
     _end_with_parent()
     place = find_place()
     if place is None:

@@ -1,4 +1,4 @@
-"""Gradients of parameters, and limits on them: by norm, by unit, by value, by parameter group."""
+"""Limits on gradients besides their norm: by unit, by value, by parameter group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from runner.optim.gradients import tensor_norms
 from runner.stability.config import StabilityConfig
 
 EPSILON = 1e-3  # of Brock et al.: weights that start at zero can still move
@@ -33,11 +34,6 @@ class Clip:
         self.per_group = config.clip_per_group
         out = _last_linear(model)
         self.bounded = [[parameter not in out for parameter in group] for group in groups]
-
-    @staticmethod
-    def needed(config: StabilityConfig) -> bool:
-        """Whether there is more to it than the norm of the whole model."""
-        return bool(config.clip_value or config.clip_adaptive or config.clip_per_group)
 
     def limit(
         self,
@@ -110,40 +106,3 @@ def _last_linear(model: nn.Module) -> set[Tensor]:
     weighty = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     linear = [module for module in weighty if isinstance(module, nn.Linear)]
     return set(linear[-1].parameters(recurse=False)) if linear and len(weighty) > 1 else set()
-
-
-def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
-    """The gradients there are; of sparse ones (embeddings) the values."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if all(gradient.layout is torch.strided for gradient in gradients):
-        return gradients
-    return [
-        g.values() if g.is_sparse else g for g in coalesced_gradients(parameters) if g is not None
-    ]
-
-
-def coalesced_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
-    """All gradients; sparse ones with each index once, put in place so that edits reach them."""
-    gradients = [parameter.grad for parameter in parameters]
-    for i, gradient in enumerate(gradients):
-        if gradient is not None and gradient.is_sparse:
-            gradients[i] = parameters[i].grad = gradient.coalesce()  # waits for the device
-    return gradients
-
-
-def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each, in one kernel; within a graph one by one: the compiler has none for it."""
-    if torch.compiler.is_compiling():
-        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    return list(torch._foreach_norm(tensors))
-
-
-def divide_gradients(groups: list[list[Tensor]], divisors: list[Tensor | None]) -> None:
-    """Divide those of each parameter group in place."""
-    parts = list(zip(groups, divisors, strict=True))
-    if all(divisor is divisors[0] for divisor in divisors):  # mostly: one kernel instead of several
-        parts = [([p for parameters, _ in parts for p in parameters], divisors[0])]
-    for parameters, divisor in parts:
-        gradients = gradient_values(parameters)
-        if gradients and divisor is not None:
-            torch._foreach_div_(gradients, divisor)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.optim.buffers import LARGEST, Buffers
-from runner.optim.clip import (
-    Clip,
+from runner.optim.fused_kernel import FusedKernel, RevertibleStep
+from runner.optim.gradients import (
     coalesced_gradients,
     divide_gradients,
     gradient_values,
     tensor_norms,
 )
-from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.optimizer_state import Optimizer, align_state, compatible_state
 from runner.optim.origin import runs_torchs_step, without_compiler
 from runner.stability.config import StabilityConfig
+
+if TYPE_CHECKING:
+    from runner.optim.clip import Clip
 
 
 class OptimizerStep:
@@ -64,8 +66,11 @@ class OptimizerStep:
         self.kernel = FusedKernel(optimizer, self.device) if fits else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
-        more = Clip.needed(config)
-        self.clip = Clip(config, model, self.groups) if more else None
+        self.clip: Clip | None = None
+        if config.clip_value or config.clip_adaptive or config.clip_per_group:
+            from runner.optim.clip import Clip
+
+            self.clip = Clip(config, model, self.groups)
         self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1

@@ -17,8 +17,8 @@ from torch import Tensor
 from runner.data.batch import Batch, call, count
 from runner.errors import DataError
 from runner.objectives.base import Objective
-from runner.optim.clip import tensor_norms
 from runner.optim.fused_kernel import Group
+from runner.optim.gradients import tensor_norms
 from runner.optim.optimizer_step import OptimizerStep
 from runner.techniques import compiler
 

@@ -7,10 +7,11 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from runner.device import cgroup
 from runner.errors import StorageError
@@ -29,11 +30,31 @@ INTERRUPTED = {code for number in ENDS for code in (128 + number, -number)}  # e
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
+class JobProcess(Protocol):
+    """A spawned process, or a forked one."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | Any:
+        """None while it runs; negative for a signal."""
+
+    def poll(self) -> int | None:
+        """The same, looked at now."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended."""
+
+
+StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], JobProcess]
+"""Given the command, its environment, and descriptors for its stdin and its output."""
+
+
 @dataclass
 class Child:
     """A process in a session of its own, so that all it starts ends with it."""
 
-    process: subprocess.Popen[bytes]
+    process: JobProcess
     folder: Path
     timeout_s: float | None
     death_pipe: int  # closed, it ends the process
@@ -57,6 +78,7 @@ class Child:
         overrides: Sequence[str] = (),
         records: bool = False,
         chosen: bool = True,
+        start_process: StartProcess | None = None,  # None: it is spawned
     ) -> Child:
         """Start it, its output in `console.log` in its folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,14 +87,8 @@ class Child:
         try:
             with open(folder / LOG, "ab", opener=for_owners) as sink:
                 log_start = sink.tell()
-                process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
-                    command,
-                    stdin=reads,
-                    stdout=sink,
-                    stderr=sink,
-                    start_new_session=True,
-                    env={**environment, **variables},
-                )
+                begin = start_process or _spawn
+                process = begin(command, {**environment, **variables}, reads, sink.fileno())
         except OSError:
             os.close(writes)
             raise
@@ -104,8 +120,9 @@ class Child:
 
     def kill(self) -> None:
         """End it at once, with all that it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # it may not have a session of its own yet
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Leave nothing of it behind."""
@@ -171,6 +188,19 @@ class Child:
         with suppress(StorageError):
             return Summary.read(self.folder) if self.left_a_record else None
         return None
+
+
+def _spawn(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
+        command,
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env=environment,
+    )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from runner.bounds import bounded, check_bounds
 from runner.count_limits import check_counts
+
+
+class StartMethod(Enum):
+    """How the process of a job starts."""
+
+    fork = "fork"  # from one that has imported torch and the runner; Linux, elsewhere as spawn
+    spawn = "spawn"  # a new interpreter
 
 
 @dataclass
@@ -13,6 +21,7 @@ class SweepConfig:
     """What is done with jobs of an earlier sweep."""
 
     resume: str = "auto"  # the newest sweep of the same command; none: afresh; or a sweep's folder
+    start: StartMethod = StartMethod.fork
 
 
 @dataclass

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import runner
+from runner import fork_server
 from runner.checkpoint.lock import lock
 from runner.composing import typed
 from runner.device.capabilities import usable_cores
@@ -27,12 +28,13 @@ from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.paths import check_below, keep_private
+from runner.sweep import fork
 from runner.sweep.child import Child
-from runner.sweep.config import LauncherConfig
+from runner.sweep.config import LauncherConfig, StartMethod
 from runner.sweep.identity import job_hash
 from runner.sweep.plan import JobPlan, JobSpec, load_previous_jobs, plan_jobs, wait_for_running_jobs
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import WELL, Session, Sweep, current_session, now
+from runner.sweep.state import FILE, WELL, Session, Sweep, current_session, now
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -60,13 +62,16 @@ def launch(
     set_up_logging("info", None)
     try:
         with lock(folder):
+            forks = _forks(config)
+            if forks and not (folder / FILE).exists():  # imports while jobs are composed
+                fork_server.start(fork.PRELOAD, environment(settings.jobs))
             jobs = [compose(config, list(overrides)) for overrides in job_overrides]
             numbered = enumerate(zip(jobs, job_overrides, strict=True), first)
             specs = [_spec(one, list(overrides), i) for i, (one, overrides) in numbered]
             plans = _plan(session, specs)
             # as typed: what stands for a secret, or for the job's number, is the job's to resolve
             hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-            _run(session, plans, settings, hydras)
+            _run(session, plans, settings, hydras, forks)
     finally:
         close_logging()
     tolerant = config.hydra.sweeper._target_ == TOLERANT
@@ -108,8 +113,17 @@ def _plan(session: Session, specs: list[JobSpec]) -> list[JobPlan]:
     return plans
 
 
+def _forks(config: DictConfig) -> bool:
+    """Whether jobs are forked from a process that has imported what they need."""
+    return config.sweep.start is StartMethod.fork and fork_server.available()
+
+
 def _run(
-    session: Session, plans: list[JobPlan], settings: LauncherConfig, hydras: list[str]
+    session: Session,
+    plans: list[JobPlan],
+    settings: LauncherConfig,
+    hydras: list[str],
+    forks: bool,
 ) -> None:
     sweep, folder = session.sweep, session.folder
     assert sweep is not None  # noqa: S101  # made by _plan
@@ -128,12 +142,17 @@ def _run(
             [f"{key}={quote_for_hydra(str(place))}"],
             plan.spec.records,
             chosen=not session.resumed,
+            start_process=fork.fork if forks else None,
         )
 
+    sweep.start = "fork" if forks else "spawn"
     for plan in plans:
         plan.job.command = shlex.join(["python", "-m", "runner", *arguments(plan)])
     sweep.write(folder)
-    Schedule(sweep, folder, settings, start).run([plan for plan in plans if not plan.done])
+    open_plans = [plan for plan in plans if not plan.done]
+    if forks and open_plans:
+        fork_server.start(fork.PRELOAD, environment(settings.jobs))
+    Schedule(sweep, folder, settings, start).run(open_plans)
 
 
 def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:

@@ -65,6 +65,7 @@ class Sweep:
     jobs: list[Job] = field(default_factory=list)
     started: str = ""
     ended: str = ""
+    start: str = ""  # how the processes of the last jobs were started: fork | spawn
     schema: int = 1
 
     def write(self, folder: Path) -> None:

@@ -1,0 +1,102 @@
+"""Jobs of a sweep as forks of one process that has imported torch and the runner.
+
+A job is a process of its own as a spawned one is: session, environment, output, module path. What
+it shares with others is memory that neither writes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import DupFd
+from subprocess import TimeoutExpired
+from typing import Any
+
+from runner import fork_server
+
+PRELOAD = [
+    "runner.build",
+    "runner.cli.launch",
+    "runner.jobs.train",
+    "runner.record.tensorboard",
+    "runner.report.run",
+    "runner.sweep.fork",
+]
+"""What a job needs in any case; this module last."""
+FIT = fork_server.is_fit()
+"""Of the fork server, once it has imported all; a child no longer sees what it has lost."""
+
+
+class ForkedProcess:
+    """What `subprocess.Popen` is to a spawned job."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self.process = process
+        self.pid = process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        """The same, looked at now."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises TimeoutExpired."""
+        self.process.join(timeout)
+        code = self.process.exitcode
+        if code is None:
+            raise TimeoutExpired(self.process.name, timeout or 0.0)
+        return code
+
+
+def fork(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
+) -> ForkedProcess:
+    """Start a job; `command` is what a spawned one would be started with. Raises OSError."""
+    context = multiprocessing.get_context("forkserver")
+    where = os.getcwd()
+    arguments = (list(command), dict(environment), where, _Files(stdin, output))
+    process = context.Process(target=_become, args=arguments)
+    process.start()
+    return ForkedProcess(process)
+
+
+class _Files:
+    """Descriptors for a process that is about to start; they are duplicated as it is pickled."""
+
+    def __init__(self, stdin: int, output: int) -> None:
+        self.stdin, self.output = stdin, output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (DupFd(self.stdin), DupFd(self.output))
+
+
+def _opened(stdin: Any, output: Any) -> tuple[int, int]:
+    return stdin.detach(), output.detach()
+
+
+def _become(
+    command: list[str], environment: dict[str, str], where: str, files: tuple[int, int]
+) -> None:
+    """Be the job that `command` starts."""
+    os.setsid()
+    stdin, output = files
+    for file, number in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(file, number)
+    for file in {stdin, output} - {0, 1, 2}:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(where)
+    if not FIT:
+        os.execve(command[0], command, environment)  # noqa: S606  # the same, spawned
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = command[command.index("runner") :]
+    runpy.run_module("runner", run_name="__main__", alter_sys=True)
