@@ -78,6 +78,10 @@ class CheckpointError(StorageError):
 class ProcessLost(RunnerError):
     """Another process of a distributed run has ended or hangs; the run can be continued."""
 
+    def __init__(self, message: str, hung: bool = False) -> None:
+        self.hung = hung  # it is there, and does not answer
+        super().__init__(message)
+
 
 class RestartAll(RunnerError):
     """The processes of a run are to start again, with these choices in place of their own."""

@@ -61,6 +61,7 @@ replay benchmark
 report
 sweep
 plugins jobs
+distributed.agent distributed.meeting
 distributed.rank
 distributed.launch
 library

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from uuid import uuid4
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from runner import fork_server
 from runner.build import Components
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
+from runner.distributed.agent import Agent
+from runner.distributed.meeting import meet
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place, find_place
 from runner.distributed.rank import run_rank, start
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError
 from runner.jobs import train
+from runner.record.text import resume_argument
+from runner.report import run as report
+from runner.techniques.base import Choice
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-PRELOAD = ["runner.distributed.rank"]  # which imports torch, once for all processes
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2"  # passed on to each process, once
-MEET_S = 900  # that machines wait for each other at the start
+OOM = "out_of_memory"  # kind of fault after which all start again, however often
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
@@ -49,118 +49,134 @@ def main(config: RunConfig, folder: Path) -> Summary:
     if processes * config.distributed.nodes == 1:
         return train.main(config, folder)
     given = train.chosen(config, folder) or Components()
-    lost = 0
-    for attempt in count():
+    losses: list[_Again] = []
+    while True:
         try:
-            _attempt(config, folder, given, processes, attempt)
+            _attempt(config, folder, given, processes, losses)
             return Summary.read(folder)
         except _Again as again:
-            given = replace(given, choices={**given.choices, **again.outcome.choices})
-            if again.outcome.kind != "restart":
-                lost += 1
-            if lost > config.distributed.restarts:
-                raise _lost(folder, again.outcome) from None
-            log.warning("%s; all processes start again", again.outcome.message)
+            losses.append(again)
+            if sum(loss.kind != OOM for loss in losses) > config.distributed.restarts:
+                raise _lost(folder, losses) from None
+            given = again.smaller(given)
+            log.warning("%s; all processes start again", again)
         # what they had come to is in the folder; else the run begins as it did before
         if any(folder.glob("checkpoints/step_*")):
             resumed = replace(config.checkpoint, resume="auto")
             config = replace(config, checkpoint=resumed)
-    raise AssertionError
 
 
 class _Again(Exception):
-    """The processes are to be started again."""
+    """The processes are to be started again, after a fault of this kind."""
 
-    def __init__(self, outcome: RankOutcome) -> None:
-        self.outcome = outcome
-        super().__init__(outcome.message)
+    def __init__(
+        self, message: str, kind: str = "process_lost", choices: Mapping[str, Any] | None = None
+    ) -> None:
+        self.kind, self.choices = kind, choices or {}
+        super().__init__(message)
+
+    def smaller(self, given: Components) -> Components:
+        """What the next processes take over: a smaller micro-batch after out of memory."""
+        others = [choice for choice in given.chosen if choice.key not in self.choices]
+        made = [Choice(key, value, str(self)) for key, value in self.choices.items()]
+        choices = {**given.choices, **self.choices}
+        return replace(given, choices=choices, chosen=[*others, *made])
 
 
 def _attempt(
-    config: RunConfig, folder: Path, given: Components, processes: int, attempt: int
+    config: RunConfig, folder: Path, given: Components, processes: int, losses: list[_Again]
 ) -> None:
     """Start all processes and wait for their end; each attempt meets at a store of its own."""
-    asked = config.distributed
-    fork_server.start(PRELOAD, os.environ)
-    launch = LaunchConfig(
-        min_nodes=asked.nodes,
-        max_nodes=asked.nodes,
-        nproc_per_node=processes,
-        run_id=uuid4().hex if asked.nodes == 1 else f"{config.name}-{attempt}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=asked.rendezvous or "127.0.0.1:0",
-        rdzv_configs={"timeout": MEET_S},
-        local_addr="127.0.0.1" if asked.nodes == 1 else None,
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="forkserver",
-        signals_to_handle=SIGNALS,
-    )
-    os.environ["RUNNER_ATTEMPT"] = str(attempt)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="runner-") as meeting:
-        try:
-            elastic_launch(launch, start)(config, folder, given, Path(meeting))
-        except SignalException as error:
-            raise _interrupted(folder, error.sigval) from None
-        except ChildFailedError as error:
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            outcomes = [RankOutcome.read(Path(meeting), rank) for rank in range(processes)]
-            _judge(folder, outcomes, codes)
-        finally:
-            del os.environ["RUNNER_ATTEMPT"]
+        agent = Agent(Path(meeting), config.distributed.timeout_s)
+        with meet(config, processes, len(losses)) as places:
+            reasons = tuple((loss.kind, str(loss)) for loss in losses)
+            own = [replace(place, meeting=agent.meeting, losses=reasons) for place in places]
+            agent.run(start, {place.rank: (config, folder, given, place) for place in own})
+        if any(agent.codes().values()):
+            _judge(folder, agent, {place.rank: _name(place) for place in places})
 
 
-def _judge(folder: Path, outcomes: list[RankOutcome | None], codes: dict[int, int]) -> None:
+def _name(place: Place) -> str:
+    cuda = f" (cuda:{place.local_rank})" if torch.cuda.is_available() else ""
+    return f"process {place.rank}{cuda}"
+
+
+def _judge(folder: Path, agent: Agent, names: Mapping[int, str]) -> NoReturn:
     """Raise what ended the run: the cause, and not what followed from it in other processes."""
-    found = [outcome for outcome in outcomes if outcome is not None]
-    by_kind = {outcome.kind: outcome for outcome in reversed(found)}
+    outcomes = agent.outcomes()
+    by_kind = {outcome.kind: outcome for _, outcome in sorted(outcomes.items(), reverse=True)}
     if error := by_kind.get("error"):
-        raise _failed(folder, error)
-    if interrupted := by_kind.get("interrupted"):
-        raise _interrupted(folder, interrupted.exit_code - 128)
+        raise _failed(folder, error, names[error.rank])
+    interrupted = by_kind.get("interrupted")
+    if number := agent.received or (interrupted.exit_code - 128 if interrupted else 0):
+        raise _interrupted(folder, number)
     if restart := by_kind.get("restart"):
-        raise _Again(restart)
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None:
-            code = codes.get(rank, 0)
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "did not answer"
-            raise _Again(RankOutcome(rank, "lost", f"process {rank} {how}", 1))
-    raise _Again(found[0])
+        raise _Again(f"{names[restart.rank]}: {restart.message}", OOM, restart.choices)
+    raise _Again(_cause(agent, outcomes, names))
 
 
-def _failed(folder: Path, outcome: RankOutcome) -> RunnerError:
+def _cause(agent: Agent, outcomes: Mapping[int, RankOutcome], names: Mapping[int, str]) -> str:
+    """Which process was lost, and how: one that was killed before one that had to be."""
+    silent = {r for r in names if r not in outcomes or outcomes[r].kind == "running"}
+    codes = {rank: code for rank, code in agent.codes().items() if rank not in agent.killed}
+    for rank, code in codes.items():
+        if code < 0:
+            memory = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+            return f"{names[rank]} was killed by {signal.Signals(-code).name}{memory}"
+    for rank, code in codes.items():
+        if rank in silent:
+            return f"{names[rank]} ended with exit code {code}, in the midst of the run"
+    for rank in sorted(agent.killed):
+        return f"{names[rank]} did not answer within distributed.timeout_s, and was killed"
+    return next(outcome.message for outcome in outcomes.values() if outcome.exit_code)
+
+
+def _failed(folder: Path, outcome: RankOutcome, name: str) -> RunnerError:
     """The error of a process, as the run's own."""
-    message = outcome.message if outcome.rank == 0 else f"process {outcome.rank}: {outcome.message}"
+    message = outcome.message if outcome.rank == 0 else f"{name}: {outcome.message}"
     _end(folder, "failed", message)
     error = RunnerError(message)
     error.exit_code = outcome.exit_code
     return error
 
 
-def _lost(folder: Path, outcome: RankOutcome) -> ProcessLost:
+def _lost(folder: Path, losses: list[_Again]) -> ProcessLost:
     fix = "distributed.restarts=N starts all again from the last checkpoint, as does"
-    error = ProcessLost(f"{outcome.message}; {fix} checkpoint.resume={folder}")
-    _end(folder, "failed", str(error))
+    error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(folder)}")
+    _end(folder, "failed", str(error), losses)
     return error
 
 
 def _interrupted(folder: Path, number: int) -> Interrupted:
-    try:
-        steps = f" at step {Summary.read(folder).steps}"
-    except RunnerError:
-        steps = " before the first step"
-    error = Interrupted(number, steps)
+    where = " before the first step; no checkpoint is written"
+    with suppress(RunnerError):
+        summary = Summary.read(folder)
+        where = f" at step {summary.steps}"
+        if summary.checkpoint.last is not None:
+            where += f"; a checkpoint is written; to go on: {resume_argument(folder)}"
+    error = Interrupted(number, where)
     _end(folder, "interrupted", str(error))
     return error
 
 
-def _end(folder: Path, status: str, reason: str) -> None:
+def _end(folder: Path, status: str, reason: str, losses: Sequence[_Again] = ()) -> None:
     """Have the summary say how the run ended, where rank 0 could not, or did not know why."""
     try:
         summary = Summary.read(folder)
-        if summary.status == "running" or summary.status == "failed" == status:
-            replace(summary, status=status, reason=reason).write(folder)
+        if summary.status not in ("running", "failed"):
+            return
+        counts = Counter(loss.kind for loss in losses)
+        restarts = {"restarts": [str(loss) for loss in losses[:-1]]} if losses else {}
+        summary = replace(
+            summary,
+            status=status,
+            reason=reason,
+            faults={**summary.faults, **counts},
+            distributed={**summary.distributed, **restarts},
+        )
+        summary.write(folder)
+        report.write(summary, folder)
     except RunnerError:
         log.debug("no summary to end", exc_info=True)
 

@@ -1,4 +1,4 @@
-"""How a process of a distributed run ended: a file, since an exit code says too little."""
+"""How a process of a distributed run ends: a file, since an exit code says too little."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ FILE = "outcome-{}.json"
 
 @dataclass
 class RankOutcome:
-    """How one process ended; the one that ended the run is found by `kind`."""
+    """How one process ends, written as soon as it is known; `kind` tells cause from consequence.
+
+    `lost` and `hung` are of the others: one of them has ended, or does not answer.
+    """
 
     rank: int
-    kind: str = "done"  # done | error | lost | restart | interrupted
+    kind: str = "done"  # running | done | error | lost | hung | restart | interrupted
     message: str = ""
     exit_code: int = 0
     choices: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +36,9 @@ class RankOutcome:
         if isinstance(error, Interrupted):
             return cls(rank, "interrupted", str(error), error.exit_code)
         if isinstance(error, RunnerError):
-            kind = "lost" if isinstance(error, ProcessLost) else "error"
+            kind = "error"
+            if isinstance(error, ProcessLost):
+                kind = "hung" if error.hung else "lost"
             return cls(rank, kind, str(error), error.exit_code)
         text, file, number = describe_error(error)
         return cls(rank, "error", f"{text} ({file}:{number})", 1)

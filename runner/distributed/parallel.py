@@ -44,9 +44,8 @@ def restart_smaller(run: Run, error: Exception) -> bool:
     """
     if not halve_micro_batch(run, error):
         return False
-    raise RestartAll(
-        f"out of memory; {MICRO_BATCH}={run.micro_batch}", {MICRO_BATCH: run.micro_batch}
-    )
+    reason = next(choice.reason for choice in run.choices if choice.key == MICRO_BATCH)
+    raise RestartAll(f"{reason} samples at a time", {MICRO_BATCH: run.micro_batch})
 
 
 @dataclass

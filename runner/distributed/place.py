@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from runner.errors import UsageError
 
@@ -26,6 +27,19 @@ class Place:
     hosted: bool  # by the agent that started them; else rank 0 opens it
     attempt: int = 0  # how often all of them were started again
     by: str = "torchrun"  # which has set the environment, or slurm, or runner
+    meeting: Path | None = None  # where an agent of ours reads how each process ends
+    losses: tuple[tuple[str, str], ...] = ()  # why all were started again: kind of fault, message
+
+    def environ(self) -> dict[str, str]:
+        """What torchrun sets, which code of the user's may read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
@@ -55,7 +69,6 @@ def _of_torchrun(env: Mapping[str, str]) -> Place:
         port=int(env["MASTER_PORT"]),
         hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        by="runner" if "RUNNER_ATTEMPT" in env else "torchrun",
     )
 
 

@@ -19,9 +19,10 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.device.capabilities import usable_cores
 from runner.device.config import DeviceKind
+from runner.distributed.agent import accept_signals, refuse_signals
 from runner.distributed.outcome import RankOutcome
-from runner.distributed.place import Place, find_place
-from runner.distributed.world import RANKS, World
+from runner.distributed.place import Place
+from runner.distributed.world import RANKS, World, as_lost, is_lost
 from runner.errors import DeviceError, UsageError
 from runner.jobs import train
 from runner.masking import masked
@@ -34,33 +35,36 @@ log = logging.getLogger("runner")
 STACKS = "debug/ranks"  # where each thread of each process stood when it waited for too long
 
 
-def start(config: RunConfig, folder: Path, given: Components, meeting: Path) -> None:
-    """What a new process does: its part of the run. Its outcome is a file in `meeting`."""
+def start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
+    """What a new process does: its part of the run. Its outcome is a file for the agent."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C comes by the process that started this one, once
     os.environ.pop("PYTHONSAFEPATH", None)  # it was the fork server's
+    os.environ.update(place.environ())
     _end_with_parent()
-    place = find_place()
-    if place is None:
-        raise UsageError("distributed: not started by an agent")
     outcome = RankOutcome(place.rank)
     try:
         with signals_unwind(), redact_errors():
-            run_rank(config, folder, given, place)
+            try:
+                accept_signals()
+                run_rank(config, folder, given, place)
+            finally:
+                refuse_signals()  # until the outcome is written
     except KeyboardInterrupt as error:
         outcome = RankOutcome.of(
             place.rank, interruption_before_run(error, " before the first step")
         )
     except BaseException as error:
-        outcome = RankOutcome.of(place.rank, error)
+        outcome = RankOutcome.of(place.rank, as_lost(error) if is_lost(error) else error)
         if outcome.kind == "error" and outcome.exit_code == 1:
             for line in masked("".join(format_exception(error))).splitlines():
                 log.error("  %s", line, extra={"live": True})  # not on the screen
     outcome.message = masked(outcome.message)
-    outcome.write(meeting)
+    if place.meeting is not None:
+        outcome.write(place.meeting)
     close_logging()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if outcome.exit_code:  # what the agent waits for when a process returns is not to come
+    if outcome.exit_code:
         os._exit(outcome.exit_code)  # the group's threads would end it by SIGABRT
 
 
@@ -75,9 +79,7 @@ def run_rank(config: RunConfig, folder: Path, given: Components, place: Place) -
         stack.callback(world.close)
         world.watch(folder / STACKS / f"{place.rank}.txt")
         _check_same(world, config)
-        summary = train.main(config, folder, replace(given, world=world))
-        world.barrier()  # what rank 0 has yet to write is no reason to end it
-    return summary
+        return train.main(config, folder, replace(given, world=world))
 
 
 def _for_place(config: RunConfig, place: Place) -> RunConfig:

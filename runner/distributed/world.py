@@ -6,6 +6,7 @@ import faulthandler
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import DistributedConfig
+from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
 from runner.errors import ConfigError, ProcessLost, RunnerError
 
@@ -49,6 +51,7 @@ class World:
         # set with the model: while entered, a backward sends nothing; what a validation calls
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
+        self.left = False  # nothing is done together any more
         self._stacks: IO[str] | None = None
         self._armed = 0.0
         if place.address in ("127.0.0.1", "localhost", "::1"):
@@ -65,6 +68,7 @@ class World:
             dist.init_process_group(
                 both, store=store, rank=place.rank, world_size=place.size, timeout=timeout
             )
+        self._write(RankOutcome(self.rank, "running"))
 
     @property
     def first(self) -> bool:
@@ -78,6 +82,7 @@ class World:
             "world_size": self.size,
             "backend": self.backend,
             "attempt": self.place.attempt,
+            "restarts": [message for _, message in self.place.losses],  # and why
         }
 
     def close(self) -> None:
@@ -154,6 +159,8 @@ class World:
 
     def worst(self, *numbers: int) -> list[int]:
         """The largest of each number over all processes; on the host, once a step."""
+        if self.left:
+            return [*numbers]
         self._alive()
         flags = torch.tensor(numbers)
         with self._waiting():
@@ -161,7 +168,9 @@ class World:
         return flags.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """What each process gives, by rank."""
+        """What each process gives, by rank; only its own where nothing is done together now."""
+        if self.left:
+            return [value]
         values: list[Any] = [None] * self.size
         with self._waiting():
             dist.all_gather_object(values, value)
@@ -188,10 +197,27 @@ class World:
 
     # -- what becomes of a process that is lost --------------------------------------------------
 
+    @property
+    def faults(self) -> Counter[str]:
+        """What has had all processes started again, by kind."""
+        return Counter(kind for kind, _ in self.place.losses)
+
+    def leave(self, error: BaseException) -> None:
+        """From here on this process does by itself what it has yet to do, such as saving.
+
+        The agent is told, which would take a process that saves for long for a hung one.
+        """
+        self.left = True
+        self._write(RankOutcome.of(self.rank, error))
+
+    def _write(self, outcome: RankOutcome) -> None:
+        if self.place.meeting is not None:
+            outcome.write(self.place.meeting)
+
     def watch(self, file: Path) -> None:
         """Write every thread's stack there when nothing is agreed on for most of the time-out."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = open(file, "w")
+        self._stacks = open(file, "a")  # those of an earlier attempt stay
         self._alive()
 
     def _alive(self) -> None:
@@ -209,7 +235,7 @@ class World:
         except Exception as error:
             if not is_lost(error):
                 raise
-            raise ProcessLost(describe_lost(error)) from error
+            raise as_lost(error) from error
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -222,18 +248,20 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text)
 
 
-def describe_lost(error: BaseException) -> str:
-    """The message of the error that is raised for it."""
+def as_lost(error: BaseException) -> ProcessLost:
+    """The error that is raised for one that `is_lost`."""
+    if isinstance(error, ProcessLost):
+        return error
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     hung = "imed out" in text or "timeout" in text
     what = "does not answer within distributed.timeout_s" if hung else "has ended"
-    return f"another process {what} ({text.rpartition('] ')[2][:200]})"
+    return ProcessLost(f"another process {what} ({text.rpartition('] ')[2][:200]})", hung)
 
 
 def refuse_lost(run: object, error: Exception) -> bool:
     """The first of a run's recoveries: a step is not repeated without the others."""
     if is_lost(error):
-        raise ProcessLost(describe_lost(error)) from error
+        raise as_lost(error) from error
     return False
 
 

@@ -29,6 +29,8 @@ def build_summary(
     faults = Counter(run.history.counts)
     faults.update(run.recorder.faults)
     faults.update(run.checkpointer.faults)
+    if run.world is not None:
+        faults.update(run.world.faults)
     summary = Summary(
         status=status,
         reason=masked(reason),

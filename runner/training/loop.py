@@ -139,7 +139,7 @@ def _train(run: Run) -> None:
                 if progress.step >= run.guardian.due:
                     run.guardian.apply_limits(progress.step)
                 if stopping is not None:  # before a validation, which may take long
-                    _save_and_stop(run)
+                    _save_and_stop(run, Interrupted(stopping))
                     raise Interrupted(stopping, _resume_hint(run))
                 _validate_and_checkpoint(run, interrupts)
             run.reader.close(watch.elapsed())
@@ -148,11 +148,13 @@ def _train(run: Run) -> None:
                 run.inputs.settle()
         except KeyboardInterrupt:
             if interrupts.cut_short:  # a second signal saves nothing
+                _leave(run, interrupts.error())
                 _save_and_stop(run)
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # either is saved, or saving has just failed
-        except RunnerError:  # an unfinished step has changed buffers only
+        except RunnerError as error:  # an unfinished step has changed buffers only
+            _leave(run, error)
             update.abandon()
             _save_and_stop(run)
             raise
@@ -193,10 +195,21 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     )  # fmt: skip
 
 
-def _save_and_stop(run: Run) -> None:
-    """Save a checkpoint before an early end, with the numbers that have not been reported."""
+def _save_and_stop(run: Run, end: RunnerError | None = None) -> None:
+    """Save a checkpoint before an early end, with the numbers that have not been reported.
+
+    With `end`, all processes of the run have agreed on it.
+    """
     _report(run, wait=True)
+    if end is not None:
+        _leave(run, end)
     save(run, final=True)
+
+
+def _leave(run: Run, error: RunnerError) -> None:
+    """The other processes of the run, if there are any, are waited for no longer."""
+    if run.world is not None:
+        run.world.leave(error)
 
 
 def _on_a_signal(run: Run) -> str:

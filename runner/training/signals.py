@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +19,7 @@ log = logging.getLogger("runner")
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Windows has the first two
 ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 """Signals that ask a process to end: also that its terminal has gone, and that its time is up."""
+PATIENCE_S = 5.0  # of several processes, until one waits for data no longer
 AHEAD = ENDS[3:]
 """Those by which SLURM says that it will end the process; another one may follow at any time."""
 
@@ -70,8 +72,11 @@ class Interrupts:
     """
 
     def __init__(self, notice: str = "", together: bool = False) -> None:
-        """With `together`, the processes of a run end at the same step: no signal cuts it short."""
-        self.together = together
+        """With `together`, the processes of a run end at the same step.
+
+        A signal that is repeated after some seconds cuts a wait short: data may never come.
+        """
+        self.together, self.since = together, 0.0
         self.received: int | None = None
         self.waiting = False
         self.cut_short = False  # the wait for data was interrupted: the run is between two steps
@@ -97,9 +102,11 @@ class Interrupts:
         again = self.received is not None and not self.together
         if again and number not in AHEAD and self.received not in AHEAD:
             raise KeyboardInterrupt
+        if self.received is None:
+            self.since = time.monotonic()
         if self.received is None or number not in AHEAD:
             self.received = number
-        if self.waiting and not self.together:
+        if self.waiting and (not self.together or time.monotonic() > self.since + PATIENCE_S):
             self._cut_short()
 
     def begin_wait(self) -> None:

@@ -1,0 +1,131 @@
+"""The processes of a run on this machine: started together, watched, and all of them ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from runner import fork_server
+from runner.distributed.outcome import RankOutcome
+from runner.training.signals import AHEAD, ENDS, unclaimed
+
+PRELOAD = ["runner.distributed.rank"]  # which imports torch, once for all processes
+POLL_S = 0.2
+GRACE_S = 30.0  # after a signal: what SLURM and Kubernetes give before they kill
+REPEAT_S = 6.0  # after which a signal is sent again: then a process waits for data no longer
+END_S = 5.0  # for one whose others have waited for the whole time-out, or have trained nothing
+
+accept_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
+refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
+
+
+class Agent:
+    """Starts processes and waits for the end of all of them, which none of them can delay."""
+
+    def __init__(self, meeting: Path, timeout_s: float) -> None:
+        """`meeting` is the folder in which they leave their outcomes."""
+        self.meeting, self.timeout_s = meeting, timeout_s
+        self.processes: dict[int, ForkServerProcess] = {}  # by rank
+        self.received: int | None = None  # the signal that this process was sent
+        self.killed: set[int] = set()  # ranks that did not end by themselves
+        self._signalled = self._failed = 0.0  # when the first signal came, the first one failed
+        self._repeated = False
+        self._ending: dict[int, float] = {}  # since when a process is known to end
+
+    def run(self, start: Callable[..., None], arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """`start(*arguments[rank])` in a process for each rank; returns when all have ended."""
+        context = multiprocessing.get_context("forkserver")
+        with self._signals():
+            try:
+                with _no_signals():  # nor in the fork server, and what it starts
+                    fork_server.start(PRELOAD, os.environ)
+                    for rank, own in arguments.items():
+                        self.processes[rank] = context.Process(target=start, args=own)
+                        self.processes[rank].start()
+                while alive := self._alive():
+                    wait([process.sentinel for process in alive.values()], POLL_S)
+                    self._end_hung()
+            finally:
+                self._send(signal.SIGKILL)
+
+    def codes(self) -> dict[int, int]:
+        """Exit codes by rank; negative for a signal."""
+        return {rank: process.exitcode or 0 for rank, process in self.processes.items()}
+
+    def outcomes(self) -> dict[int, RankOutcome]:
+        """What each process has written of its end so far, by rank."""
+        read = {rank: RankOutcome.read(self.meeting, rank) for rank in self.processes}
+        return {rank: outcome for rank, outcome in read.items() if outcome is not None}
+
+    def _alive(self) -> dict[int, ForkServerProcess]:
+        return {rank: p for rank, p in self.processes.items() if p.pid and p.exitcode is None}
+
+    def _end_hung(self) -> None:
+        now = time.monotonic()
+        if not self._failed and any(self.codes().values()):
+            self._failed = now
+        if not (self._failed or self._signalled):
+            return
+        outcomes = self.outcomes()
+        for rank, process in self._alive().items():
+            if now > self._limit(rank, outcomes):
+                self.killed.add(rank)
+                process.kill()
+        if self.received and not self._repeated and now > self._signalled + REPEAT_S:
+            self._repeated = True
+            self._send(self.received)
+
+    def _limit(self, rank: int, outcomes: Mapping[int, RankOutcome]) -> float:
+        """When a process that has not ended is taken for hung."""
+        if rank in outcomes and outcomes[rank].kind != "running":  # it may be saving a checkpoint
+            since = self._ending.setdefault(rank, time.monotonic())
+            return since + max(self.timeout_s, GRACE_S)
+        limits = [self._signalled + GRACE_S] if self._signalled else []
+        if self._failed:
+            waited = any(outcome.kind == "hung" for outcome in outcomes.values())
+            trained = len(outcomes) == len(self.processes)
+            patience = self.timeout_s if trained and not waited else END_S
+            limits.append(self._failed + patience)
+        return min(limits)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass on each signal that ends a run; a second one ends all processes at once."""
+        numbers = {int(signal.SIGINT), *unclaimed()}
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again = self.received is not None and not {number, self.received} & {*AHEAD}
+        if self.received is None or number not in AHEAD:
+            self.received = number
+        self._signalled = self._signalled or time.monotonic()
+        self._send(signal.SIGKILL if again else number)
+
+    def _send(self, number: int) -> None:
+        for process in self._alive().values():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or os.getpid(), number)
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    before = refuse_signals()
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
