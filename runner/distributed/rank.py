@@ -40,6 +40,7 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
     os.setpgid(0, 0)  # a terminal's Ctrl-C comes by the process that started this one, once
     os.environ.pop("PYTHONSAFEPATH", None)  # it was the fork server's
     os.environ.update(place.environ())
+    multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
     _end_with_parent()
     outcome = RankOutcome(place.rank)
     try:

@@ -1,0 +1,133 @@
+"""A distributed run in processes of its own, with a fault that is planted in one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 8
+MARK = "RUN_MARK"
+
+
+@dataclass
+class Started:
+    """`python -m runner distributed=ddp …` in a session of its own."""
+
+    folder: Path
+    mark: str
+    process: subprocess.Popen[str]
+    output: str = ""
+    seconds: float = 0.0
+
+    def end(self, timeout_s: float = 120) -> Started:
+        """Wait for its end, which leaves no process behind."""
+        start = time.monotonic()
+        self.output = self.process.communicate(timeout=timeout_s)[0]
+        self.seconds = time.monotonic() - start
+        return self
+
+    @property
+    def code(self) -> int:
+        return self.process.returncode
+
+    @property
+    def message(self) -> str:
+        """The last line, without its time."""
+        return self.output.splitlines()[-1]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "summary.json").read_text()))
+
+    def log(self, rank: int) -> str:
+        return (self.own(rank) / "run.log").read_text()
+
+    def own(self, rank: int) -> Path:
+        return self.folder / "ranks" / str(rank) if rank else self.folder
+
+    def left(self, within_s: float = 2.0) -> list[str]:
+        """Processes that are still there some time after the end."""
+        deadline = time.monotonic() + within_s
+        while (found := list(self.ranks(""))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [f"{process.pid} {process.status()}" for process in found]
+
+    def ranks(self, rank: int | str) -> list[psutil.Process]:
+        """The processes of a rank; all of the run's for an empty one."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environ = process.environ()
+                if environ.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        if rank == "":
+            return found
+        pid = (self.folder / f"pid-{rank}").read_text()
+        return [process for process in found if process.pid == int(pid)]
+
+    def wait_for(self, path: str, timeout_s: float = 60) -> None:
+        """Until there is such a file in its folder."""
+        deadline = time.monotonic() + timeout_s
+        while not list(self.folder.glob(path)):
+            assert self.process.poll() is None, self.process.stdout and self.process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def send(self, number: int, to: str = "agent") -> None:
+        if to == "group":
+            os.killpg(self.process.pid, number)
+        elif to == "agent":
+            self.process.send_signal(number)
+        else:
+            os.kill(int((self.folder / f"pid-{to}").read_text()), number)
+
+
+def start(
+    folder: Path, fault: str = "", *typed: str, steps: int = 12, processes: int = 2, **env: str
+) -> Started:
+    """Train for some steps of 16 samples, with a checkpoint after every fourth."""
+    mark = uuid4().hex
+    command = [
+        sys.executable, "-m", "runner", "distributed=ddp", f"distributed.processes={processes}",
+        f"distributed.timeout_s={TIMEOUT_S}", f"hydra.run.dir={folder}", "device=cpu",
+        "device.threads=1", "security.trusted=[faulty]", "data._target_=faulty.Data",
+        "model._target_=faulty.Net", "+debug.hooks=[{_target_: faulty.Watch}]",
+        f"training.steps={steps}", "training.batch_size=16", "training.validate_every=4",
+        "checkpoint.keep=3", "monitoring.every=2", "monitoring.progress=false", *typed,
+    ]  # fmt: skip
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    once = folder.parent / f"{folder.name}-once"
+    once.mkdir(parents=True, exist_ok=True)
+    environ = {
+        **os.environ, "PYTHONPATH": path, "FAULT": fault, "FAULT_ONCE": str(once), MARK: mark,
+        "FAULT_FOLDER": str(folder), **env,
+    }  # fmt: skip
+    process = subprocess.Popen(
+        command, env=environ, cwd=folder.parent, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return Started(folder, mark, process)
+
+
+def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:
+    """Start it, wait for its end, and see that nothing is left."""
+    started = start(folder, fault, *typed, **how)
+    try:
+        started.end()
+    finally:
+        started.process.kill()
+    assert started.left() == []
+    return started
