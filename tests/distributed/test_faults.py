@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import signal
 from pathlib import Path
 
 import pytest
