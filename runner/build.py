@@ -30,6 +30,7 @@ from runner.data.preprocessing import Opening, Preprocessing, check_predicts
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
+from runner.distributed.config import DistributedKind
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import EVALUATING, JobKind
 from runner.models.build import build_model, refuse_lazy
@@ -108,10 +109,16 @@ class _Build:
     ) -> None:
         self.started, self.settings = time.monotonic(), flat(config)
         self.config_hash = config_hash(config)  # of what was asked for, before `auto` is resolved
-        self.folder, self.given, self.scope = folder, given, scope
-        self.config = _resolve_auto(config, given)
+        self.given, self.scope = given, scope
+        self.config = config = _resolve_auto(config, given)
         self.world = given.world
-        self.home = folder  # of the run; each process but the first has one of its own in it
+        if config.distributed.kind is not DistributedKind.none:
+            from runner.distributed.join import find_others, for_place
+
+            if self.world is None:
+                self.world, folder = find_others(config, folder, scope)
+            self.config = config = for_place(config, self.world.place)
+        self.home = self.folder = folder  # each process but the first has one of its own in it
         if folder is not None:
             self.folder = folder = folder if self.world is None else self.world.folder(folder)
             _claim_folder(folder, config.checkpoint.resume, scope)

@@ -54,7 +54,7 @@ distributed.parallel distributed.batchnorm
 overrides
 config
 composing
-training.length tables build_hooks
+training.length tables build_hooks distributed.join
 build
 doctor parity
 replay benchmark

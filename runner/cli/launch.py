@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """What lies in a run's folder before the run does anything."""
+STARTED = {"RANK", "SLURM_STEP_ID"}
+"""Variables that torchrun and srun set: this may be one of several processes of a run."""
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -82,18 +84,29 @@ def launch(request: Request) -> int:
             with request.permissions(), paths.own_files(), resumed:
                 if request.flags.cfg:
                     show_config(request)
-                elif request.session is not None:
-                    run_sweep(request, request.session, results, command)
-                elif request.config is not None:
-                    results.existed = _nearest_folder(request.config)
-                    job = partial(_run, request=request, results=results, command=command)
-                    context = hydra_context(request.config)
-                    run_job(job, request.config, "hydra.run.dir", None, context)
+                else:
+                    _run_all(request, results, command)
     finally:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
         raise _sweep_failed(results)
     return results.exit_code
+
+
+def _run_all(request: Request, results: Results, command: list[str]) -> None:
+    """A sweep, or a run; of several processes that somebody has started, one has Hydra make it."""
+    config = request.config
+    if STARTED & os.environ.keys():
+        from runner.cli import ranks
+
+        if ranks.follow(config, request, last=True):
+            return
+    if request.session is not None:
+        run_sweep(request, request.session, results, command)
+    elif config is not None:
+        results.existed = _nearest_folder(config)
+        job = partial(_run, request=request, results=results, command=command)
+        run_job(job, config, "hydra.run.dir", None, hydra_context(config))
 
 
 @contextmanager
@@ -165,6 +178,11 @@ def _run(
 ) -> float | None:
     """One job, however it ends; what it returns is what a sweeper optimises."""
     sys.argv[:] = command  # for the record
+    if STARTED & os.environ.keys():  # a launcher may have started several processes for one job
+        from runner.cli import ranks
+
+        if ranks.follow(config, request):
+            return None
     about = HydraConfig.get()
     folder = Path(about.runtime.output_dir)
     number = about.job.num if about.mode is RunMode.MULTIRUN else None

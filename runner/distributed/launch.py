@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,12 +20,15 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
 from runner.distributed.agent import Agent
+from runner.distributed.config import DistributedConfig
 from runner.distributed.meeting import meet
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place, find_place
 from runner.distributed.rank import run_rank, start
+from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError
-from runner.jobs import train
+from runner.jobs import find, train
+from runner.jobs.config import JobKind
 from runner.record.text import resume_argument
 from runner.report import run as report
 from runner.techniques.base import Choice
@@ -34,26 +39,27 @@ log = logging.getLogger("runner")
 OOM = "out_of_memory"  # kind of fault after which all start again, however often
 
 
-def main(config: RunConfig, folder: Path) -> Summary:
+def main(config: RunConfig, folder: Path) -> Summary | None:
     """Train by several processes; under torchrun or SLURM this is one of them already.
 
-    Returns the summary that rank 0 wrote. Raises what ended the run: the error of the process
-    that failed, by its exit code, ProcessLost where one was lost more often than
-    `distributed.restarts`, and Interrupted.
+    Returns the summary that rank 0 wrote; job=doctor leaves none. Raises what ended the run: the
+    error of the process that failed, by its exit code, ProcessLost where one was lost more often
+    than `distributed.restarts`, and Interrupted.
     """
     place = find_place()
     if place is not None:
-        _check_place(config, place)
-        return run_rank(config, folder, Components(), place)
+        return _lead(config, folder, place)
     processes = _processes(config)
     if processes * config.distributed.nodes == 1:
-        return train.main(config, folder)
+        log.info("distributed: there is one process; distributed.processes=N starts more")
+        find(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
+        return _summary(config, folder)
     given = train.chosen(config, folder) or Components()
     losses: list[_Again] = []
     while True:
         try:
             _attempt(config, folder, given, processes, losses)
-            return Summary.read(folder)
+            return _summary(config, folder)
         except _Again as again:
             losses.append(again)
             if sum(loss.kind != OOM for loss in losses) > config.distributed.restarts:
@@ -64,6 +70,29 @@ def main(config: RunConfig, folder: Path) -> Summary:
         if any(folder.glob("checkpoints/step_*")):
             resumed = replace(config.checkpoint, resume="auto")
             config = replace(config, checkpoint=resumed)
+
+
+def _summary(config: RunConfig, folder: Path) -> Summary | None:
+    return Summary.read(folder) if config.job.kind is JobKind.train else None
+
+
+def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
+    """Train as rank 0 of those that torchrun or SLURM has started."""
+    store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
+    store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
+    return run_rank(config, folder, None, place)
+
+
+def earlier_folder(config: RunConfig, place: Place) -> Path | None:
+    """The run's folder, where torchrun has started all processes once more."""
+    if not (place.attempt and place.hosted):
+        return None
+    store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
+    return Path(store.get(_folder_key()).decode()) if store.check([_folder_key()]) else None
+
+
+def _folder_key() -> str:
+    return f"runner/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/folder"
 
 
 class _Again(Exception):
@@ -191,11 +220,3 @@ def _processes(config: RunConfig) -> int:
         problem = f"is {asked}, and there are {gpus} GPUs"
         raise ConfigError("distributed.processes", problem, f"use {gpus} or less")
     return asked
-
-
-def _check_place(config: RunConfig, place: Place) -> None:
-    """Raise ConfigError where the config and those who started this process disagree."""
-    asked = config.distributed
-    if asked.processes is not None and asked.processes not in (place.local_size, place.size):
-        problem = f"is {asked.processes}, and {place.by} has started {place.size} processes"
-        raise ConfigError("distributed.processes", problem, "leave it out")

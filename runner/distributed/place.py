@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.errors import UsageError
+from runner.errors import ConfigError, UsageError
 
 FIRST_PORT, PORTS = 20_000, 20_000  # of SLURM's jobs, by their numbers
 
@@ -27,8 +27,20 @@ class Place:
     hosted: bool  # by the agent that started them; else rank 0 opens it
     attempt: int = 0  # how often all of them were started again
     by: str = "torchrun"  # which has set the environment, or slurm, or runner
+    nodes: int = 1
     meeting: Path | None = None  # where an agent of ours reads how each process ends
     losses: tuple[tuple[str, str], ...] = ()  # why all were started again: kind of fault, message
+
+    def check(self, processes: int | None, nodes: int) -> None:
+        """Raise ConfigError where the config and those who started this process disagree."""
+        for key, number, actual in (
+            ("processes", processes or self.size, (self.local_size, self.size)),
+            ("nodes", nodes, (1, self.nodes)),
+        ):
+            if number not in actual:
+                started = f"{self.size} processes, {self.local_size} of them on this machine"
+                problem = f"is {number}, and {self.by} has started {started}"
+                raise ConfigError(f"distributed.{key}", problem, "leave it out")
 
     def environ(self) -> dict[str, str]:
         """What torchrun sets, which code of the user's may read."""
@@ -69,6 +81,7 @@ def _of_torchrun(env: Mapping[str, str]) -> Place:
         port=int(env["MASTER_PORT"]),
         hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        nodes=int(env.get("GROUP_WORLD_SIZE", 1)),
     )
 
 
@@ -85,6 +98,7 @@ def _of_slurm(env: Mapping[str, str]) -> Place:
         hosted=False,
         attempt=int(env.get("SLURM_RESTART_COUNT", 0)),
         by="slurm",
+        nodes=int(env.get("SLURM_STEP_NUM_NODES", 1)),
     )
 
 

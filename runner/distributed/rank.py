@@ -13,20 +13,22 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 from traceback import format_exception
-from typing import Any
 
 from runner.build import Components
 from runner.config import RunConfig
-from runner.device.capabilities import usable_cores
-from runner.device.config import DeviceKind
+from runner.device.device import select
 from runner.distributed.agent import accept_signals, refuse_signals
+from runner.distributed.join import for_place, join
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
 from runner.distributed.world import RANKS, World, as_lost, is_lost
-from runner.errors import DeviceError, UsageError
-from runner.jobs import train
+from runner.doctor.links import measure
+from runner.errors import UsageError
+from runner.jobs import doctor, train
+from runner.jobs.config import JobKind
 from runner.masking import masked
 from runner.record.console import close_logging, set_up_logging
+from runner.record.text import escape_control_chars
 from runner.security.secrets import redact_errors
 from runner.training.signals import interruption_before_run, signals_unwind
 from runner.training.summary import Summary
@@ -42,6 +44,39 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
     os.environ.update(place.environ())
     multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
     _end_with_parent()
+    outcome = _outcome(config, folder, given, place)
+    if place.meeting is not None:
+        outcome.write(place.meeting)
+    end(outcome.exit_code)
+
+
+def follow(config: RunConfig, place: Place) -> int:
+    """Train as one that torchrun or SLURM has started, and not the first; returns the exit code.
+
+    Rank 0 names the folder, has the record and the display: there is one line here at most.
+    """
+    outcome = _outcome(config, None, None, place)
+    if outcome.kind not in ("done", "interrupted"):
+        sys.stderr.write(f"error: process {place.rank}: {escape_control_chars(outcome.message)}\n")
+    return outcome.exit_code
+
+
+def end(code: int) -> None:
+    """End this process as a part of a run that failed: its group's threads would by SIGABRT.
+
+    Others may still wait within a collective. One that did not fail goes on.
+    """
+    close_logging()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code:
+        os._exit(code)
+
+
+def _outcome(
+    config: RunConfig, folder: Path | None, given: Components | None, place: Place
+) -> RankOutcome:
+    """This process's part of the run, however it ends."""
     outcome = RankOutcome(place.rank)
     try:
         with signals_unwind(), redact_errors():
@@ -49,7 +84,7 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
                 accept_signals()
                 run_rank(config, folder, given, place)
             finally:
-                refuse_signals()  # until the outcome is written
+                refuse_signals()  # until the outcome is known
     except KeyboardInterrupt as error:
         outcome = RankOutcome.of(
             place.rank, interruption_before_run(error, " before the first step")
@@ -60,64 +95,51 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
             for line in masked("".join(format_exception(error))).splitlines():
                 log.error("  %s", line, extra={"live": True})  # not on the screen
     outcome.message = masked(outcome.message)
-    if place.meeting is not None:
-        outcome.write(place.meeting)
-    close_logging()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    if outcome.exit_code:
-        os._exit(outcome.exit_code)  # the group's threads would end it by SIGABRT
+    return outcome
 
 
-def run_rank(config: RunConfig, folder: Path, given: Components, place: Place) -> Summary:
-    """Train as one of several processes; `folder` is the run's, the same for all of them."""
+def run_rank(
+    config: RunConfig, folder: Path | None, given: Components | None, place: Place
+) -> Summary | None:
+    """Train as one of several processes; `folder` is the run's, as rank 0 names it.
+
+    Without `given`, what `optimization=auto` comes to is found here, by rank 0.
+    """
+    if folder is None:  # until rank 0 has named it
+        set_up_logging(config.monitoring.log_level, None, screen=False)
+    else:
+        _set_up_logging(config, folder, place)
+    with ExitStack() as stack:
+        world = join(config, place, stack)
+        named, resume = world.choose(lambda: (folder, config.checkpoint.resume))
+        if named is None:
+            raise UsageError("distributed: rank 0 has named no folder")
+        if folder is None:
+            _set_up_logging(config, named, place)
+        config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+        world.watch(named / STACKS / f"{place.rank}.txt")
+        if config.job.kind is JobKind.doctor:
+            _examine(config, named, world)
+            return None
+        if given is None:
+            given = world.choose(lambda: train.chosen(config, named)) or Components()
+        return train.main(config, named, replace(given, world=world))
+
+
+def _examine(config: RunConfig, folder: Path, world: World) -> None:
+    """What the doctor says of the machine, and of the links between the processes."""
+    with ExitStack() as scope:
+        device = select(for_place(config, world.place).device, scope)
+        links = measure(world, device.torch)
+        if world.first:
+            doctor.main(config, folder, links)
+        world.barrier()
+
+
+def _set_up_logging(config: RunConfig, folder: Path, place: Place) -> None:
     own = folder if place.rank == 0 else folder / RANKS / str(place.rank)
     own.mkdir(parents=True, exist_ok=True)
     set_up_logging(config.monitoring.log_level, own, screen=place.rank == 0)
-    config = _for_place(config, place)
-    with ExitStack() as stack:
-        world = World(place, config.distributed, _device(config))
-        stack.callback(world.close)
-        world.watch(folder / STACKS / f"{place.rank}.txt")
-        _check_same(world, config)
-        return train.main(config, folder, replace(given, world=world))
-
-
-def _for_place(config: RunConfig, place: Place) -> RunConfig:
-    """The config on this process's device, with its share of the machine's cores."""
-    device = config.device
-    if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
-        device = replace(device, threads=max(1, usable_cores() // place.local_size))
-    if _device(config).type == "cuda":
-        device = replace(device, index=place.local_rank)
-    return replace(config, device=device)
-
-
-def _device(config: RunConfig) -> Any:
-    """The kind of device that the run will select, without selecting it."""
-    import torch
-
-    kind = config.device.kind
-    cuda = kind is DeviceKind.cuda or (kind is DeviceKind.auto and torch.cuda.is_available())
-    if kind is DeviceKind.mps:
-        raise DeviceError("device.kind=mps: distributed needs cpu or cuda; use device=cpu")
-    return torch.device("cuda" if cuda else "cpu")
-
-
-def _check_same(world: World, config: RunConfig) -> None:
-    """Raise UsageError where processes have other configs or versions: they would not agree."""
-    import torch
-
-    from runner.config import config_hash
-
-    own = {"config": config_hash(config)[:12], "torch": torch.__version__}
-    others = world.gather(own)
-    for rank, other in enumerate(others):
-        differing = [key for key in own if other[key] != others[0][key]]
-        if differing:
-            key = differing[0]
-            problem = f"process {rank} has {key} {other[key]}, process 0 {others[0][key]}"
-            raise UsageError(f"distributed: {problem}; start the same command on each machine")
 
 
 def _end_with_parent() -> None:

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from itertools import pairwise
+from functools import cache
+from itertools import count, pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -22,12 +23,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from runner.distributed.config import DistributedConfig
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
-from runner.errors import ConfigError, ProcessLost, RunnerError
+from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 
 if TYPE_CHECKING:
     from runner.optim.optimizer_step import OptimizerStep
 
 T = TypeVar("T")
+_numbers = count()  # of the worlds of this process, as of every other
 
 RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
 PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
@@ -58,13 +60,13 @@ class World:
             _stay_on_this_machine()
         timeout = timedelta(seconds=config.timeout_s)
         both = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+        if dist.is_initialized():
+            raise UsageError("distributed: this process has a process group; let build make it")
         with self._waiting():
-            own_store = place.rank == 0 and not place.hosted
-            self.store = TCPStore(
-                place.address, place.port, place.size, own_store, timeout, wait_for_workers=False
-            )
-            # what a process of an earlier attempt has left there is nobody's address any more
-            store = PrefixStore(f"attempt_{place.attempt}", self.store)
+            self.store = open_store(place, timeout)
+            # what a process of an earlier attempt has left there is nobody's address any more,
+            # nor what this process has left there for an earlier run
+            store = PrefixStore(f"attempt_{place.attempt}/{next(_numbers)}", self.store)
             dist.init_process_group(
                 both, store=store, rank=place.rank, world_size=place.size, timeout=timeout
             )
@@ -238,6 +240,13 @@ class World:
             raise as_lost(error) from error
         finally:
             self.seconds += time.perf_counter() - start
+
+
+@cache
+def open_store(place: Place, timeout: timedelta) -> TCPStore:
+    """Where all processes leave what the others read; open as long as this process lives."""
+    own = place.rank == 0 and not place.hosted
+    return TCPStore(place.address, place.port, place.size, own, timeout, wait_for_workers=False)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -29,6 +29,7 @@ from runner.record.text import escape_control_chars
 
 if TYPE_CHECKING:
     from runner.config import RunConfig
+    from runner.doctor.links import Links
 
 STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red"}
 
@@ -53,6 +54,7 @@ class DoctorReport:
     versions: dict[str, str | None]  # None: not installed
     techniques: list[Outlook]
     checks: list[DoctorCheck]
+    links: Links | None = None  # between the processes of a distributed run
 
     @property
     def status(self) -> Status:
@@ -67,9 +69,9 @@ class DoctorReport:
         return {"status": self.status.value, **plain}
 
 
-def main(config: RunConfig, folder: Path | None) -> DoctorReport:
+def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> DoctorReport:
     """Print the report, and write `doctor.json` where there is a folder."""
-    report = examine(config, folder)
+    report = examine(config, folder, links)
     print_stdout(show(report))
     if folder is not None:
         path = folder / "doctor.json"
@@ -81,12 +83,14 @@ def main(config: RunConfig, folder: Path | None) -> DoctorReport:
     return report
 
 
-def examine(config: RunConfig, folder: Path | None = None) -> DoctorReport:
+def examine(
+    config: RunConfig, folder: Path | None = None, links: Links | None = None
+) -> DoctorReport:
     """Check everything, as a run with this config would find it.
 
     A device that does not exist is a failed check, and the rest is reported for the CPU.
     """
-    checks: list[DoctorCheck] = []
+    checks = [] if links is None else list(links.checks())
     with ExitStack() as scope:
         try:
             device = select(config.device, scope)
@@ -121,6 +125,7 @@ def examine(config: RunConfig, folder: Path | None = None) -> DoctorReport:
                 for name, technique, reason in reasons
             ],
             checks=checks,
+            links=links,
         )
 
 
@@ -139,6 +144,7 @@ def show(report: DoctorReport) -> RenderableType:
         *_section("device", device.items()),
         *_section("machine", machine.items()),
         *_section("versions", versions.items()),
+        *([] if report.links is None else _section("processes", report.links.rows())),
         *_section("techniques", [(row.name, _outlook(row)) for row in report.techniques]),
         *_section("checks", [(check.name, _check(check)) for check in report.checks]),
         Text("{} ok, {} warnings, {} failed".format(*counts), style="bold"),

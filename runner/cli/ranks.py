@@ -1,0 +1,88 @@
+"""A command that torchrun or srun has started several times: each process is a rank of one run."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, open_dict
+
+from runner.composing import typed
+from runner.distributed.config import DistributedKind
+from runner.errors import ConfigError, UsageError
+from runner.jobs.config import JobKind
+from runner.record import hydra_files
+from runner.security.config_files import check_level
+
+if TYPE_CHECKING:
+    from runner.cli.preflight import Request
+    from runner.distributed.place import Place
+
+
+def follow(config: DictConfig | None, request: Request, last: bool = False) -> bool:
+    """Do the part of a process that is not the first of several; False where this one is.
+
+    No config is a sweep's. With `last` the process ends by it where it failed, else by SystemExit.
+    Has rank 0 continue where torchrun has started all again. Raises UsageError and ConfigError
+    where each would do the whole work by itself.
+    """
+    place = _find_rank(config)
+    if config is None or place is None:
+        return False
+    if place.rank == 0:
+        if last:
+            request.notes += _continue_attempt(config, place)
+        return False
+    check_level(config, request.typed.security)
+    from runner.distributed import rank
+
+    code = rank.follow(typed(config), place)
+    if last:
+        rank.end(code)
+    elif code:
+        sys.exit(code)
+    return True
+
+
+def _find_rank(config: DictConfig | None) -> Place | None:
+    """Which of several processes this is; None where it is the only one."""
+    from runner.distributed.place import find_place
+
+    place = find_place()
+    if place is None:
+        return None
+    started = f"{place.by} has started {place.size} processes"
+    if config is None:
+        fix = "type it without: -m distributed=ddp distributed.processes=N starts each job's"
+        if place.size > 1:
+            raise UsageError(f"-m: {started}, and each would run the sweep; {fix}")
+    elif config.distributed.kind is not DistributedKind.none:
+        place.check(config.distributed.processes, config.distributed.nodes)
+        return place
+    elif place.size > 1:
+        apart = f"type job={config.job.kind.name} without {place.by}"
+        trains = config.job.kind is JobKind.train
+        fix = "add distributed=ddp, or start one process" if trains else apart
+        problem = f"is none: {started}, and each would do all of it by itself"
+        raise ConfigError("distributed", problem, fix)
+    return None
+
+
+def _continue_attempt(config: DictConfig, place: Place) -> list[str]:
+    """Have rank 0 go on in its folder where torchrun has started all again; returns notes.
+
+    The command is the same one, whose folder would have the time of now.
+    """
+    if not place.attempt:
+        return []
+    from runner.distributed.launch import earlier_folder
+
+    folder = earlier_folder(typed(config.copy()), place)
+    if folder is None:
+        return []
+    with open_dict(config):
+        config.hydra.run.dir = str(folder)
+        if any(folder.glob("checkpoints/step_*")):
+            config.checkpoint.resume = "auto"
+            config.hydra.output_subdir = hydra_files.RESUMED
+    return [f"started again by {place.by}, attempt {place.attempt}: continuing {folder}"]

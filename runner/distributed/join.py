@@ -1,0 +1,81 @@
+"""How one of several processes joins the others of its run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runner.config import RunConfig, config_hash
+from runner.device.capabilities import usable_cores
+from runner.device.config import DeviceKind
+from runner.distributed.place import Place, find_place
+from runner.distributed.world import World
+from runner.errors import DeviceError, UsageError
+
+
+def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
+    """Meet the others; the world ends with `scope`.
+
+    Raises ConfigError and UsageError where the config does not fit those who started the process,
+    or the others.
+    """
+    place.check(config.distributed.processes, config.distributed.nodes)
+    world = World(place, config.distributed, _device(config))
+    scope.callback(world.close)
+    _check_same(world, config)
+    return world
+
+
+def find_others(
+    config: RunConfig, folder: Path | None, scope: ExitStack
+) -> tuple[World, Path | None]:
+    """For a program of the user's that builds the run: the folder is the one that rank 0 names.
+
+    Raises UsageError where nobody has started several processes.
+    """
+    place = find_place()
+    if place is None:
+        kind = config.distributed.kind.value
+        raise UsageError(
+            f"distributed={kind}: this is not one of several processes; start the program by "
+            "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
+        )
+    world = join(config, place, scope)
+    return world, world.choose(lambda: folder)
+
+
+def for_place(config: RunConfig, place: Place) -> RunConfig:
+    """The config on this process's device, with its share of the machine's cores."""
+    device = config.device
+    if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
+        device = replace(device, threads=max(1, usable_cores() // place.local_size))
+    if _device(config).type == "cuda":
+        device = replace(device, index=place.local_rank)
+    return replace(config, device=device)
+
+
+def _device(config: RunConfig) -> Any:
+    """The kind of device that the run will select, without selecting it."""
+    import torch
+
+    kind = config.device.kind
+    cuda = kind is DeviceKind.cuda or (kind is DeviceKind.auto and torch.cuda.is_available())
+    if kind is DeviceKind.mps:
+        raise DeviceError("device.kind=mps: distributed needs cpu or cuda; use device=cpu")
+    return torch.device("cuda" if cuda else "cpu")
+
+
+def _check_same(world: World, config: RunConfig) -> None:
+    """Raise UsageError where processes have other configs or versions: they would not agree."""
+    import torch
+
+    own = {"config": config_hash(config)[:12], "torch": torch.__version__}
+    others = world.gather(own)
+    for rank, other in enumerate(others):
+        differing = [key for key in own if other[key] != others[0][key]]
+        if differing:
+            key = differing[0]
+            problem = f"process {rank} has {key} {other[key]}, process 0 {others[0][key]}"
+            raise UsageError(f"distributed: {problem}; start the same command on each machine")

@@ -1,0 +1,138 @@
+"""Processes that torchrun has started: they are one run, or the mistake is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner import build
+from runner.cli.arguments import read_arguments
+from runner.cli.launch import launch
+from runner.cli.preflight import check
+from runner.distributed.place import find_place
+from runner.errors import ConfigError, UsageError
+from tests import runs
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+SHORT = (*runs.QUICK, "data=cancer", "model=mlp", "training.steps=30")
+OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+DIES = """
+import os
+from runner import Hook
+
+class Dies(Hook):
+    def on_step(self, run, step):
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and run.world.rank == 1 and run.progress.step == 15:
+            os.kill(os.getpid(), 9)
+"""
+PROGRAM = """
+import sys
+from runner import build, compose, train
+
+for seed in (0, 1):
+    with build(compose([*sys.argv[1:], f"seed={seed}"]), f"run-{seed}") as run:
+        train(run)
+"""
+
+
+def started(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(runs.TESTS.parent), str(folder)])
+    return subprocess.run(
+        [*TORCHRUN, *typed], cwd=folder, env={**os.environ, "PYTHONPATH": path},
+        text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+
+
+def told(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_again(tmp_path):
+    (tmp_path / "own.py").write_text(DIES)
+    done = started(
+        tmp_path, "--max-restarts=1", "-m", "runner", "distributed=ddp", *SHORT,
+        "checkpoint.every=10", "debug.hooks=[own.Dies]", "security.trusted=[own]",
+        "distributed.timeout_s=60",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
+    assert done.stdout.count("cancer-mlp  done") == 1
+    summary = told(run)
+    assert (summary["status"], summary["steps"]) == ("done", 30)
+    assert summary["distributed"]["world_size"] == 2 and summary["distributed"]["attempt"] == 1
+    assert (run / "ranks" / "1" / "run.log").exists()
+    alone = runs.trained(*SHORT[len(runs.QUICK) :])
+    assert summary["metrics"]["val/loss"] == pytest.approx(alone.metrics["val/loss"], rel=1e-4)
+
+
+def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = started(tmp_path, "program.py", "distributed=ddp", *SHORT)
+    assert done.returncode == 0, done.stderr
+    seeds = [told(tmp_path / f"run-{seed}") for seed in (0, 1)]
+    assert [seed["distributed"]["world_size"] for seed in seeds] == [2, 2]
+    assert seeds[0]["metrics"] != seeds[1]["metrics"]
+
+
+def test_a_program_of_one_process_does_not_silently_train_alone():
+    with pytest.raises(UsageError, match=r"distributed=ddp: this is not one of several.*torchrun"):
+        build(runs.config("distributed=ddp", "data=cancer"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "message"),
+    [
+        ([], ConfigError, r"distributed: is none: torchrun has started 2 .*add distributed=ddp"),
+        (["job=doctor"], ConfigError, "distributed: is none.*type job=doctor without torchrun"),
+        (["-m", "seed=0,1"], UsageError, "-m: torchrun has started 2 processes"),
+        (
+            ["distributed=ddp", "distributed.processes=3"],
+            ConfigError,
+            "distributed.processes: is 3, and torchrun has started 2 processes",
+        ),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused_and_leaves_nothing(
+    typed, error, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in OF_TWO.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=message):
+        launch(check(read_arguments(typed)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
+    script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    assert find_place(script) is None
+    task = {
+        **script, "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a", "MASTER_ADDR": "a",
+        "SLURM_STEP_NUM_NODES": "2",
+    }  # fmt: skip
+    place = find_place(task)
+    assert place is not None and place.by == "slurm"
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
+    assert place.nodes == 2 and not place.hosted
+    with pytest.raises(UsageError, match="not complete.*SLURM_LOCALID"):
+        find_place({key: value for key, value in task.items() if key != "SLURM_LOCALID"})
+
+
+def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
+    done = runs.command(
+        tmp_path, "job=doctor", "distributed=ddp", "distributed.processes=2", "device=cpu",
+        flags=("-P",),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "outputs" / "doctor").glob("*/*/doctor.json")
+    report = json.loads(file.read_text())
+    assert [rank["local rank"] for rank in report["links"]["ranks"]] == [0, 1]
+    assert all(row["ms"] > 0 for row in report["links"]["all_reduce"])
+    assert report["links"]["wrong"] == 0 and "all-reduce, 1 MiB" in done.stdout
