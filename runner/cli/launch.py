@@ -84,8 +84,15 @@ def launch(request: Request) -> int:
             with request.permissions(), paths.own_files(), resumed:
                 if request.flags.cfg:
                     show_config(request)
-                else:
-                    _run_all(request, results, command)
+                elif _follows(request.config, request, last=True):
+                    pass
+                elif request.session is not None:
+                    run_sweep(request, request.session, results, command)
+                elif request.config is not None:
+                    results.existed = _nearest_folder(request.config)
+                    job = partial(_run, request=request, results=results, command=command)
+                    context = hydra_context(request.config)
+                    run_job(job, request.config, "hydra.run.dir", None, context)
     finally:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
@@ -93,20 +100,13 @@ def launch(request: Request) -> int:
     return results.exit_code
 
 
-def _run_all(request: Request, results: Results, command: list[str]) -> None:
-    """A sweep, or a run; of several processes that somebody has started, one has Hydra make it."""
-    config = request.config
-    if STARTED & os.environ.keys():
-        from runner.cli import ranks
+def _follows(config: DictConfig | None, request: Request, last: bool = False) -> bool:
+    """Whether this is one of several processes, not the first, and its part is done."""
+    if not STARTED & os.environ.keys():
+        return False
+    from runner.cli import ranks
 
-        if ranks.follow(config, request, last=True):
-            return
-    if request.session is not None:
-        run_sweep(request, request.session, results, command)
-    elif config is not None:
-        results.existed = _nearest_folder(config)
-        job = partial(_run, request=request, results=results, command=command)
-        run_job(job, config, "hydra.run.dir", None, hydra_context(config))
+    return ranks.follow(config, request, last)
 
 
 @contextmanager
@@ -178,11 +178,8 @@ def _run(
 ) -> float | None:
     """One job, however it ends; what it returns is what a sweeper optimises."""
     sys.argv[:] = command  # for the record
-    if STARTED & os.environ.keys():  # a launcher may have started several processes for one job
-        from runner.cli import ranks
-
-        if ranks.follow(config, request):
-            return None
+    if _follows(config, request):  # a launcher has started several processes for the job
+        return None
     about = HydraConfig.get()
     folder = Path(about.runtime.output_dir)
     number = about.job.num if about.mode is RunMode.MULTIRUN else None
