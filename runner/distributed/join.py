@@ -16,12 +16,7 @@ from runner.errors import DeviceError, UsageError
 
 
 def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
-    """Meet the others; the world ends with `scope`.
-
-    Raises ConfigError and UsageError where the config does not fit those who started the process,
-    or the others.
-    """
-    place.check(config.distributed.processes, config.distributed.nodes)
+    """Meet the others; the world ends with `scope`. Raises UsageError where they differ."""
     world = World(place, config.distributed, _device(config))
     scope.callback(world.close)
     _check_same(world, config)
@@ -42,6 +37,7 @@ def find_others(
             f"distributed={kind}: this is not one of several processes; start the program by "
             "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
         )
+    place.check(config.distributed.processes, config.distributed.nodes)
     world = join(config, place, scope)
     return world, world.choose(lambda: folder)
 
