@@ -1,0 +1,102 @@
+"""scripts/plan_scale.py, alone and against runs that send, keep and write real bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import runs
+
+ROOT = Path(__file__).parents[2]
+GPT = ["data=stdlib_text", "model=gpt", "training.batch_size=8", "optimization=none"]
+GPT += ["optimizer.ema=0.99", "data.drop_last=true"]
+WIRE = """
+import json
+from pathlib import Path
+from runner.training.hook import Hook
+
+FIRST, LAST = 5, 25
+
+
+class Wire(Hook):
+    def __init__(self):
+        self.sent = 0
+
+    def on_step(self, run, step):
+        if step.number not in (FIRST, LAST):
+            return
+        lines = Path("/proc/net/dev").read_text().splitlines()
+        sent = next(int(x.split()[1]) for x in lines if x.strip().startswith("lo:"))
+        self.sent = sent - self.sent
+        if step.number == LAST:
+            state = [t for s in run.update.optimizer.state.values() for t in s.values()]
+            weights = sum(p.nbytes for g in run.update.optimizer.param_groups for p in g["params"])
+            rank = 0 if run.world is None else run.world.rank
+            facts = {
+                "sent": self.sent / (LAST - FIRST),
+                "weights": weights,
+                "optimizer": sum(t.nbytes for t in state),
+                "average": sum(t.nbytes for t in run.update.average),
+            }
+            Path(f"{rank}.json").write_text(json.dumps(facts))
+"""
+
+
+def planned(*arguments: str) -> list[dict[str, Any]]:
+    script = str(ROOT / "scripts" / "plan_scale.py")
+    command = [sys.executable, script, *arguments, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing() -> None:
+    large = ["model.width=8192", "model.depth=2", "model.heads=64", "training.batch_size=1024"]
+    large += ["optimization.recompute.enabled=true", "optimization.amp.enabled=true"]
+    ddp, fsdp = planned(*GPT, *large, "--ranks=1024", "--node-mtbf-h=1000")
+    whole = 4 * ddp["parameters"]
+    assert whole > 6e9  # one of four such copies
+    assert ddp["weights"] == ddp["gradients"] == ddp["average"] == whole
+    assert ddp["optimizer"] == pytest.approx(2 * whole, rel=1e-3)
+    assert ddp["peak"] > ddp["weights"] + ddp["gradients"] + ddp["optimizer"] + ddp["average"]
+    assert ddp["sent"] == pytest.approx(2 * 1023 / 1024 * whole, rel=1e-3)
+    assert (fsdp["kind"], fsdp["ranks"], fsdp["samples"]) == ("fsdp", 1024, 1)
+    assert fsdp["gradients"] == fsdp["weights"] == pytest.approx(whole / 1024, rel=0.01)
+    assert fsdp["sent"] == pytest.approx(3 * 1023 / 1024 * whole, rel=0.01)
+    assert fsdp["checkpoint"] == pytest.approx(ddp["checkpoint"], rel=0.01)
+    assert fsdp["failure_s"] == pytest.approx(1000 * 3600 / 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_plan_is_what_a_run_keeps_writes_and_sends(processes: int, tmp_path: Path) -> None:
+    (tmp_path / "wire.py").write_text(WIRE)
+    typed = [*GPT, "distributed=ddp", f"distributed.processes={processes}", "training.steps=30"]
+    typed += ["training.validate_every=100", *runs.QUICK[:1], "monitoring.progress=false"]
+    typed += ["+debug.hooks=[{_target_: wire.Wire}]", "security.trusted=[wire]"]
+    command = [sys.executable, "-m", "runner", *typed, "hydra.run.dir=outputs/a"]
+    alone = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no network of its own here, in which to count bytes")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(
+        [*alone, *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = planned(*GPT, "distributed=ddp", f"--ranks={processes}")[0]
+    for rank in range(processes):
+        kept = json.loads((tmp_path / f"{rank}.json").read_text())
+        for part in ("weights", "optimizer", "average"):
+            assert kept[part] == plan[part]
+        assert kept["sent"] == pytest.approx(processes * plan["sent"], rel=0.05, abs=1e4)
+    saved = tmp_path / "outputs" / "a" / "checkpoints" / "last"
+    files = sum((saved / name).stat().st_size for name in ("model.safetensors", "state.pt"))
+    assert files == pytest.approx(plan["checkpoint"], rel=0.02)
