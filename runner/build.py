@@ -377,6 +377,8 @@ class _Build:
             from runner.distributed.parallel import parallelise
 
             self.techniques += parallelise(self.world, draft)
+            if self.world.shards is not None:
+                self.checkpointer.together = self.world.meeting()
         undecided = all(choice.key != MICRO_BATCH for choice in draft.choices)
         if MICRO_BATCH in recorded and undecided:
             if draft.micro_batch == micro_batch(None, self.share, recorded):
@@ -385,8 +387,10 @@ class _Build:
     def make_update(self) -> None:
         """The guarded update, around the config's optimizer or the one given."""
         config, draft, given = self.config, self.draft, self.given.optimizer
+        shards = None if self.world is None else self.world.shards
         if given is None:
-            optimizer = self.build_optimizer(self.model, draft.optimizer_options)
+            trained = self.model if shards is None else shards.own
+            optimizer = self.build_optimizer(trained, draft.optimizer_options)
         else:
             from runner.optim.user_optimizer import adopt_optimizer, sync_state
 
@@ -399,7 +403,7 @@ class _Build:
             [1.0] if given else factors(config.schedule, self.total_steps),
             loss_scale=draft.loss_scale,
             ema=config.optimizer.ema,
-            sharded=self.world is not None and self.world.sharded,
+            shards=shards,
         )
         if given is not None:
             sync_state(self.update, draft.optimizer_options, self.scope)
@@ -482,6 +486,8 @@ class _Build:
         capture, folder = self.config.debug.capture, self.folder
         if folder is None or not capture.enabled or capture.at_most == 0:
             return None
+        if self.update.shards is not None:
+            return None  # no process has the weights that a step began with
         parts = ("model", "data", "objective", "optimizer")
         made = [part for part in parts if getattr(self.given, part) is not None]
         return Captures(capture, folder, plain(self.config), made)

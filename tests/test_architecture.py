@@ -36,7 +36,7 @@ bounds count_limits fork_server
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
 device record
-distributed.place distributed.outcome distributed.world
+distributed.place distributed.outcome distributed.world distributed.commit
 security
 checkpoint
 data.batch data.nested objectives.base
@@ -50,7 +50,7 @@ captures
 distributed.facts
 training.evaluation training.evidence training.step training.test_set benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
-distributed.parallel distributed.batchnorm
+distributed.parallel distributed.sharded distributed.batchnorm
 overrides
 config
 composing

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +22,9 @@ from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tens
 from runner.errors import CheckpointError, SecurityError, StorageError
 from runner.record import storage
 from runner.security.files.policy import FilePolicy
+
+if TYPE_CHECKING:
+    from runner.checkpoint.shards import Together
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -49,6 +53,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
+        self.together: Together | None = None  # set where each process writes a shard
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
@@ -90,22 +95,47 @@ class Checkpointer:
         """The best one's folder, relative to the run's."""
         return self._linked("best")
 
-    def save(self, step: int, model: dict[str, Any], state: dict[str, Any], best: bool) -> None:
+    def save(
+        self,
+        step: int,
+        model: dict[str, Any],
+        state: dict[str, Any],
+        best: bool,
+        sharded: Collection[str] = (),
+    ) -> None:
         """Copy both now and write them in the background; waits for the save before this one.
+
+        Of the `sharded` weights, and of their state, this process has its shard.
 
         A full or read-only disk is a warning and counted; the next save tries again. Raises
         StorageError after three such in a row, and TypeError naming what cannot be kept.
         """
-        if self._root is not None and not self._writes:
+        if self._root is not None and not self._writes and self.together is None:
             return
         self.wait()
-        snapshot = self._copier.take(model, state)
         if self._root is None:
-            self._memory = (step, snapshot)
+            self._memory = (step, self._copier.take(model, state))
             return
+        if self.together is None:
+            snapshot = self._copier.take(model, state)
+        else:
+            snapshot = self._take_shard(model, state, sharded)
         # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
-        self._thread = Thread(target=self._write, args=(self._root, step, snapshot, best))
+        work = partial(self._write, self._root, step, snapshot, best)
+        if self.together is not None and not self._writes:
+            work = partial(self._write_shard, self.together, self._root, step, snapshot)
+        self._thread = Thread(target=work)
         self._thread.start()
+
+    def _take_shard(
+        self, model: dict[str, Any], state: dict[str, Any], sharded: Collection[str]
+    ) -> Snapshot:
+        from runner.checkpoint.shards import take_apart
+
+        rows, rest, state = take_apart(model, state, sharded)
+        if not self._writes:  # what all have, the first process writes
+            return self._copier.take(dict(rows), {})
+        return self._copier.take({**rows, **rest}, state, beside=rest)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises StorageError if three saves in a row failed."""
@@ -208,9 +238,7 @@ class Checkpointer:
         """In the background thread: all of it, and what becomes of errors."""
         temporary = root / (folders.TEMPORARY + folders.step_name(step))
         try:
-            storage.make_folder(root)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            self._begin(temporary)
             self._fill(temporary, step, snapshot, best or folders.is_best(root, step))
             storage.write_folder(temporary, root / folders.step_name(step))
             folders.abandon_from(root, step)
@@ -225,6 +253,30 @@ class Checkpointer:
             self._fault = error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _begin(self, temporary: Path) -> None:
+        try:
+            storage.make_folder(temporary.parent)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        finally:
+            if self.together is not None:
+                self.together.open(temporary.is_dir())
+
+    def _write_shard(self, together: Together, root: Path, step: int, snapshot: Snapshot) -> None:
+        """The same, of a process that is not the first: its shard, and what became of it."""
+        try:
+            together.await_folder()
+            path = root / (folders.TEMPORARY + folders.step_name(step))
+            path /= manifest.shard_name(together.rank, together.size)
+            try:
+                together.report(storage.write_file(path, partial(write_tensors, snapshot)))
+            except OSError as error:  # the first process counts it
+                together.report(None, _reason(error))
+        except OSError as error:
+            log.warning("the shard of step %d was not written: %s", step, _reason(error))
+        except Exception as error:
+            self._fault = error
 
     def prune(self, step: int) -> None:
         """Delete what a save that was killed left beyond `keep`, if `step` is the newest one."""
@@ -244,12 +296,18 @@ class Checkpointer:
         return {max(steps) for steps in before if steps}
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
-        parts = {manifest.MODEL: write_tensors, manifest.STATE: write_state}
-        write = storage.write_file
+        write, together = storage.write_file, self.together
+        name = manifest.MODEL
+        if together is not None:
+            name = manifest.shard_name(0, together.size)
+        parts = {name: write_tensors, manifest.STATE: write_state}
         files = {n: write(folder / n, partial(f, snapshot)) for n, f in parts.items()}
         if data := self.preprocessing:
             name = manifest.PREPROCESSING
             files[name] = write(folder / name, partial(_write_bytes, data))
+        if together is not None:
+            for rank, written in enumerate(together.collect(), 1):
+                files[manifest.shard_name(rank, together.size)] = written
         facts = Manifest(
             step=step,
             best=best,

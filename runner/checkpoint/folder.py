@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: which there are, which to keep, and reading one back.
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
+    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         in model's place: fsdp
 
 The manifests are the record; the links `last` and `best` are there for people. What is newest is
 decided by the step and never by a clock.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from runner.checkpoint import manifest
-from runner.checkpoint.manifest import read_manifest
+from runner.checkpoint.manifest import read_manifest, shard_names
 from runner.errors import CheckpointError
 from runner.record import storage
 from runner.security.files.policy import FilePolicy
@@ -110,28 +111,39 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
     if manifest.PREPROCESSING in facts.files:
         read_preprocessing(folder, facts)
-    model: dict[str, Any] = {}
-    model.update(read_tensors(folder / manifest.MODEL, facts.files[manifest.MODEL].sha256))
+    names = shard_names(facts.files) or [manifest.MODEL]
+    tensors = [read_tensors(folder / name, facts.files[name].sha256) for name in names]
     content = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
     try:
-        model.update(content["model"])
-        state = content["state"]
+        rest, state = dict(content["model"]), content["state"]
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
     if check is not None:
         check(state, facts.step, str(folder / manifest.STATE))
+    weights = tensors[0]
+    if names != [manifest.MODEL]:
+        from runner.checkpoint.shards import put_together  # only where there are some
+
+        weights = put_together(tensors, state, str(folder))
     if admitted is not None:
         trust = admitted.trust
     else:
         trust = Trust.CHECKED if policy is None or is_own(folder, policy) else Trust.UNTRUSTED
     return Restored(
         facts.step,
-        model,
+        {**weights, **rest},
         state,
         folder,
         differences=_differences(folder, facts),
-        sha256=facts.files[manifest.MODEL].sha256,
+        sha256=_digest([facts.files[name].sha256 for name in names]),
         trust=trust,
+    )
+
+
+def _digest(digests: list[str]) -> str:
+    """That of the file with the model's tensors, or one of those of its shards."""
+    return (
+        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ MODEL = "model.safetensors"
 STATE = "state.pt"
 PREPROCESSING = "preprocessing.json"
 FORMAT = 1
+SHARD = re.compile(r"shard_\d{5}_of_\d{5}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(files=files, **body)
     except (TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
-    if set(files) - {PREPROCESSING} != {MODEL, STATE}:  # names in it are never used as paths
+    model = shard_names(files) or [MODEL]  # names in it are never used as paths
+    if set(files) - {PREPROCESSING} != {*model, STATE}:
         raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
     return manifest
+
+
+def shard_name(rank: int, size: int) -> str:
+    """The file of one of the processes that have each a shard of the model."""
+    return f"shard_{rank:05d}_of_{size:05d}.safetensors"
+
+
+def shard_names(files: Collection[str]) -> list[str]:
+    """Those of all processes, by rank, where the files are of a checkpoint in shards."""
+    size = sum(SHARD.fullmatch(name) is not None for name in files)
+    return [shard_name(rank, size) for rank in range(size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -44,8 +45,13 @@ class Copier:
         self._reuse = reuse
         self._before: dict[str, Tensor] = {}
 
-    def take(self, model: dict[str, Any], state: dict[str, Any]) -> Snapshot:
-        """Copy both; the host waits for the devices they are on. TypeError names what it cannot."""
+    def take(
+        self, model: dict[str, Any], state: dict[str, Any], beside: Collection[str] = ()
+    ) -> Snapshot:
+        """Copy both; the host waits for the devices they are on. TypeError names what it cannot.
+
+        What of the model is `beside` goes with the state, not with its tensors.
+        """
         taken: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
 
@@ -61,7 +67,7 @@ class Copier:
         with torch.inference_mode(False), torch.no_grad():
             for name, value in model.items():
                 place = f"model[{name!r}]"
-                if not (isinstance(value, Tensor) and _fits(value)):
+                if name in beside or not (isinstance(value, Tensor) and _fits(value)):
                     extra[name] = encode(value, place, keep)
                 elif (first := seen.setdefault(_memory(value, name), name)) != name:
                     tied[name] = first

@@ -63,5 +63,5 @@ class DistributedConfig:
             raise ConfigError("distributed.processes", problem, "use distributed=ddp or fsdp")
         if self.kind is DistributedKind.fsdp and self.compression is not Compression.none:
             problem = "is for distributed=ddp"
-            fix = "fsdp sends gradients in the type of optimization.amp"
+            fix = "fsdp sends gradients in the type of the weights"
             raise ConfigError("distributed.compression", problem, fix)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.world import refuse_lost
-from runner.errors import ConfigError, RestartAll, UsageError
+from runner.errors import RestartAll, UsageError
 from runner.techniques.base import Evidence, Technique
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch
 
@@ -34,7 +34,11 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
         if world.config.compression is not Compression.none:
             named.append(("gradient_compression", GradientCompression(True, parallel=parallel)))
         return named
-    raise ConfigError("distributed", "fsdp is not built yet", "use distributed=ddp")
+    from runner.distributed.sharded import Sharded
+
+    sharded = Sharded(True)
+    sharded.apply(draft)
+    return [("fsdp", sharded)]
 
 
 def restart_smaller(run: Run, error: Exception) -> bool:

@@ -20,13 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from runner.distributed.config import DistributedConfig
+from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 
 if TYPE_CHECKING:
+    from runner.distributed.commit import Commit
+    from runner.distributed.sharded import Shards
     from runner.optim.optimizer_step import OptimizerStep
+    from runner.training.run import Run
 
 T = TypeVar("T")
 _numbers = count()  # of the worlds of this process, as of every other
@@ -49,7 +52,9 @@ class World:
         self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
         self.seconds = 0.0  # waited in the calls below
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # the run's, once set
-        self.sharded = False  # each process has a shard of the weights, not all of them
+        self.lost = False  # another process has ended: nothing is done together any more
+        self._commit: Commit | None = None
+        self.shards: Shards | None = None  # set where each has a shard of every weight
         # set with the model: while entered, a backward sends nothing; what a validation calls
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
@@ -130,6 +135,22 @@ class World:
         """Where this process writes, in the folder of the run."""
         return folder if self.first else folder / RANKS / str(self.rank)
 
+    def refuses(self, technique: str) -> str | None:
+        """Why a technique of that name cannot work with the way the model is trained here."""
+        if self.config.kind is not DistributedKind.fsdp:
+            return None
+        from runner.distributed.sharded import REFUSED
+
+        return REFUSED.get(technique)
+
+    def meeting(self) -> Commit:
+        """Where the processes agree that a checkpoint is whole."""
+        from runner.distributed.commit import Commit
+
+        if self._commit is None:
+            self._commit = Commit(self)
+        return self._commit
+
     # -- what all do together ------------------------------------------------------------------
 
     def total(self, values: Tensor) -> Tensor:
@@ -155,7 +176,7 @@ class World:
         spoiled, square = update.local_part()
         parts = [loss, update.never if veto is None else veto.to(loss.device), spoiled, square]
         total, vetoed, bad, squares = self.total(torch.stack([p.to(loss.dtype) for p in parts]))
-        norm, skipped = update.measure(total, squares.sqrt() if self.sharded else None)
+        norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
         unfit = ((vetoed + bad) > 0).to(skipped.dtype)
         return total, norm, torch.maximum(skipped, unfit)
 
@@ -229,15 +250,22 @@ class World:
             faulthandler.dump_traceback_later(PATIENCE * timeout, file=self._stacks)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
+    def together(self) -> Iterator[None]:
+        """For what needs the other processes: raises ProcessLost where one of them has ended."""
         try:
-            with self.clock():
-                yield
+            yield
         except Exception as error:
             if not is_lost(error):
                 raise
+            self.lost = True
             raise as_lost(error) from error
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with self.together(), self.clock():
+                yield
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -267,9 +295,11 @@ def as_lost(error: BaseException) -> ProcessLost:
     return ProcessLost(f"another process {what} ({text.rpartition('] ')[2][:200]})", hung)
 
 
-def refuse_lost(run: object, error: Exception) -> bool:
+def refuse_lost(run: Run, error: Exception) -> bool:
     """The first of a run's recoveries: a step is not repeated without the others."""
     if is_lost(error):
+        if run.world is not None:
+            run.world.lost = True
         raise as_lost(error) from error
     return False
 

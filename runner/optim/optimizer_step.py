@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoint.sound import finite
 from runner.optim.buffers import LARGEST, Buffers
 from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.gradients import (
@@ -22,6 +23,7 @@ from runner.optim.origin import runs_torchs_step, without_compiler
 from runner.stability.config import StabilityConfig
 
 if TYPE_CHECKING:
+    from runner.distributed.sharded import Shards
     from runner.optim.clip import Clip
 
 
@@ -50,9 +52,9 @@ class OptimizerStep:
         *,
         loss_scale: float | None = None,
         ema: float | None = None,
-        sharded: bool = False,  # this process has a shard of every weight
+        shards: Shards | None = None,  # this process's of every weight
     ) -> None:
-        self.optimizer, self.sharded = optimizer, sharded
+        self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
@@ -103,6 +105,8 @@ class OptimizerStep:
         """Before forward: drop the old gradients, remember the buffers."""
         for parameter in self.parameters:
             parameter.grad = None
+        if self.shards is not None:
+            self.shards.forget_gradients()
         self.buffers.remember()
         self.begun = True
 
@@ -124,8 +128,16 @@ class OptimizerStep:
         """Of a step by several processes: 1.0 if buffers are spoiled, and the squared norm."""
         watched = self.guard and self.buffers.watched
         spoiled = torch.where(self.buffers.are_finite(), 0.0, 1.0) if watched else self.never
-        norms = tensor_norms(gradient_values(self.parameters)) if self.sharded else []
+        norms: list[Tensor] = []
+        if self.shards is not None:
+            self.shards.take_gradients()
+            norms = tensor_norms(gradient_values(self.parameters))
         return spoiled, torch.stack(norms).square().sum() if norms else self.never
+
+    def finite(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether they are, in every process's shard; the host waits for the device."""
+        sound = finite(tensors)
+        return sound if self.shards is None else self.shards.agree(sound)
 
     def judge(self, loss: Tensor, each: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same from the norm of each gradient."""

@@ -175,10 +175,12 @@ class StabilityController:
             return True
         weights = [*self.update.parameters, *self.update.average]
         buffers = {n: b for n, b in self.model.named_buffers() if n not in self.odd_at_first}
-        if finite([*weights, *buffers.values()]):
+        if self.update.finite([*weights, *buffers.values()]):
             return True
         by_design = self.nonfinite_by_design
-        return finite([*weights, *(b for name, b in buffers.items() if name not in by_design)])
+        return self.update.finite(
+            [*weights, *(b for name, b in buffers.items() if name not in by_design)]
+        )
 
     @property
     def nonfinite_by_design(self) -> set[str]:
@@ -195,7 +197,9 @@ class StabilityController:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
         # the host waits for the device, here and nowhere else
-        if any(kind in NUMERIC for kind in kinds) and not finite(self.update.parameters):
+        if any(kind in NUMERIC for kind in kinds) and not self.update.finite(
+            self.update.parameters
+        ):
             first = len(kinds)  # since when, the losses say
             while first and kinds[first - 1] in NUMERIC:
                 first -= 1

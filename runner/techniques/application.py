@@ -33,6 +33,8 @@ def apply_techniques(
             others.append(TechniqueStatus(name, False, False, "not asked for"))
             continue
         status, reason = "not applicable", technique.unavailable(draft.device)
+        if draft.world is not None and reason is None:
+            reason = draft.world.refuses(name)
         try:
             if reason is None:
                 status, reason = "skipped", technique.apply(draft)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -40,9 +40,11 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     totals: dict[str, Any] = {}
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
-            tallies = in_parts(
-                run, batch, lambda part: run.objective.tally_all(call(forward, part[0]), part[1])
-            )
+            compute = partial(_tally, run, forward)
+            if run.world is None or run.shards is None:
+                tallies = in_parts(run, batch, compute)
+            else:
+                tallies = _as_many(run, run.world, batch, loader.samples(number), compute)
             if run.world is None or _has_own(run.world, loader.samples(number)):
                 totals = reduce(_add, tallies, totals)
     if run.world is not None:
@@ -51,6 +53,25 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     metrics = {f"{split_name}/{name}": x for name, x in found.items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
+
+
+def _tally(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
+    return run.objective.tally_all(call(forward, part[0]), part[1])
+
+
+def _as_many(
+    run: Run, world: World, batch: Batch, samples: int, compute: Callable[[Batch], T]
+) -> list[T]:
+    """What `compute` returns for each part of what this process has of a batch of so many samples.
+
+    It is called as often as by the others, who each give their shards of the weights; a part is a
+    micro-batch, whose size fits in training.
+    """
+    parts = world.parts(samples, run.micro_batch)
+    found = [
+        compute(rows(batch, part if part.stop > part.start else slice(0, 1))) for part in parts
+    ]
+    return [each for each, part in zip(found, parts, strict=True) if part.stop > part.start]
 
 
 def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +119,11 @@ def standalone(run: Run) -> nn.Module:
     """A copy of the model with the evaluated (averaged) weights, without what techniques changed.
 
     Nothing in it is compiled, and forwards that a technique replaced are restored: a copied closure
-    would call the layers of the original.
+    would call the layers of the original. UsageError where no process has all of the weights.
     """
+    if run.shards is not None:
+        fix = "runner.load(its folder) has the weights of its checkpoint"
+        raise UsageError(f"standalone: with distributed=fsdp no process has the whole model; {fix}")
     with run.update.averaged():
         copy = deepcopy(run.model)  # leaves out what model.compile() made
     for parameter in copy.parameters():

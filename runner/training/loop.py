@@ -11,6 +11,7 @@ from itertools import chain
 from runner.data.batch import Batch
 from runner.errors import (
     ConfigError,
+    GaveUp,
     Interrupted,
     OutOfMemory,
     ProcessLost,
@@ -156,7 +157,8 @@ def _train(run: Run) -> None:
         except RunnerError as error:  # an unfinished step has changed buffers only
             _leave(run, error)
             update.abandon()
-            _save_and_stop(run)
+            if run.shards is None or isinstance(error, GaveUp):  # which all come to at one step
+                _save_and_stop(run)
             raise
         finally:
             run.train.close()

@@ -40,6 +40,9 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
     The host waits for the device while weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
+        if run.world is not None and run.world.lost and run.shards is not None:
+            log.warning("step %d: not saved: shards of it are lost", run.progress.step)
+            return
         if not final and not run.guardian.sound():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
@@ -49,10 +52,16 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         run.checkpointer.lead_to = _lead_to(run, bad)
         planned = best or run.progress.step % run.checkpoint_every == 0
         state = {**_state(run), "planned": planned, "clean": not bad}
-        run.checkpointer.save(run.progress.step, run.model.state_dict(), state, best)
+        sharded = () if run.shards is None else run.shards.names
+        run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
         run.saved_step = run.progress.step
     if final:
         run.checkpointer.close()
+
+
+def weights(run: Run) -> dict[str, Any]:
+    """What this process has of the model's state."""
+    return run.model.state_dict() if run.shards is None else run.shards.state_dict()
 
 
 def _lead_to(run: Run, bad: int) -> set[int]:
@@ -258,7 +267,11 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
     """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
     try:
-        run.model.load_state_dict(model)
+        if run.shards is None:
+            run.model.load_state_dict(model)
+        else:
+            run.shards.load(model)
+            update = run.shards.cut_update(update, run.update.parameters)
         run.update.load(update)
     except torch.OutOfMemoryError:
         raise

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runner.data.batch import ColumnUse
     from runner.data.loader import BatchLoader
     from runner.device.leaks import LeakDetector
+    from runner.distributed.sharded import Shards
     from runner.optim.optimizer_step import OptimizerStep
     from runner.optim.whole_step import StepGraph
     from runner.record.history import History
@@ -111,6 +112,11 @@ class Run(RunParts):
     def epoch(self) -> float:
         """Passes over the training set so far."""
         return self.progress.step / self.train.steps_per_epoch
+
+    @property
+    def shards(self) -> Shards | None:
+        """What this process has of the weights, where each has a shard."""
+        return None if self.world is None else self.world.shards
 
     @property
     def writes(self) -> bool:

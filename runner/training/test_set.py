@@ -10,7 +10,7 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.snapshot import Copier
 from runner.errors import CheckpointError
 from runner.training.evaluation import evaluate
-from runner.training.resume import load_weights
+from runner.training.resume import load_weights, weights
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
@@ -23,6 +23,8 @@ def evaluate_test_set(run: Run) -> None:
     """
     if run.test is None:
         return
+    if run.world is not None:
+        run.world.barrier()  # rank 0 has written the best one
     with _best_weights(run) as step:
         run.test_metrics = evaluate(run, test=True).metrics
     run.tested = {"step": step, "samples": len(run.test.fetch.order.indices)}
@@ -43,7 +45,7 @@ def _best_weights(run: Run) -> Iterator[int]:
     if restored is None:
         yield step
         return
-    last = Copier(reuse=False).take(run.model.state_dict(), {"update": run.update.state()})
+    last = Copier(reuse=False).take(weights(run), {"update": run.update.state()})
     try:
         load_weights(run, restored.path, restored.model, restored.state["update"])
         yield restored.step

@@ -1,0 +1,87 @@
+"""A checkpoint in shards: each process has written its rows of every weight, and of its state.
+
+Rows are of dimension 0, in the order of the processes, so what a weight was is all of them end to
+end, whatever the number of processes. torch's own writer of such files
+(`torch.distributed.checkpoint.HuggingFaceStorageWriter`) plans by collectives, which a background
+thread must not mix with those of training, keeps tensors alone, and neither digests nor syncs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from runner.errors import CheckpointError
+from runner.record.storage import FileDigest
+
+MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
+Rows = dict[str, Tensor]
+
+
+class Together(Protocol):
+    """How the processes that write one checkpoint know of each other's files."""
+
+    rank: int
+    size: int
+
+    def open(self, made: bool) -> None:
+        """The first: whether the folder of the next checkpoint is there."""
+
+    def await_folder(self) -> None:
+        """The others: until it is. Raises OSError where it will not be."""
+
+    def report(self, written: FileDigest | None, problem: str = "") -> None:
+        """The others: what they have written, or why they could not."""
+
+    def collect(self) -> list[FileDigest]:
+        """The first: what each other has written. Raises OSError where one has not."""
+
+
+def take_apart(
+    model: Mapping[str, Any], state: dict[str, Any], sharded: Collection[str]
+) -> tuple[Rows, dict[str, Any], dict[str, Any]]:
+    """What this process alone has, by the names in its file; the rest of the model, and of the run.
+
+    An optimizer's tensors of one dimension or more are of their weight's shape.
+    """
+    rows: Rows = {f"model.{name}": model[name] for name in sharded}
+    update = state["update"]
+    optimizer, kept = update["optimizer"], dict[int, Any]()
+    for number, entries in optimizer["state"].items():
+        kept[number] = {k: v for k, v in entries.items() if not _has_rows(v)}
+        rows |= {f"optimizer.{number}.{k}": v for k, v in entries.items() if _has_rows(v)}
+    rows |= {f"average.{number}": tensor for number, tensor in enumerate(update["average"])}
+    update = {**update, "optimizer": {**optimizer, "state": kept}, "average": []}
+    rest = {name: value for name, value in model.items() if name not in sharded}
+    return rows, rest, {**state, "update": update}
+
+
+def put_together(shards: list[Rows], state: dict[str, Any], where: str) -> dict[str, Tensor]:
+    """The sharded weights by name; `state` gets back what was taken from it."""
+    try:
+        if any(shard.keys() != shards[0].keys() for shard in shards):
+            raise ValueError("they hold different tensors")
+        model: dict[str, Tensor] = {}
+        update, average = state["update"], dict[int, Tensor]()
+        for name in list(shards[0]):
+            whole = torch.cat([shard.pop(name) for shard in shards])
+            part, _, rest = name.partition(".")
+            number, _, key = rest.partition(".")
+            if part == "model":
+                model[rest] = whole
+            elif part == "optimizer":
+                update["optimizer"]["state"][int(number)][key] = whole
+            else:
+                average[int(number)] = whole
+        update["average"] = [average[number] for number in range(len(average))]
+    except MISFITS as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise CheckpointError(f"{where}: its shards do not fit each other: {text}") from error
+    return model
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0

@@ -1,0 +1,71 @@
+"""One checkpoint by several processes: the manifest is written once all have written their part."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from runner.record.storage import FileDigest
+
+if TYPE_CHECKING:
+    from runner.distributed.world import World
+
+POLL_S = 0.02
+
+
+class Commit:
+    """Keys in the store of the processes: no collective, so training goes on meanwhile.
+
+    Each process saves the same checkpoints in the same order, so their number tells them apart.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rank, self.size = world, world.rank, world.size
+        store: Any = world.store
+        self._store: Any = store.clone()  # who waits in one client holds up its other callers
+        self._count = 0
+
+    def open(self, made: bool) -> None:
+        """The first: whether the folder of the next checkpoint is there."""
+        self._count += 1
+        self._store.set(self._key("open"), "made" if made else "")
+
+    def await_folder(self) -> None:
+        """The others: until it is. Raises OSError where it will not be."""
+        self._count += 1
+        if not self._wait(self._key("open"), 0):
+            raise OSError(errno.EIO, "process 0 could not make its folder")
+
+    def report(self, written: FileDigest | None, problem: str = "") -> None:
+        """The others: what they have written, or why they could not."""
+        said = {"problem": problem} if written is None else asdict(written)
+        self._store.set(self._key(str(self.rank)), json.dumps(said))
+
+    def collect(self) -> list[FileDigest]:
+        """The first: what each other has written. Raises OSError where one has not."""
+        digests = []
+        for rank in range(1, self.size):
+            said = json.loads(self._wait(self._key(str(rank)), rank))
+            if "problem" in said:
+                raise OSError(errno.EIO, f"process {rank}: {said['problem']}")
+            digests.append(FileDigest(**said))
+        return digests
+
+    def _key(self, name: str) -> str:
+        return f"checkpoint/{self.world.place.attempt}/{self._count}/{name}"
+
+    def _wait(self, key: str, rank: int) -> bytes:
+        """The value of a key, once it is set; looked at again and again, as a wait has no end."""
+        end = time.monotonic() + self.world.config.timeout_s
+        try:
+            while not self._store.check([key]):
+                if self.world.lost or time.monotonic() > end:
+                    raise OSError(errno.EIO, f"process {rank} has not written its part")
+                time.sleep(POLL_S)
+            value: bytes = self._store.get(key)
+            return value
+        except RuntimeError as error:  # the store has ended with the process that had it
+            raise OSError(errno.EIO, "the other processes have ended") from error

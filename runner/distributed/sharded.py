@@ -1,0 +1,223 @@
+"""FSDP2: each process has a shard of every weight, gradient and optimizer state.
+
+Blocks are gathered whole for their forward and again for their backward. Between the two, and for
+the update, a process has its rows alone: those are what the optimizer is given, as plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from runner.checkpoint.snapshot import DTYPES
+from runner.distributed.world import World
+from runner.errors import ConfigError, UsageError
+from runner.optim.origin import is_torchs
+from runner.techniques.base import Evidence, Technique
+from runner.techniques.probe import repeated_blocks
+
+if TYPE_CHECKING:
+    from runner.techniques.base import RunBuilder
+    from runner.training.run import Run
+
+KEY = "distributed"
+REFUSED = {
+    "channels_last": "fsdp shards weights that are contiguous",
+    "chunked_loss": "fsdp gathers the output layer's weight for that layer's own forward alone",
+    "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
+    "quantization": "with fsdp no process has the whole model",
+}
+"""Techniques that cannot work with shards, and why."""
+ELEMENTWISE = {
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD",
+    "Rprop",
+}  # fmt: skip
+"""Optimizers whose update of a number does not depend on the weight's other numbers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process's rows lie in a weight."""
+
+    shape: torch.Size  # of the whole weight
+    start: int
+    rows: int
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The rows of a whole tensor; one that has these rows alone is left as it is."""
+        if tensor.shape == self.shape:
+            return tensor[self.start : self.start + self.rows]
+        if tensor.shape == (self.rows, *self.shape[1:]):
+            return tensor
+        raise ValueError(f"a tensor of {list(tensor.shape)}, and a weight of {list(self.shape)}")
+
+
+class Shards:
+    """This process's rows of every weight, in the memory that the sharded model has them in."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model, self.world = model, world
+        self.weights = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
+        rows: list[Any] = [weight.detach() for weight in self.weights]
+        self.own = nn.ParameterList(
+            nn.Parameter(part.to_local(), weight.requires_grad)
+            for part, weight in zip(rows, self.weights, strict=True)
+        )
+        self.places = [_place(weight) for weight in self.weights]
+        self._number = {id(weight): n for n, weight in enumerate(self.weights)}
+        held = model.state_dict(keep_vars=True)
+        self.names = {name for name, value in held.items() if id(value) in self._number}
+
+    def forget_gradients(self) -> None:
+        """Before a step."""
+        for weight in self.weights:
+            weight.grad = None
+
+    def take_gradients(self) -> None:
+        """After the backward: the gradients of the rows."""
+        for weight, own in zip(self.weights, self.own, strict=True):
+            gradient: Any = weight.grad
+            own.grad = None if gradient is None else gradient.to_local()
+
+    def agree(self, sound: bool) -> bool:
+        """Whether it is so of every process's rows."""
+        return not self.world.worst(int(not sound))[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's, with this process's rows of each sharded weight."""
+        held = self.model.state_dict(keep_vars=True).items()
+        return {
+            name: self.own[self._number[id(value)]].detach() if name in self.names else value
+            for name, value in held
+        }
+
+    @torch.no_grad()
+    def load(self, model: Mapping[str, Any]) -> None:
+        """Take a state of the whole model, or of these rows. Raises where it does not fit."""
+        held = self.model.state_dict(keep_vars=True)
+        if model.keys() != held.keys():
+            differing = sorted(model.keys() ^ held.keys())
+            raise KeyError(f"the model's weights are others: {differing[0]}")
+        self.model.load_state_dict(
+            {name: value for name, value in model.items() if name not in self.names}, strict=False
+        )
+        for name in self.names:
+            number = self._number[id(held[name])]
+            self.own[number].copy_(self.places[number].cut(model[name]))
+
+    def cut_update(self, update: Mapping[str, Any], trained: list[Tensor]) -> dict[str, Any]:
+        """Of what goes with the weights of an optimizer, in its order, these rows."""
+        number = {id(own): n for n, own in enumerate(self.own)}
+        places = [self.places[number[id(weight)]] for weight in trained]
+        optimizer = update["optimizer"]
+        state = {
+            n: {k: places[n].cut(v) if _has_rows(v) else v for k, v in entries.items()}
+            for n, entries in optimizer["state"].items()
+        }
+        average = [place.cut(a) for place, a in zip(places, update["average"], strict=False)]
+        return {**update, "optimizer": {**optimizer, "state": state}, "average": average}
+
+    def moved(self) -> int:
+        """How many of the model's shards are no longer in the memory that is updated."""
+        pairs = zip(self.model.parameters(), self.own, strict=True)
+        return sum(
+            not isinstance(weight, DTensor) or weight.to_local().data_ptr() != own.data_ptr()
+            for weight, own in pairs
+        )
+
+
+@dataclass
+class Sharded(Technique):
+    """The repeated blocks are sharded one by one, and what is left of the model as one more."""
+
+    modules: int = 0
+
+    def apply(self, draft: RunBuilder) -> None:
+        """Shard the model in place: its names stay, and it is still what is called."""
+        world, model = draft.world, draft.model
+        if world is None:
+            return
+        _check(draft)
+        if world.config.sync_batchnorm:
+            from runner.distributed.batchnorm import synchronise_batchnorm
+
+            synchronise_batchnorm(draft)
+        mesh = init_device_mesh(draft.device.kind, (world.size,))
+        for block in repeated_blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
+        world.shards = Shards(model, world)
+        world.alone = _Forward(model, world)
+
+    def engaged(self, run: Run) -> Evidence:
+        """What a process keeps of weights, gradients, optimizer and average, against its share."""
+        shards, update = run.shards, run.update
+        if shards is None:
+            return Evidence(False, "there is one process")
+        states = [state.values() for state in update.optimizer.state.values()]
+        moments = [t for values in states for t in values if _has_rows(t)]
+        gradients = [w.grad.to_local() for w in shards.weights if isinstance(w.grad, DTensor)]
+        kept = [*shards.own, *gradients, *moments, *update.average]
+        whole = sum(weight.numel() * weight.itemsize for weight in shards.weights)
+        trained = sum(w.numel() * w.itemsize for w in shards.weights if w.requires_grad)
+        others = len(gradients) + len(moments) + len(update.average)
+        whole += trained * others // len(update.parameters)
+        moved = shards.moved()
+        return Evidence(
+            not moved,
+            f"{moved} weights are not in the memory that is updated" if moved else "",
+            {
+                "modules": self.modules,
+                "sharded_bytes": sum(t.nbytes for t in kept),
+                "predicted_bytes": whole // shards.world.size,
+                "whole_bytes": whole,
+            },
+        )
+
+
+class _Forward:
+    """The model for a validation: what it has gathered is freed, as its weights will change."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model, self.world = model, world
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.world.together():
+            output = self.model(*args, **kwargs)
+        model: Any = self.model
+        model.reshard()
+        return output
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _place(weight: DTensor) -> Place:
+    local, offset = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    return Place(weight.shape, min(offset[0], weight.shape[0]), local[0])
+
+
+def _check(draft: RunBuilder) -> None:
+    """Raise ConfigError for what cannot be trained in shards."""
+    cls = draft.optimizer_class
+    if cls.__name__ not in ELEMENTWISE or not is_torchs(cls):
+        problem = f"{cls.__name__} may look at a weight as a whole, and fsdp has a part of it"
+        raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
+    if draft.forward is not draft.model:
+        raise UsageError("distributed: a technique has replaced the model's call; leave it out")
+    for name, weight in draft.model.named_parameters():
+        if weight.ndim == 0 or weight.dtype not in DTYPES:
+            problem = f"fsdp cannot shard {name}, {list(weight.shape)} of {weight.dtype}"
+            raise ConfigError(KEY, problem, "use distributed=ddp")

@@ -1,0 +1,139 @@
+"""distributed=fsdp: the numbers of one process, and checkpoints that any number of them reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import RunConfig
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.checkpoint.folder import Restored
+from runner.errors import ConfigError
+from runner.training.run import Run
+from tests import runs
+from tests.distributed import several
+
+ON = "optimization.{}.enabled=true".format
+ALL = ("optimizer.ema=0.9", "stability.clip_norm=0.1", "schedule=cosine")
+MLP = ("data=cancer", "model=mlp", "training.batch_size=151", *ALL)  # the last batch: odd
+TOKENS = ("data=synthetic", "data.form=tokens", "data.samples=63", "data.sequence=16")
+GPT = (*TOKENS, "model=gpt", "model.width=32", "training.batch_size=12", *ALL)
+CNN = ("data=digits", "model=cnn", "training.batch_size=128", "model.width=8", *ALL)
+CNN += ("data.validation_samples=101",)
+NEAR = 1e-8  # Adam divides a gradient that is nearly 0, and so its rounding, by its size
+
+
+def config(kind: str, processes: int, *overrides: str) -> RunConfig:
+    """A run in fp64 that saves at step 4 and at its end."""
+    several_ = (f"distributed.processes={processes}",) if processes > 1 else ()
+    made = runs.config(
+        *("device.threads=1", "optimization=none", "security.trusted=[double]"),
+        *("checkpoint.every=4", "training.validate_every=4", "training.steps=8"),
+        *(f"distributed={kind}", *several_, *overrides),
+    )
+    made.optimization.extra = ["double"]
+    return made
+
+
+def look(run: Run) -> dict[str, Any]:
+    return {
+        "moved": None if run.shards is None else run.shards.moved(),
+        "metrics": dict(run.progress.metrics),
+        "evidence": dict(run.evidence),
+        "skipped": run.progress.skipped,
+        "faults": dict(run.history.counts),
+    }
+
+
+def saved(folder: Path) -> Restored:
+    restored = Checkpointer(None, keep=1).restore(folder)
+    assert restored is not None and not restored.warnings
+    return restored
+
+
+def tensors(restored: Restored) -> dict[str, Tensor]:
+    """Weights, averages and the optimizer's state of a checkpoint."""
+    update = restored.state["update"]
+    found = {**restored.model, **{f"ema {i}": a for i, a in enumerate(update["average"])}}
+    for number, entries in update["optimizer"]["state"].items():
+        found |= {f"{number} {k}": v for k, v in entries.items() if isinstance(v, Tensor)}
+    return found
+
+
+def assert_equal(ours: Restored, theirs: Restored, to: float) -> None:
+    a, b = tensors(ours), tensors(theirs)
+    assert ours.step == theirs.step and a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=to, atol=to)
+
+
+EQUAL = {
+    "mlp": MLP,
+    "accumulation": (*MLP, "training.micro_batch=20"),
+    "recompute": (*GPT, ON("recompute"), "training.micro_batch=5"),
+    "cnn": (*CNN, ON("chunked_loss"), ON("channels_last")),
+    "sgd": (*MLP, "optimizer=sgd", "optimizer.options.momentum=0.9"),
+}
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
+    names = list(EQUAL) if processes > 2 else ["accumulation", "recompute"]
+    cases = {name: (config("fsdp", processes, *EQUAL[name]), tmp_path / name) for name in names}
+    found = several.together(processes, cases, look)
+    for name in names:
+        alone = tmp_path / f"one {name}"
+        one = several.make(config("none", 1, *EQUAL[name]), alone, None, look)
+        assert_equal(saved(tmp_path / name), saved(alone), NEAR)
+        for rank in found:
+            assert rank[name]["moved"] == 0
+            assert rank[name]["metrics"] == pytest.approx(one["metrics"], abs=NEAR)
+        facts = found[0][name]["evidence"]["fsdp"].facts
+        assert facts["sharded_bytes"] <= 1.1 * facts["predicted_bytes"]
+        assert facts["modules"] >= (1 if "data=cancer" in EQUAL[name] else 3)
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
+    """none → fsdp, fsdp → none, fsdp → ddp, and fsdp → fsdp to the last bit."""
+    whole, part = tmp_path / "whole", tmp_path / "whole/checkpoints/step_00000004"
+    one = tmp_path / "one"
+    several.make(config("none", 1, *MLP), one, None, None)
+    cases = {
+        "whole": (config("fsdp", 2, *MLP), whole),
+        "fsdp": (config("fsdp", 2, *MLP, f"checkpoint.resume={part}"), tmp_path / "fsdp"),
+        "ddp": (config("ddp", 2, *MLP, f"checkpoint.resume={part}"), tmp_path / "ddp"),
+        "back": (
+            config("fsdp", 2, *MLP, f"checkpoint.resume={one}/checkpoints/step_00000004"),
+            tmp_path / "back",
+        ),
+    }
+    found = several.together(2, cases, look)
+    assert not [f for rank in found for f in rank.values() if isinstance(f, str)], found
+    several.make(
+        config("none", 1, *MLP, f"checkpoint.resume={part}"), tmp_path / "none", None, None
+    )
+    for name, error in (("fsdp", 0.0), ("none", NEAR), ("ddp", NEAR), ("back", NEAR)):
+        assert_equal(saved(tmp_path / name), saved(whole), error)
+    files = {path.name for path in part.iterdir()}
+    assert {"shard_00000_of_00002.safetensors", "shard_00001_of_00002.safetensors"} < files
+    assert "model.safetensors" not in files
+    assert (tmp_path / "ddp/checkpoints/step_00000008/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("stability.clip_value=1", "stability.clip_value"),
+        ("stability.clip_adaptive=0.1", "stability.clip_adaptive"),
+        ("stability.clip_per_group=true", "stability.clip_per_group"),
+        ("debug=gradients", "debug.gradients"),
+        ("distributed.compression=bf16", "distributed.compression"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_by_its_key(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        runs.config("distributed=fsdp", override)
