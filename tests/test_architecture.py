@@ -50,7 +50,8 @@ captures
 distributed.facts
 training.evaluation training.evidence training.step training.test_set benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
-distributed.parallel distributed.sharded distributed.batchnorm
+distributed.batchnorm
+distributed.parallel distributed.sharded
 overrides
 config
 composing
