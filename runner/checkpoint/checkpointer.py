@@ -130,9 +130,9 @@ class Checkpointer:
     def _take_shard(
         self, model: dict[str, Any], state: dict[str, Any], sharded: Collection[str]
     ) -> Snapshot:
-        from runner.checkpoint.shards import take_apart
+        from runner.checkpoint.shards import split_shard
 
-        rows, rest, state = take_apart(model, state, sharded)
+        rows, rest, state = split_shard(model, state, sharded)
         if not self._writes:  # what all have, the first process writes
             return self._copier.take(dict(rows), {})
         return self._copier.take({**rows, **rest}, state, beside=rest)

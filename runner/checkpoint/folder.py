@@ -122,9 +122,9 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         check(state, facts.step, str(folder / manifest.STATE))
     weights = tensors[0]
     if names != [manifest.MODEL]:
-        from runner.checkpoint.shards import put_together  # only where there are some
+        from runner.checkpoint.shards import merge_shards  # only where there are some
 
-        weights = put_together(tensors, state, str(folder))
+        weights = merge_shards(tensors, state, str(folder))
     if admitted is not None:
         trust = admitted.trust
     else:

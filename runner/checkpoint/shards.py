@@ -40,7 +40,7 @@ class Together(Protocol):
         """The first: what each other has written. Raises OSError where one has not."""
 
 
-def take_apart(
+def split_shard(
     model: Mapping[str, Any], state: dict[str, Any], sharded: Collection[str]
 ) -> tuple[Rows, dict[str, Any], dict[str, Any]]:
     """What this process alone has, by the names in its file; the rest of the model, and of the run.
@@ -59,7 +59,7 @@ def take_apart(
     return rows, rest, {**state, "update": update}
 
 
-def put_together(shards: list[Rows], state: dict[str, Any], where: str) -> dict[str, Tensor]:
+def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[str, Tensor]:
     """The sharded weights by name; `state` gets back what was taken from it."""
     try:
         if any(shard.keys() != shards[0].keys() for shard in shards):
