@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from runner.captures.manifest import CHECKPOINT, CapturedWeights, CaptureManifest, read_manifest
-from runner.checkpoint import folder as checkpoints
+from runner.checkpoint import reading as checkpoints
 from runner.checkpoint.content import check_state
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE

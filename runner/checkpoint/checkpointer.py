@@ -119,23 +119,16 @@ class Checkpointer:
         if self.together is None:
             snapshot = self._copier.take(model, state)
         else:
-            snapshot = self._take_shard(model, state, sharded)
-        # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
+            from runner.checkpoint import shards
+
+            snapshot = shards.copy_shard(self._copier, model, state, sharded, self._writes)
         work = partial(self._write, self._root, step, snapshot, best)
         if self.together is not None and not self._writes:
-            work = partial(self._write_shard, self.together, self._root, step, snapshot)
+            folder = self._root / (folders.TEMPORARY + folders.step_name(step))
+            work = partial(shards.write_shard, self.together, folder, snapshot)
+        # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
         self._thread = Thread(target=work)
         self._thread.start()
-
-    def _take_shard(
-        self, model: dict[str, Any], state: dict[str, Any], sharded: Collection[str]
-    ) -> Snapshot:
-        from runner.checkpoint.shards import split_shard
-
-        rows, rest, state = split_shard(model, state, sharded)
-        if not self._writes:  # what all have, the first process writes
-            return self._copier.take(dict(rows), {})
-        return self._copier.take({**rows, **rest}, state, beside=rest)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises StorageError if three saves in a row failed."""
@@ -160,17 +153,19 @@ class Checkpointer:
         checkpoint yet; CheckpointError if there are some and none is good, or none in `where`;
         SecurityError if the newest holds more than data, which damage does not bring about.
         """
+        from runner.checkpoint import reading  # only where one is read
+
         self._join()
         restored: Restored | None = None
         if where is not None and _is_step(where):
-            restored = folders.load(where, self._policy, check)
+            restored = reading.load(where, self._policy, check)
         elif where is not None:
             root = folders.root_of(where)
-            restored = folders.load_newest(root, self._policy, check, self._best_first)
+            restored = reading.load_newest(root, self._policy, check, self._best_first)
             if restored is None:
                 raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
         elif self._root is not None:
-            restored = folders.load_newest(self._root, check=check)
+            restored = reading.load_newest(self._root, check=check)
         elif self._memory is not None:
             step, kept = self._memory  # of which optimizers keep what they load
             copy = Copier(reuse=False).take(kept.model, kept.state)
@@ -198,13 +193,15 @@ class Checkpointer:
 
         Where each is damaged `restore` says so.
         """
+        from runner.checkpoint import reading
+
         for folder in self._readable(where):
             with suppress(CheckpointError):
                 facts = read_manifest(folder)
                 if manifest.PREPROCESSING not in facts.files:
                     return None
                 path = folder / manifest.PREPROCESSING
-                return path, folders.read_preprocessing(folder, facts)
+                return path, reading.read_preprocessing(folder, facts)
         return None
 
     def _readable(self, where: Path | None) -> list[Path]:
@@ -262,21 +259,6 @@ class Checkpointer:
         finally:
             if self.together is not None:
                 self.together.open(temporary.is_dir())
-
-    def _write_shard(self, together: Together, root: Path, step: int, snapshot: Snapshot) -> None:
-        """The same, of a process that is not the first: its shard, and what became of it."""
-        try:
-            together.await_folder()
-            path = root / (folders.TEMPORARY + folders.step_name(step))
-            path /= manifest.shard_name(together.rank, together.size)
-            try:
-                together.report(storage.write_file(path, partial(write_tensors, snapshot)))
-            except OSError as error:  # the first process counts it
-                together.report(None, _reason(error))
-        except OSError as error:
-            log.warning("the shard of step %d was not written: %s", step, _reason(error))
-        except Exception as error:
-            self._fault = error
 
     def prune(self, step: int) -> None:
         """Delete what a save that was killed left beyond `keep`, if `step` is the newest one."""

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which to keep, and reading one back.
+"""The folder of a run's checkpoints: which there are, and which to keep.
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
     checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         in model's place: fsdp
@@ -9,24 +9,20 @@ decided by the step and never by a clock.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from runner.checkpoint import manifest
-from runner.checkpoint.manifest import read_manifest, shard_names
+from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
 from runner.record import storage
-from runner.security.files.policy import FilePolicy
 from runner.security.trust import Trust
 
 log = logging.getLogger("runner")
@@ -89,83 +85,6 @@ def is_best(root: Path, step: int) -> bool:
     return False
 
 
-def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = None) -> Restored:
-    """One checkpoint, verified before use; CheckpointError says in what way it is not good.
-
-    With a policy, one from outside this run tree is looked at as a foreign one first, since
-    anybody can write a manifest that fits. Raises SecurityError for what is not let in. `check`
-    says whether the state is one that can be gone on with.
-    """
-    # what reads foreign files is only imported where one is read
-    from runner.security.files.loader import admit_folder, read_state, read_tensors
-    from runner.security.files.provenance import is_own
-
-    admitted = None if policy is None else admit_folder(folder, policy)
-    facts = read_manifest(folder)
-    for name, written in facts.files.items() if admitted is not None else ():
-        examined = admitted.files.get(name) if admitted is not None else None
-        if examined is None or examined.sha256 != written.sha256:
-            raise CheckpointError(f"{folder / name}: changed while it was being checked")
-    named = STEP.fullmatch(folder.resolve().name)
-    if named and int(named[1]) != facts.step:
-        raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
-    if manifest.PREPROCESSING in facts.files:
-        read_preprocessing(folder, facts)
-    names = shard_names(facts.files) or [manifest.MODEL]
-    tensors = [read_tensors(folder / name, facts.files[name].sha256) for name in names]
-    content = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
-    try:
-        rest, state = dict(content["model"]), content["state"]
-    except (LookupError, TypeError, ValueError):
-        raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
-    if check is not None:
-        check(state, facts.step, str(folder / manifest.STATE))
-    weights = tensors[0]
-    if names != [manifest.MODEL]:
-        from runner.checkpoint.shards import merge_shards  # only where there are some
-
-        weights = merge_shards(tensors, state, str(folder))
-    if admitted is not None:
-        trust = admitted.trust
-    else:
-        trust = Trust.CHECKED if policy is None or is_own(folder, policy) else Trust.UNTRUSTED
-    return Restored(
-        facts.step,
-        {**weights, **rest},
-        state,
-        folder,
-        differences=_differences(folder, facts),
-        sha256=_digest([facts.files[name].sha256 for name in names]),
-        trust=trust,
-    )
-
-
-def _digest(digests: list[str]) -> str:
-    """That of the file with the model's tensors, or one of those of its shards."""
-    return (
-        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    )
-
-
-def read_preprocessing(folder: Path, facts: manifest.Manifest) -> bytes:
-    """The checkpoint's preprocessing.json; CheckpointError where it is not what was written."""
-    path = folder / manifest.PREPROCESSING
-    data = storage.read_file(path)
-    if hashlib.sha256(data).hexdigest() != facts.files[manifest.PREPROCESSING].sha256:
-        raise CheckpointError(f"{path}: damaged: its sha256 is not the manifest's")
-    return data
-
-
-def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
-    own = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-    return [
-        f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
-        "last digits from those of a run that was never stopped"
-        for key, now in own.items()
-        if (then := getattr(facts, key)) != now
-    ]
-
-
 def candidates(root: Path, best_first: bool = False) -> list[Path]:
     """The checkpoints from the newest on, complete or not; with `best_first` after the best."""
     saved = steps(root)
@@ -174,29 +93,6 @@ def candidates(root: Path, best_first: bool = False) -> list[Path]:
         best = next((step for step in newest_first if is_best(root, step)), None)
         newest_first.sort(key=lambda step: step != best)
     return [saved[step] for step in newest_first]
-
-
-def load_newest(
-    root: Path,
-    policy: FilePolicy | None = None,
-    check: Check | None = None,
-    best_first: bool = False,
-) -> Restored | None:
-    """The first good one of the candidates; bad ones are named in its warnings.
-
-    None if there is none at all, and CheckpointError naming each if none is good.
-    """
-    bad: list[str] = []
-    for folder in candidates(root, best_first):
-        try:
-            restored = load(folder, policy, check)
-        except CheckpointError as error:
-            bad.append(str(error))
-        else:
-            return replace(restored, warnings=bad)
-    if bad:
-        raise CheckpointError(f"{root}: no usable checkpoint: " + "; ".join(bad))
-    return None
 
 
 def abandon_from(root: Path, step: int) -> None:

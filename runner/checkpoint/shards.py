@@ -8,15 +8,21 @@ thread must not mix with those of training, keeps tensors alone, and neither dig
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from runner.checkpoint.manifest import shard_name
+from runner.checkpoint.snapshot import Copier, Snapshot, write_tensors
 from runner.errors import CheckpointError
-from runner.record.storage import FileDigest
+from runner.record.storage import FileDigest, write_file
 
+log = logging.getLogger("runner")
 MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 Rows = dict[str, Tensor]
 
@@ -38,6 +44,33 @@ class Together(Protocol):
 
     def collect(self) -> list[FileDigest]:
         """The first: what each other has written. Raises OSError where one has not."""
+
+
+def copy_shard(
+    copier: Copier,
+    model: Mapping[str, Any],
+    state: dict[str, Any],
+    sharded: Collection[str],
+    first: bool,
+) -> Snapshot:
+    """A copy of what this process is to write: its shard, and the `first` also what all have."""
+    rows, rest, state = split_shard(model, state, sharded)
+    if not first:
+        return copier.take(dict(rows), {})
+    return copier.take({**rows, **rest}, state, beside=rest)
+
+
+def write_shard(together: Together, folder: Path, snapshot: Snapshot) -> None:
+    """In a background thread of the others than the first, which counts what could not be."""
+    try:
+        together.await_folder()
+        path = folder / shard_name(together.rank, together.size)
+        try:
+            together.report(write_file(path, partial(write_tensors, snapshot)))
+        except OSError as error:
+            together.report(None, error.strerror or str(error))
+    except OSError as error:
+        log.warning("%s: this process's shard was not written: %s", folder, error.strerror)
 
 
 def split_shard(

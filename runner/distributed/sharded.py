@@ -6,9 +6,9 @@ the update, a process has its rows alone: those are what the optimizer is given,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from runner.checkpoint.snapshot import DTYPES
+from runner.data.batch import Batch, rows
 from runner.distributed.world import World
 from runner.errors import ConfigError, UsageError
 from runner.optim.origin import is_torchs
@@ -27,6 +28,8 @@ from runner.techniques.probe import repeated_blocks
 if TYPE_CHECKING:
     from runner.techniques.base import RunBuilder
     from runner.training.run import Run
+
+T = TypeVar("T")
 
 KEY = "distributed"
 REFUSED = {
@@ -44,7 +47,7 @@ ELEMENTWISE = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Where a process's rows lie in a weight."""
 
     shape: torch.Size  # of the whole weight
@@ -66,10 +69,10 @@ class Shards:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
         self.weights = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
-        rows: list[Any] = [weight.detach() for weight in self.weights]
+        parts: list[Any] = [weight.detach() for weight in self.weights]
         self.own = nn.ParameterList(
             nn.Parameter(part.to_local(), weight.requires_grad)
-            for part, weight in zip(rows, self.weights, strict=True)
+            for part, weight in zip(parts, self.weights, strict=True)
         )
         self.places = [_place(weight) for weight in self.weights]
         self._number = {id(weight): n for n, weight in enumerate(self.weights)}
@@ -124,6 +127,22 @@ class Shards:
         }
         average = [place.cut(a) for place, a in zip(places, update["average"], strict=False)]
         return {**update, "optimizer": {**optimizer, "state": state}, "average": average}
+
+    def in_parts(
+        self, batch: Batch, samples: int, size: int, compute: Callable[[Batch], T]
+    ) -> list[T]:
+        """What `compute` returns for each part of what this process has of so many samples.
+
+        It is called as often as by the others, who each give their shards of the weights; a part
+        is a micro-batch, whose size fits in training.
+        """
+        parts = self.world.parts(samples, size)
+        own = [part.stop > part.start for part in parts]
+        found = [
+            compute(rows(batch, part if mine else slice(0, 1)))
+            for part, mine in zip(parts, own, strict=True)
+        ]
+        return [each for each, mine in zip(found, own, strict=True) if mine]
 
     def moved(self) -> int:
         """How many of the model's shards are no longer in the memory that is updated."""
@@ -202,11 +221,11 @@ def _has_rows(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _place(weight: DTensor) -> Place:
+def _place(weight: DTensor) -> Extent:
     local, offset = compute_local_shape_and_global_offset(
         weight.shape, weight.device_mesh, weight.placements
     )
-    return Place(weight.shape, min(offset[0], weight.shape[0]), local[0])
+    return Extent(weight.shape, min(offset[0], weight.shape[0]), local[0])
 
 
 def _check(draft: RunBuilder) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from runner.checkpoint import folder as folders
+from runner.checkpoint import reading
 from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
@@ -83,8 +84,8 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
     if path.is_dir():
         root = path if path.name == folders.FOLDER else path / folders.FOLDER
         if folders.is_checkpoint(path):
-            return _of_ours(folders.load(path, policy, check_state))
-        restored = folders.load_newest(root, policy, check_state)
+            return _of_ours(reading.load(path, policy, check_state))
+        restored = reading.load_newest(root, policy, check_state)
         if restored is not None:
             return _of_ours(restored)
         path = _file_in(path)

@@ -41,10 +41,12 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
             compute = partial(_tally, run, forward)
-            if run.world is None or run.shards is None:
+            if run.shards is None:
                 tallies = in_parts(run, batch, compute)
             else:
-                tallies = _as_many(run, run.world, batch, loader.samples(number), compute)
+                tallies = run.shards.in_parts(
+                    batch, loader.samples(number), run.micro_batch, compute
+                )
             if run.world is None or _has_own(run.world, loader.samples(number)):
                 totals = reduce(_add, tallies, totals)
     if run.world is not None:
@@ -57,21 +59,6 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
 
 def _tally(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
     return run.objective.tally_all(call(forward, part[0]), part[1])
-
-
-def _as_many(
-    run: Run, world: World, batch: Batch, samples: int, compute: Callable[[Batch], T]
-) -> list[T]:
-    """What `compute` returns for each part of what this process has of a batch of so many samples.
-
-    It is called as often as by the others, who each give their shards of the weights; a part is a
-    micro-batch, whose size fits in training.
-    """
-    parts = world.parts(samples, run.micro_batch)
-    found = [
-        compute(rows(batch, part if part.stop > part.start else slice(0, 1))) for part in parts
-    ]
-    return [each for each, part in zip(found, parts, strict=True) if part.stop > part.start]
 
 
 def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:

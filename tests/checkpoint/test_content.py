@@ -14,8 +14,8 @@ import torch
 
 from runner import build, compose, train
 from runner.checkpoint.content import check_state
-from runner.checkpoint.folder import load
 from runner.checkpoint.manifest import MODEL, NAME, STATE, Manifest, read_manifest
+from runner.checkpoint.reading import load
 from runner.errors import CheckpointError
 from runner.record.storage import write_file
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from runner.checkpoint import folder as checkpoints
+from runner.checkpoint import reading as checkpoints
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
