@@ -159,7 +159,8 @@ class RunConfig:
 
     def _check_distributed(self) -> None:
         kind, job = self.distributed.kind, self.job.kind
-        if kind is not DistributedKind.none and job not in (JobKind.train, JobKind.doctor):
+        several = (JobKind.train, JobKind.doctor, JobKind.benchmark)
+        if kind is not DistributedKind.none and job not in several:
             problem = f"job={job.name} is done by one process"
             fix = "leave it out: what several processes have trained is read by one"
             raise ConfigError("distributed", problem, fix)

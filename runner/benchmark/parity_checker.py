@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.benchmark.arms import Arm, asks
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.workers.process import ENDING_S, ChildProcess, ChildSide
 from runner.config import RunConfig
+from runner.distributed.config import DistributedConfig
 from runner.errors import UsageError
 from runner.security.pickle_transfer import opened, packed
 
@@ -57,7 +58,7 @@ class ParityChecker:
     def check(
         self, arm: Arm, choices: Mapping[str, Any] | None = None, within_s: float | None = None
     ) -> ParityVerdict:
-        """The verdict on one arm, within `within_s`, else `timeout_s`.
+        """The verdict on one arm, trained by one process, within `within_s`, else `timeout_s`.
 
         `choices` that a run of it had made automatically are made again.
         """
@@ -69,7 +70,8 @@ class ParityChecker:
                 arguments = (packed({"given": self.given}),)
                 self.process = ChildProcess(_main, arguments, None)
                 self.process.start()
-            self.process.ask({"config": arm.config, "choices": choices or {}})
+            alone = replace(arm.config, distributed=DistributedConfig())
+            self.process.ask({"config": alone, "choices": choices or {}})
             return ParityVerdict(*self.process.answer(limit_s))
         except ArmEnded as ended:
             self._end()

@@ -240,7 +240,8 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
 
 def _find(config: RunConfig) -> Job:
     """The job; one that several processes do together is started by a module of its own."""
-    if config.distributed.kind is DistributedKind.none:
+    alone = config.distributed.kind is DistributedKind.none
+    if alone or config.job.kind is JobKind.benchmark:  # whose arms are started one by one
         return find(config.job.kind)
     from runner.distributed.launch import main
 

@@ -52,18 +52,20 @@ def _find_rank(config: DictConfig | None) -> Place | None:
     if place is None:
         return None
     started = f"{place.by} has started {place.size} processes"
-    if config is None:
+    if config is None and place.size > 1:
         fix = "type it without: -m distributed=ddp distributed.processes=N starts each job's"
-        if place.size > 1:
-            raise UsageError(f"-m: {started}, and each would run the sweep; {fix}")
-    elif config.distributed.kind is not DistributedKind.none:
+        raise UsageError(f"-m: {started}, and each would run the sweep; {fix}")
+    if config is None:
+        return None
+    kind, job = config.distributed.kind, config.job.kind
+    if kind is not DistributedKind.none and job is not JobKind.benchmark:
         place.check(config.distributed.processes, config.distributed.nodes)
         return place
-    elif place.size > 1:
-        apart = f"type job={config.job.kind.name} without {place.by}"
-        trains = config.job.kind is JobKind.train
+    if place.size > 1:
+        apart = f"type job={job.name} without {place.by}"
+        trains = job is JobKind.train
         fix = "add distributed=ddp, or start one process" if trains else apart
-        problem = f"is none: {started}, and each would do all of it by itself"
+        problem = f"is {kind.value}: {started}, and each would do all of it by itself"
         raise ConfigError("distributed", problem, fix)
     return None
 

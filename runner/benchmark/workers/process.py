@@ -80,7 +80,7 @@ class ChildProcess:
         """Begin."""
         leave_if_imported()
         try:
-            with _worker_environment(), _block_interrupt():
+            with worker_environment(), _block_interrupt():
                 self.process.start()
         finally:
             for end in self.theirs:
@@ -181,7 +181,7 @@ def leave_if_imported() -> None:
 
 
 @contextmanager
-def _worker_environment() -> Iterator[None]:
+def worker_environment() -> Iterator[None]:
     """Passive OpenMP threads, and no module from the current folder.
 
     Python would put the current folder first on the path before the parent's path is known.

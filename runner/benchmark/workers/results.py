@@ -38,6 +38,8 @@ def collect_results(
             summary.write(run.folder)
         except StorageError as error:
             notes.append(str(error))
+    if run.world is not None:
+        notes.append(f"memory is that of one of {run.world.size} processes")
     if any(row.evidence.get("cache") == "warm" for row in summary.techniques):
         notes.append("compiled from the cache on disk; the first time takes longer")
     return Finished(

@@ -166,7 +166,8 @@ class TurnHook(Hook):
         self.finishing = True
         self.peaks = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
         run.stop_reason = STOPPED
-        run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
+        if run.world is None:  # which would all have to leave it out
+            run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
         return Verdict.STOP
 
 

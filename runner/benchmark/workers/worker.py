@@ -9,20 +9,24 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.process import ChildSide, Failed
 from runner.config import RunConfig
+from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.jobs.config import JobConfig
 from runner.optim.config import ScheduleConfig
 from runner.security.secrets import adopt_state, shared_state
+
+if TYPE_CHECKING:
+    from runner.training.run import Run
 
 LOG = "worker.log"
 FINISH = "finish"  # a question besides the seconds of a turn, and None to leave at once
@@ -79,18 +83,28 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
 
     config = benchmarked(spec.config)
     set_up_logging(config.monitoring.log_level, spec.folder)
-    parts = opened(pipe.recv_bytes())
+    parcel = pipe.recv_bytes()
+    parts = opened(parcel)
     metrics = parts.pop("metrics")
-    with build(config, spec.folder, Components(**parts)) as run:
-        # built for the length asked for, by which techniques decide; now it continues without end
-        run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
-        run.patience = run.test = None
+    with ExitStack() as scope:
+        if config.distributed.kind is not DistributedKind.none:
+            from runner.benchmark.workers.ranks import together
+
+            config, parts["world"] = scope.enter_context(together(config, spec, parcel))
+        run = scope.enter_context(build(config, spec.folder, Components(**parts)))
+        continue_without_end(run)
         hook = TurnHook(spec.settings, lambda answer: _ask(pipe, answer), spec.started)
         run.hooks.append(hook)
         summary = train(run)
         if not hook.finishing:
             raise RunnerError(f"the run ended by itself: {summary.reason or summary.status}")
         pipe.send(results.collect_results(run, hook, summary, metrics))
+
+
+def continue_without_end(run: Run) -> None:
+    """Built for the length asked for, by which techniques decide; it ends when it is told to."""
+    run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
+    run.patience = run.test = None
 
 
 def benchmarked(config: RunConfig) -> RunConfig:
