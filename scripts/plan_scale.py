@@ -55,7 +55,6 @@ from runner.security.registry import resolve
 from runner.techniques.probe import repeated_blocks
 
 BUCKET = "allreduce of a bucket"
-GRADIENTS = (BUCKET, "c10d._reduce_scatter_base_.default")
 HOST_CALLS = 2  # all-reduces of a few numbers a step: loss and flags, the verdict
 GB = 1e9
 
@@ -150,8 +149,8 @@ class Planner:
             facts = self.rank(kind, mesh, micro_batch)
         dist.destroy_process_group()
         parts = math.ceil(samples / micro_batch)
-        # gradients are sent with the last part alone, all else for each of them
-        calls = [c for c in facts.calls for _ in range(1 if c[0] in GRADIENTS else parts)]
+        # ddp sends gradients with the last part alone; all else is sent for each of them
+        calls = [c for c in facts.calls for _ in range(1 if c[0] == BUCKET else parts)]
         calls += [("allreduce", 16)] * HOST_CALLS
         sent, sending_s = ring(calls, ranks, options)
         flops, writers = float(facts.flops * parts), ranks if kind == "fsdp" else 1

@@ -45,7 +45,10 @@ def apply(knobs: Amp, draft: RunBuilder) -> str | None:
     dtype = _choose_dtype(knobs, draft)
     if dtype is torch.float16:
         draft.loss_scale = knobs.initial_scale
-    draft.contexts.append(partial(torch.autocast, draft.device.kind, dtype=dtype))
+    # what fsdp gathers is to be freed after each block: no 16-bit copy of it may stay in a cache
+    cached = draft.world is None or draft.world.kind != "fsdp"
+    autocast = partial(torch.autocast, draft.device.kind, dtype=dtype, cache_enabled=cached)
+    draft.contexts.append(autocast)
     return None
 
 
