@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from runner import build
+from runner.build import Components
+from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.place import Place
+from runner.distributed.world import World
 from tests import runs
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +112,18 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
     saved = tmp_path / "outputs" / "a" / "checkpoints" / "last"
     files = sum(path.stat().st_size for path in saved.iterdir())
     assert files == pytest.approx(plan["checkpoint"], rel=0.02)
+
+
+@pytest.mark.parametrize("kind", list(DistributedKind)[1:])
+def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind: DistributedKind) -> None:
+    config = runs.config("data=digits", "optimization=amp", "training.steps=2")
+    config.distributed = DistributedConfig(kind)
+    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
+    world = World(place, config.distributed, torch.device("cpu"))
+    try:
+        with build(config, None, Components(world=world)) as run:
+            (context,) = run.contexts
+            with context():
+                assert torch.is_autocast_cache_enabled() is (kind is DistributedKind.ddp)
+    finally:
+        world.close()
