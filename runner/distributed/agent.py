@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from runner import fork_server
 from runner.distributed.outcome import RankOutcome
-from runner.training.signals import AHEAD, ENDS, unclaimed
+from runner.training.signals import AHEAD, ENDS, Terminated, raised, unclaimed
 
 PRELOAD = ["runner.distributed.rank"]  # which imports torch, once for all processes
 POLL_S = 0.2
@@ -45,8 +46,11 @@ class Agent:
     def run(self, start: Callable[..., None], arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """`start(*arguments[rank])` in a process for each rank; returns when all have ended."""
         context = multiprocessing.get_context("forkserver")
+        if raised:
+            raise Terminated(raised[0])
         with self._signals():
             try:
+                resource_tracker.ensure_running()  # which lets signals in again when it starts
                 with _no_signals():  # nor in the fork server, and what it starts
                     fork_server.start(PRELOAD, os.environ)
                     for rank, own in arguments.items():

@@ -182,8 +182,10 @@ def _interrupted(folder: Path, number: int) -> Interrupted:
     with suppress(RunnerError):
         summary = Summary.read(folder)
         where = f" at step {summary.steps}"
-        if summary.checkpoint.last is not None:
-            where += f"; a checkpoint is written; to go on: {resume_argument(folder)}"
+        if summary.status == "interrupted":
+            where += "; a checkpoint is written"
+        if any(folder.glob("checkpoints/step_*")):
+            where += f"; to go on: {resume_argument(folder)}"
     error = Interrupted(number, where)
     _end(folder, "interrupted", str(error))
     return error

@@ -93,14 +93,18 @@ class World:
         }
 
     def close(self) -> None:
-        """Leave; what the others still do with this one fails."""
+        """Leave; what the others still do with this one fails.
+
+        After a loss the group is left as it is: taking it down is not sure to return.
+        """
         faulthandler.cancel_dump_traceback_later()
         if self._stacks is not None:
+            faulthandler.enable()
             self._stacks.close()
             if os.path.getsize(self._stacks.name) == 0:
                 os.unlink(self._stacks.name)
             self._stacks = None
-        if dist.is_initialized():
+        if dist.is_initialized() and not self.left:
             dist.destroy_process_group()
 
     # -- what belongs to this process ----------------------------------------------------------
@@ -238,9 +242,13 @@ class World:
             outcome.write(self.place.meeting)
 
     def watch(self, file: Path) -> None:
-        """Write every thread's stack there when nothing is agreed on for most of the time-out."""
+        """Write every thread's stack there when nothing is agreed on for most of the time-out.
+
+        Also when this process crashes.
+        """
         file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = open(file, "a")  # those of an earlier attempt stay
+        faulthandler.enable(self._stacks)
         self._alive()
 
     def _alive(self) -> None:

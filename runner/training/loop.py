@@ -305,7 +305,7 @@ def _check_early_stopping(run: Run) -> None:
 
 def _report(run: Run, wait: bool = False) -> Verdict:
     """Pass the numbers that have reached the host to the stability policy and the hooks."""
-    verdict = Verdict.KEEP
+    verdict, lost = Verdict.KEEP, None
     if run.whole is not None and (wait or run.device.reads_are_free):
         run.whole.check()
     for report in run.reader.reports(wait):
@@ -314,14 +314,26 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if run.inputs is not None:
             run.inputs.read(report.last)  # does not wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
-            if run.world is not None:  # each has looked at its own part of a batch
-                run.guardian.vetoed = sorted({*chain(*run.world.gather(run.guardian.vetoed))})
+            lost = lost or _gather_vetoed(run)
         run.guardian.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _enforce_strict(run)
         verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
+    if lost is not None:  # only now: what was taken from the reader has to be recorded
+        raise lost
     return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
+
+
+def _gather_vetoed(run: Run) -> ProcessLost | None:
+    """Each process has looked at its own part of a batch; returns the loss of one of them."""
+    if run.world is None:
+        return None
+    try:
+        run.guardian.vetoed = sorted({*chain(*run.world.gather(run.guardian.vetoed))})
+    except ProcessLost as error:
+        return error
+    return None
 
 
 def _enforce_strict(run: Run) -> None:

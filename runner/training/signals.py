@@ -54,11 +54,17 @@ def signals_unwind() -> Iterator[None]:
     try:
         yield
     finally:
+        raised.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+raised: list[int] = []
+"""Signals for which Terminated was raised; libraries swallow it while they are imported."""
+
+
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raised.append(number)
     raise Terminated(number)
 
 
@@ -85,6 +91,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
+            self.received = raised[0] if raised else None
             for number in {signal.SIGINT, signal.SIGTERM, *unclaimed()}:
                 self.previous[number] = signal.signal(number, self._on_signal)
             if self.notice is not None:
