@@ -97,9 +97,8 @@ def main(what: str, kills: int, seed: int = 0) -> int:
             same = code == 0 and digest(folder) == expected
             wrong, total = wrong + (not same), total + done
             seconds = time.monotonic() - start
-            print(
-                f"run {number}: {done} kills, exit {code}, same {same}, {seconds:.0f} s", flush=True
-            )  # noqa: T201
+            line = f"run {number}: {done} kills, exit {code}, same {same}, {seconds:.0f} s"
+            print(line, flush=True)  # noqa: T201
     print(f"{what}: {total} kills, {wrong} runs differ", flush=True)  # noqa: T201
     return wrong
 

@@ -18,7 +18,7 @@ KINDS = ["raise", "usage", "oom", "term", "kill", "exit", "stop", "hang"]
 
 def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_path: Path) -> None:
     whole = runs.run(tmp_path / "whole", "", NO_WORKERS)
-    faults = "0:forward:kill:6,1:backward:exit:3"  # the second one in the second attempt
+    faults = "0:forward:kill:6,1:backward:exit:7"  # that is step 11, in the second attempt
     typed = "distributed.restarts=2", NO_WORKERS
     killed = runs.run(tmp_path / "killed", faults, *typed)
     assert (whole.code, killed.code) == (0, 0), killed.output
