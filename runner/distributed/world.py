@@ -203,6 +203,13 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
+    def union(self, numbers: list[int]) -> tuple[list[int], ProcessLost | None]:
+        """What any process has; where one is lost, its own and the error, for later."""
+        try:
+            return sorted({*chain(*self.gather(numbers))}), None
+        except ProcessLost as error:
+            return numbers, error
+
     def choose(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides; an error that it meets there is raised by all."""
         said: list[Any] = [None, None]

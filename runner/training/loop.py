@@ -6,7 +6,6 @@ import logging
 import math
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain
 
 from runner.data.batch import Batch
 from runner.errors import (
@@ -314,7 +313,8 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if run.inputs is not None:
             run.inputs.read(report.last)  # does not wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
-            lost = lost or _gather_vetoed(run)
+            if run.world is not None and lost is None:  # each has seen its own part of a batch
+                run.guardian.vetoed, lost = run.world.union(run.guardian.vetoed)
         run.guardian.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
@@ -323,17 +323,6 @@ def _report(run: Run, wait: bool = False) -> Verdict:
     if lost is not None:  # only now: what was taken from the reader has to be recorded
         raise lost
     return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
-
-
-def _gather_vetoed(run: Run) -> ProcessLost | None:
-    """Each process has looked at its own part of a batch; returns the loss of one of them."""
-    if run.world is None:
-        return None
-    try:
-        run.guardian.vetoed = sorted({*chain(*run.world.gather(run.guardian.vetoed))})
-    except ProcessLost as error:
-        return error
-    return None
 
 
 def _enforce_strict(run: Run) -> None:
