@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -473,7 +474,8 @@ class _Build:
         recorded = self.folder if self.first else None
         config = self.config
         if not self.first:  # one display is enough
-            config = replace(config, monitoring=replace(config.monitoring, progress=False))
+            config = copy(config)  # not checked again: techniques may be the caller's
+            config.monitoring = replace(config.monitoring, progress=False)
         hooks = build_hooks(config, self.debug, self.settings, recorded, self.look_up)
         if self.world is not None:
             from runner.distributed.facts import Processes

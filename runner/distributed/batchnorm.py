@@ -34,22 +34,23 @@ def synchronise_batchnorm(draft: RunBuilder) -> None:
 def _forward(layer: _BatchNorm, x: Tensor) -> Tensor:
     """`[samples, channels, …]` normalised by mean and variance over samples and places."""
     if not layer.training:
-        return F.batch_norm(
-            x, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0, layer.eps
-        )
+        mean, variance = layer.running_mean, layer.running_var
+        own = mean is None or variance is None  # without running statistics, those of the batch
+        return F.batch_norm(x, mean, variance, layer.weight, layer.bias, own, 0, layer.eps)
     places = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    count = x.new_full((1,), x.numel() / x.shape[1])
-    sums = _total(torch.cat([x.sum(places), count]))
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits count to 256
+    count = exact.new_full((1,), x.numel() / x.shape[1])
+    sums = _total(torch.cat([exact.sum(places), count]))
     n = sums[-1].detach()
     mean = sums[:-1] / n
-    centred = x - mean.view(shape)
+    centred = exact - mean.view(shape)
     variance = _total(centred.square().sum(places)) / n
     _follow(layer, mean.detach(), variance.detach() * n / (n - 1))
     y: Tensor = centred * torch.rsqrt(variance + layer.eps).view(shape)
     if layer.weight is not None:
         y = y * layer.weight.view(shape) + layer.bias.view(shape)
-    return y
+    return y.to(x.dtype)
 
 
 class _Sum(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,16 +68,22 @@ class DataParallel(Technique):
             from runner.distributed.batchnorm import synchronise_batchnorm
 
             synchronise_batchnorm(draft)
-        cuda = draft.device.kind == "cuda"
+        # of 1x1 convolutions in channels_last, where both strides are the same layout
+        draft.scope.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
+        cuda, unused = draft.device.kind == "cuda", world.config.unused_parameters
         self.module = DistributedDataParallel(
             draft.model,
             device_ids=[draft.device.torch.index] if cuda else None,
             bucket_cap_mb=world.config.bucket_mb,  # a float serves
             gradient_as_bucket_view=True,
+            find_unused_parameters=unused,
         )
         if world.config.compression is Compression.bf16:
             self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
         draft.forward = self.module
+        named = draft.model.named_parameters()
+        world.trained = [(n, p) for n, p in named if p.requires_grad and not unused]
         world.no_sync, world.alone = self.module.no_sync, draft.model
 
     def engaged(self, run: Run) -> Evidence:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import DistributedConfig, DistributedKind
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _numbers = count()  # of the worlds of this process, as of every other
 
+NAMED = 3  # weights that a message names
 RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
 PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
 REARM = 0.1  # share of the time-out after which it is known again that a process is alive
@@ -59,6 +60,7 @@ class World:
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
         self.left = False  # nothing is done together any more
+        self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
         self._stacks: IO[str] | None = None
         self._armed = 0.0
         if place.address in ("127.0.0.1", "localhost", "::1"):
@@ -177,12 +179,35 @@ class World:
         self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, gradient norm and skip flag of a step, by one sum of what each process has."""
+        self._check_gradients()
         spoiled, square = update.local_part()
         parts = [loss, update.never if veto is None else veto.to(loss.device), spoiled, square]
         total, vetoed, bad, squares = self.total(torch.stack([p.to(loss.dtype) for p in parts]))
         norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
         unfit = ((vetoed + bad) > 0).to(skipped.dtype)
         return total, norm, torch.maximum(skipped, unfit)
+
+    def _check_gradients(self) -> None:
+        """Raise ConfigError where a weight has none: the others would wait for it, or not get it.
+
+        What was sent together with it has not arrived either, so that no update may follow.
+        """
+        missing = [name for name, weight in self.trained if weight.grad is None]
+        if missing:
+            more = ", …" if len(missing) > NAMED else ""
+            problem = (
+                f"is false, and the loss does not depend on {', '.join(missing[:NAMED])}{more}"
+            )
+            fix = "set it to true, or leave them out of the model"
+            raise ConfigError("distributed.unused_parameters", problem, fix)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all processes rank 0's buffers, where each has followed its own samples."""
+        with self._waiting():
+            for buffer in model.buffers():
+                value = buffer.detach().contiguous()
+                dist.broadcast(value, 0)
+                buffer.detach().copy_(value)
 
     def worst(self, *numbers: int) -> list[int]:
         """The largest of each number over all processes; on the host, once a step."""

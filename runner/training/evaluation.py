@@ -38,6 +38,8 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     if loader is None:
         raise UsageError("evaluate: the run has no test set; data.test_path names one")
     totals: dict[str, Any] = {}
+    if run.world is not None:
+        run.world.share_buffers(run.model)
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
             compute = partial(_tally, run, forward)

@@ -182,21 +182,26 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     for number, which in enumerate(parts, 1):
         empty = which.start == which.stop
         part: Batch = rows(batch, slice(0, 1) if empty else which)
-        share = 0.0 if empty else run.objective.weight(part[1]) / whole
+        weight = run.update.never if empty else run.objective.weight(part[1])
         with _synchronised(run, last=number == len(parts)):
             loss = _forward(run, part)
-            # a part whose targets are all masked has the mean 0/0 and no share
-            loss = (
-                loss * share
-                if isinstance(share, float)
-                else torch.where(share > 0, loss, 0.0) * share
-            )
+            loss = _weighted(loss, weight, whole)
             run.watch.split("forward")
             summed = loss if world is None else loss * world.size  # gradients are averaged
             (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach()
         run.watch.split("backward")
     return total
+
+
+def _weighted(loss: Tensor, weight: Tensor | float, whole: Tensor | float) -> Tensor:
+    """The mean over a part as its share of the mean over the batch, in the loss's precision."""
+    if not isinstance(weight, Tensor):
+        return loss * (weight / whole)
+    # whole numbers are divided in fp32, whatever the loss is in
+    share = weight.to(torch.promote_types(loss.dtype, torch.float32)) / whole
+    # a part whose targets are all masked has the mean 0/0 and no share
+    return torch.where(share > 0, loss, 0.0) * share
 
 
 def _synchronised(run: Run, last: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,187 @@
+"""The same runs made by one process and by several, which are started once for all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner import Hook, RunConfig, build, train
+from runner.build import Components
+from runner.data.batch import Batch
+from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.place import Place
+from runner.distributed.world import World
+from runner.errors import RunnerError
+from runner.parity.numerics import double
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.hook import Step
+from runner.training.run import Run
+from tests import runs
+
+DOUBLE = "double"  # in place of an override: the run is in fp64
+LIMIT_S = 900
+
+
+@dataclass
+class Double(Technique):
+    """Everything in fp64, by which rounding is told from an error."""
+
+    def apply(self, draft: RunBuilder) -> str | None:
+        draft.model.double()
+        draft.placements.append(_batch_in_double)
+        loss: Any = getattr(draft.objective, "loss", None)
+        if getattr(loss, "class_weights", None) is not None:
+            loss.class_weights = loss.class_weights.double()
+        return None
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(all(p.dtype is torch.float64 for p in run.model.parameters()), "")
+
+
+def _batch_in_double(batch: Batch) -> Batch:
+    converted: Batch = double(batch)
+    return converted
+
+
+@dataclass
+class Outcome:
+    """What a run came to, as its first process has it."""
+
+    error: str = ""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    average: list[Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
+    techniques: dict[str, tuple[bool, str]] = field(default_factory=dict)  # engaged, reason
+    same: bool = True  # all processes have these weights, in their bits
+    seeds: list[int] = field(default_factory=list)  # of the last step's random numbers, by process
+
+
+class _Watch(Hook):
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome, self.seed = outcome, 0
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.outcome.losses.append(float(step.loss))
+        self.outcome.norms.append(float(step.grad_norm))
+        self.seed = torch.initial_seed()
+
+
+def compose_cases(cases: Mapping[str, Sequence[str]], processes: int) -> dict[str, RunConfig]:
+    """The config of each, for so many processes."""
+    several = ["distributed=ddp", f"distributed.processes={processes}", "distributed.timeout_s=300"]
+    configs = {}
+    for name, overrides in cases.items():
+        plain = ["optimization=none"] * (DOUBLE in overrides)
+        typed = [
+            *plain,
+            *(o for o in overrides if o != DOUBLE),
+            *(several if processes > 1 else []),
+        ]
+        configs[name] = config = runs.config("checkpoint=off", "device.threads=1", *typed)
+        config.optimization.extra = [DOUBLE] * (DOUBLE in overrides)
+    return configs
+
+
+def run_one(config: RunConfig, world: World | None = None) -> Outcome:
+    """Train as the config says; an error on purpose is an outcome."""
+    watch = _Watch(outcome := Outcome())
+    try:
+        given = Components(world=world, techniques={"double": Double(True)})
+        with build(config, given=given) as run:
+            run.hooks.append(watch)
+            summary = train(run)
+            outcome.weights = {k: v.clone() for k, v in run.model.state_dict().items()}
+            outcome.average = [a.clone() for a in run.update.average]
+    except RunnerError as error:
+        outcome.error = str(error)
+        return outcome
+    outcome.metrics, outcome.skipped = dict(summary.metrics), summary.skipped_steps
+    outcome.techniques = {row.name: (row.engaged, row.reason) for row in summary.techniques}
+    if world is not None:
+        each = world.gather([t.double().sum().item() for t in outcome.weights.values()])
+        outcome.same = all(other == each[0] for other in each)
+        outcome.seeds = world.gather(watch.seed)
+    return outcome
+
+
+def run_together(processes: int, configs: Mapping[str, RunConfig]) -> dict[str, Outcome]:
+    """The outcome of each run by so many processes, which make one after another."""
+    if processes == 1:
+        threads = torch.get_num_threads()
+        try:
+            return {name: run_one(config) for name, config in configs.items()}
+        finally:
+            torch.set_num_threads(threads)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runner.distributed.rank"])
+    receiver, sender = context.Pipe(False)
+    parts = [
+        context.Process(target=_rank, args=(rank, processes, port, dict(configs), sender))
+        for rank in range(processes)
+    ]
+    for part in parts:
+        part.start()
+    sender.close()
+    try:
+        if not receiver.poll(LIMIT_S):
+            raise TimeoutError(f"{processes} processes did not end in {LIMIT_S} s")
+        outcomes: dict[str, Outcome] = pickle.loads(receiver.recv_bytes())  # noqa: S301  # our own
+        return outcomes
+    finally:
+        for part in parts:
+            part.join(10)
+            part.kill()
+            part.join()
+
+
+def _rank(rank: int, size: int, port: int, configs: dict[str, RunConfig], sender: Any) -> None:
+    torch.set_num_threads(1)
+    place = Place(rank, size, rank, size, "127.0.0.1", port, hosted=False, by="test")
+    outcomes = {}
+    asked = DistributedConfig(DistributedKind.ddp, size, timeout_s=300)
+    world = World(place, asked, torch.device("cpu"))
+    try:
+        for name, config in configs.items():
+            world.config = config.distributed
+            try:
+                outcomes[name] = run_one(config, world)
+            except Exception as error:
+                error.add_note(f"in {name}, process {rank}")
+                raise
+        if rank == 0:
+            sender.send_bytes(pickle.dumps(outcomes))
+        world.barrier()
+    finally:
+        sender.close()
+        world.close()
+
+
+def distances(ours: Outcome, theirs: Outcome) -> dict[str, float]:
+    """Of the weights and buffers, their averages, the losses and the norms of gradients."""
+    values = {"loss": (ours.losses, theirs.losses), "norm": (ours.norms, theirs.norms)}
+    found = {
+        name: relative(*(torch.tensor(each, dtype=torch.float64) for each in pair))
+        for name, pair in values.items()
+    }
+    found |= {name: relative(ours.weights[name], theirs.weights[name]) for name in theirs.weights}
+    averages = zip(ours.average, theirs.average, strict=True)
+    return found | {f"average {i}": relative(*pair) for i, pair in enumerate(averages)}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors, by the largest number in them."""
+    a, b = a.double(), b.double()
+    size = b.abs().max().item()
+    return (a - b).abs().max().item() / size if size else (a - b).abs().max().item()

@@ -1,0 +1,196 @@
+"""A run by several processes computes what one process does: the number of them is no knob.
+
+The runs of a module's cases are made one after another by processes that are started once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tests import runs
+from tests.distributed.processes import (
+    DOUBLE,
+    Outcome,
+    compose_cases,
+    distances,
+    run_together,
+)
+
+# Measured on 2 and 4 processes: at most 4e-13 with Adam, whose first updates have the size of the
+# sign of a gradient however small it is, and 2e-14 with SGD. A weight of 1/n in place of 1/m is
+# off by 1e-3 and more, fp32 anywhere on the way by 1e-8.
+ROUNDING = 1e-11
+# Rounding in fp32 or bf16 grows from step to step. Each run is compared with the same in fp64, and
+# several processes may be so many times as far from that as one is. Measured on 2: 1.0 to 1.6, and
+# 3.4 for the CNN in fp32, whose BatchNorm is several operators in place of one.
+ROUNDED = 10.0
+
+ON = "optimization.{}.enabled=true".format
+MLP = ("data=cancer", "model=mlp", "training.batch_size=64", "training.steps=9")  # of 8 an epoch
+CNN = (
+    "data=digits", "model=cnn", "model.width=8", "training.batch_size=127", "training.steps=6",
+    "data.validation_samples=100",
+)  # fmt: skip
+GPT = (
+    "data=synthetic", "data.form=tokens", "data.samples=64", "data.sequence=16", "model=gpt",
+    "model.width=32", "training.batch_size=23", "training.steps=7",
+)  # fmt: skip
+MASKED = (
+    *runs.OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=32", "model.dropout=0",
+    "training.batch_size=12", "training.steps=7",
+)  # fmt: skip
+MORE = ("optimizer.ema=0.9", "stability.clip_norm=0.1", "schedule=cosine")
+SGD = ("optimizer=sgd", "optimizer.lr=0.01", "optimizer.options.momentum=0.9")
+
+EXACT = {
+    "mlp": (*MLP, *MORE, DOUBLE),
+    "mlp: sgd": (*MLP, *MORE, *SGD, DOUBLE),
+    "mlp: accumulation": (*MLP, *MORE, "training.micro_batch=5", DOUBLE),
+    "mlp: one at a time": (*MLP, "training.batch_size=9", "training.micro_batch=1", DOUBLE),
+    "mlp: class weights": (
+        *MLP, "objective.class_weights=balanced", "training.micro_batch=5", DOUBLE,
+    ),
+    "mlp: balanced": (*MLP, "data.sampler=balanced", DOUBLE),
+    "cnn": (*CNN, *MORE, DOUBLE),
+    "cnn: recompute": (*CNN, ON("recompute"), ON("channels_last"), DOUBLE),
+    "gpt": (*GPT, *MORE, DOUBLE),
+    "gpt: recompute": (*GPT, *MORE, ON("recompute"), "training.micro_batch=5", DOUBLE),
+    "gpt: chunked loss": (
+        *GPT, ON("chunked_loss"), "optimization.chunked_loss.min_mb=0",
+        "optimization.chunked_loss.chunk=16", DOUBLE,
+    ),
+    "masked": (*MASKED, *MORE, DOUBLE),
+    "masked: one at a time": (*MASKED, *MORE, "training.micro_batch=1", DOUBLE),
+    "idle weights": (
+        *runs.OURS, *MLP, "model._target_=my_package.Idle", "training.micro_batch=20",
+        "distributed.unused_parameters=true", DOUBLE,
+    ),
+}  # fmt: skip
+ENGAGED = {
+    "cnn: recompute": ("recompute", "channels_last"),
+    "gpt: recompute": ("recompute",),
+    "gpt: chunked loss": ("chunked_loss",),
+}
+ROUNDED_RUNS = {
+    "cnn": (*CNN, *SGD, DOUBLE),
+    "gpt": (*GPT, *SGD, DOUBLE),
+    "cnn: fp32": (*CNN, *SGD, "optimization=none", ON("fused_optimizer")),
+    "gpt: fp32": (*GPT, *SGD, "optimization=none", ON("fused_optimizer")),
+    "cnn: amp": (*CNN, *SGD, "optimization=amp"),
+    "gpt: amp": (*GPT, *SGD, "optimization=amp"),
+}
+COMPILED = {
+    "cnn": (*CNN, *SGD, DOUBLE),
+    "gpt": (*GPT, *SGD, DOUBLE),
+    "cnn: compile": (*CNN, *SGD, "optimization=compile"),
+    "gpt: compile": (*GPT, *SGD, "optimization=compile"),
+}
+ODD = {
+    "whole step": (*GPT, "training.steps=2", "optimization=none", ON("whole_step")),
+    "dropout": (*MLP, "model.dropout=0.3"),
+    "own statistics": (*CNN, "distributed.sync_batchnorm=false"),
+    "one sample": ("data=cancer", "model=mlp", "training.batch_size=1"),
+    "last of one": ("data=cancer", "model=mlp", "training.batch_size=227"),
+    "idle weights": (*runs.OURS, *MLP, "model._target_=my_package.Idle"),
+}
+CASES = {"exact": EXACT, "rounded": ROUNDED_RUNS, "compiled": COMPILED, "odd": ODD}
+
+Outcomes = Callable[[str, int], dict[str, Outcome]]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    """The outcomes of a set of cases by so many processes, which are made once."""
+
+    @cache
+    def make(which: str, processes: int) -> dict[str, Outcome]:
+        return run_together(processes, compose_cases(CASES[which], processes))
+
+    return make
+
+
+SEVERAL = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.usefixtures("my_package")
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
+    outcomes: Outcomes, processes: int
+) -> None:
+    alone, together = outcomes("exact", 1), outcomes("exact", processes)
+    for name, one in alone.items():
+        several = together[name]
+        assert (one.error, several.error) == ("", ""), name
+        found = distances(several, one)
+        assert max(found.values()) < ROUNDING, (name, max(found, key=lambda key: found[key]), found)
+        assert several.metrics == pytest.approx(one.metrics, rel=1e-9), name
+        assert several.same and several.skipped == 0, name
+        assert several.techniques["ddp"] == (True, ""), name
+        for technique in ENGAGED.get(name, ()):
+            assert several.techniques[technique][0], (name, several.techniques)
+
+
+def _judge_rounded(alone: dict[str, Outcome], together: dict[str, Outcome]) -> None:
+    """As far from fp64 as one process is, and no further: in its losses and norms."""
+    for name, one in alone.items():
+        exact, several = alone[name.partition(":")[0]], together[name]
+        assert (one.error, several.error) == ("", ""), name
+        due, found = distances(one, exact), distances(several, exact)
+        for key in ("loss", "norm"):
+            assert found[key] < ROUNDED * due[key] + ROUNDING, (name, key, found[key], due[key])
+        assert several.same, name
+
+
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(
+    outcomes: Outcomes, processes: int
+) -> None:
+    together = outcomes("rounded", processes)
+    _judge_rounded(outcomes("rounded", 1), together)
+    assert together["cnn: amp"].techniques["amp"][0] and together["gpt: amp"].techniques["amp"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_compiled_models_too(outcomes: Outcomes, processes: int) -> None:
+    together = outcomes("compiled", processes)
+    _judge_rounded(outcomes("compiled", 1), together)
+    for name in ("cnn: compile", "gpt: compile"):
+        assert together[name].techniques["compile"][0], name
+
+
+@pytest.mark.usefixtures("my_package")
+def test_dropout_differs_between_processes_and_weights_do_not(outcomes: Outcomes) -> None:
+    together = outcomes("odd", 2)
+    assert len(set(together["dropout"].seeds)) == 2
+    assert together["dropout"].same
+    # rank 0's statistics count in the end, though each process has normalised by its own
+    assert together["own statistics"].same and not together["own statistics"].error
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_whole_step_does_not_apply(outcomes: Outcomes) -> None:
+    reason = "gradients go to other processes in the middle of the step"
+    assert outcomes("odd", 2)["whole step"].techniques["whole_step"] == (False, reason)
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes: Outcomes) -> None:
+    together = outcomes("odd", 2)
+    for name, said in {
+        "one sample": "training.batch_size: is 1, and 2 processes take their part of each batch",
+        "last of one": "training.batch_size: leaves a last batch of 1, fewer than the 2 processes",
+    }.items():
+        assert said in together[name].error, name
+
+
+@pytest.mark.usefixtures("my_package")
+def test_weights_without_a_gradient_are_named_with_the_key_that_allows_them(
+    outcomes: Outcomes,
+) -> None:
+    error = outcomes("odd", 2)["idle weights"].error
+    assert "distributed.unused_parameters: is false" in error
+    assert "depend on idle.weight, idle.bias" in error
