@@ -474,7 +474,7 @@ class _Build:
         recorded = self.folder if self.first else None
         config = self.config
         if not self.first:  # one display is enough
-            config = copy(config)  # not checked again: techniques may be the caller's
+            config = copy(config)  # not checked again: its techniques may be those of the caller
             config.monitoring = replace(config.monitoring, progress=False)
         hooks = build_hooks(config, self.debug, self.settings, recorded, self.look_up)
         if self.world is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
         device = replace(device, threads=max(1, usable_cores() // place.local_size))
     if _device(config).type == "cuda":
         device = replace(device, index=place.local_rank)
-    return replace(config, device=device)
+    config = copy(config)  # not checked again: its techniques may be those of the caller
+    config.device = device
+    return config
 
 
 def _device(config: RunConfig) -> Any:
