@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -472,11 +471,7 @@ class _Build:
     def build_hooks(self) -> list[Hook]:
         """Everything that watches the run, in the order in which it is entered."""
         recorded = self.folder if self.first else None
-        config = self.config
-        if not self.first:  # one display is enough
-            config = copy(config)  # not checked again: its techniques may be those of the caller
-            config.monitoring = replace(config.monitoring, progress=False)
-        hooks = build_hooks(config, self.debug, self.settings, recorded, self.look_up)
+        hooks = build_hooks(self.config, self.debug, self.settings, recorded, self.look_up)
         if self.world is not None:
             from runner.distributed.facts import Processes
 

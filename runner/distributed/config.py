@@ -46,8 +46,7 @@ class DistributedConfig:
     timeout_s: float = bounded(300.0, min=1)  # that a process waits for another
     restarts: int = bounded(0, min=0)  # after a lost or hung process, from the last checkpoint
     sync_batchnorm: bool = True  # false: each process normalises by its own part of the batch
-    # ddp: some weights get no gradient in some steps; finding them takes a pass over each graph
-    unused_parameters: bool = False
+    unused_parameters: bool = False  # ddp: look for weights without a gradient, in each step
     bucket_mb: float = bounded(25.0, above=0)  # gradients that are sent together
     compression: Compression = Compression.none  # of gradients while they are sent
 

@@ -44,7 +44,10 @@ def find_others(
 
 
 def for_place(config: RunConfig, place: Place) -> RunConfig:
-    """The config on this process's device, with its share of the machine's cores."""
+    """The config on this process's device, with its share of the machine's cores.
+
+    One process shows the progress of all.
+    """
     device = config.device
     if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
         device = replace(device, threads=max(1, usable_cores() // place.local_size))
@@ -52,6 +55,8 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
         device = replace(device, index=place.local_rank)
     config = copy(config)  # not checked again: its techniques may be those of the caller
     config.device = device
+    if place.rank:
+        config.monitoring = replace(config.monitoring, progress=False)
     return config
 
 

@@ -174,18 +174,15 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         parts = split(own, run.micro_batch)
     else:
         samples = run.train.samples(run.progress.step)
-        whole, parts = (
-            world.whole_weight(whole, own, samples),
-            world.parts(samples, run.micro_batch),
-        )
+        whole = world.whole_weight(whole, own, samples)
+        parts = world.parts(samples, run.micro_batch)
     total = torch.zeros((), device=run.device.torch)
     for number, which in enumerate(parts, 1):
         empty = which.start == which.stop
         part: Batch = rows(batch, slice(0, 1) if empty else which)
         weight = run.update.never if empty else run.objective.weight(part[1])
         with _synchronised(run, last=number == len(parts)):
-            loss = _forward(run, part)
-            loss = _weighted(loss, weight, whole)
+            loss = _weighted(_forward(run, part), weight, whole)
             run.watch.split("forward")
             summed = loss if world is None else loss * world.size  # gradients are averaged
             (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
