@@ -237,17 +237,17 @@ class World:
 
     def choose(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides; an error that it meets there is raised by all."""
-        said: list[Any] = [None, None]
+        answer: list[Any] = [None, None]  # and the error, if there is one
         if self.first:
             try:
-                said[0] = decide()
+                answer[0] = decide()
             except RunnerError as error:
-                said[1] = error
+                answer[1] = error
         with self._waiting():
-            dist.broadcast_object_list(said, 0)
-        if said[1] is not None:
-            raise said[1]
-        decided: T = said[0]
+            dist.broadcast_object_list(answer, 0)
+        if answer[1] is not None:
+            raise answer[1]
+        decided: T = answer[0]
         return decided
 
     def barrier(self) -> None:
