@@ -3,11 +3,10 @@
     python scripts/plan_scale.py data=stdlib_text model=gpt model.width=4096 model.depth=32 \\
         training.batch_size=1024 training.micro_batch=1 --ranks 8,64,1024
 
-The config is typed as for `python -m runner`; `distributed=ddp` or `fsdp` plans that one alone.
-The model, its gradients, its optimizer and a step are torch's own, made on one of so many ranks of
-a fake process group with fake tensors: shapes, shards, collectives and lifetimes are real, and
-nothing is allocated, sent or computed. Times follow from the bytes and FLOPs counted so and from
-the speeds given as options; docs/scaling.md says what of it was compared with real runs.
+The config is typed as for `python -m runner`; `distributed=ddp` or `fsdp` plans that one alone. The
+model, its optimizer and a step are made on one of so many ranks of torch's fake process group, with
+fake tensors: shards, collectives and lifetimes are torch's, and nothing is allocated, sent or
+computed. docs/scaling.md says what of it was compared with real runs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as recompute
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -55,7 +54,6 @@ from runner.security.registry import resolve
 from runner.techniques.probe import repeated_blocks
 
 BUCKET = "allreduce of a bucket"
-HOST_CALLS = 2  # all-reduces of a few numbers a step: loss and flags, the verdict
 GB = 1e9
 
 
@@ -65,7 +63,7 @@ class Plan:
 
     kind: str
     ranks: int
-    samples: int  # of a rank in a step
+    samples: int  # in a step
     micro_batch: int
     parameters: int
     weights: int
@@ -103,12 +101,11 @@ class Collectives(TorchDispatchMode):
 def ring(calls: list[tuple[str, int]], ranks: int, options: Any) -> tuple[int, float]:
     """Bytes that a rank sends and the seconds that it takes, each call after the other.
 
-    A ring sends (n-1)/n of the bytes in n-1 steps; an all-reduce goes round twice. More than a
-    hundred ranks are joined by trees rather, whose latency is less.
+    A ring sends (n-1)/n of the bytes in n-1 steps; an all-reduce goes round twice.
     """
-    rounds = [2 if "allreduce" in name else 1 for name, _ in calls]
-    sent = sum(r * size * (ranks - 1) / ranks for r, (_, size) in zip(rounds, calls, strict=True))
-    hops = sum(rounds) * (ranks - 1)
+    rounds = [(2 if "allreduce" in name else 1, size) for name, size in calls]
+    sent = sum(times * size for times, size in rounds) * (ranks - 1) / ranks
+    hops = sum(times for times, _ in rounds) * (ranks - 1)
     return int(sent), sent / (options.bandwidth_gbs * GB) + hops * options.latency_us / 1e6
 
 
@@ -122,8 +119,7 @@ def buckets(model: nn.Module, config: RunConfig) -> list[tuple[str, int]]:
 
 
 def local_bytes(tensors: Any) -> int:
-    """Of this rank's shards."""
-    shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    shards = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
     return sum(shard.nbytes for shard in shards if isinstance(shard, Tensor))
 
 
@@ -151,10 +147,11 @@ class Planner:
         parts = math.ceil(samples / micro_batch)
         # ddp sends gradients with the last part alone; all else is sent for each of them
         calls = [c for c in facts.calls for _ in range(1 if c[0] == BUCKET else parts)]
-        calls += [("allreduce", 16)] * HOST_CALLS
+        calls += [("allreduce", 16)] * 2  # a few numbers: loss and flags, the verdict
         sent, sending_s = ring(calls, ranks, options)
-        flops, writers = float(facts.flops * parts), ranks if kind == "fsdp" else 1
-        writing_s = facts.whole / min(writers * options.write_gbs, options.storage_gbs) / GB
+        flops = float(facts.flops * parts)
+        rate = options.write_gbs * (ranks if kind == "fsdp" else 1)
+        writing_s = facts.whole / min(rate, options.storage_gbs) / GB
         failure_s = options.node_mtbf_h * 3600 / math.ceil(ranks / options.ranks_per_node)
         return Plan(
             kind, ranks, samples, micro_batch, **facts.figures, checkpoint=facts.whole,
@@ -167,16 +164,12 @@ class Planner:
         """A step of one rank: what it keeps, what it sends, what it computes."""
         config = self.config
         model = models.build_model(config.model, self.data.sizes, self.look_up)
-        parameters = sum(p.numel() for p in model.parameters())
-        saved = local_bytes(model.state_dict().values())
+        whole = local_bytes(model.state_dict().values())
         sharded, blocks = kind == "fsdp", repeated_blocks(model)
         if config.distributed.sync_batchnorm:
             synchronise_batchnorm(SimpleNamespace(model=model, device=SimpleNamespace(kind="cpu")))
         if config.optimization.recompute.enabled:
-            repeats = set(blocks)
-            checkpoint_wrapper.apply_activation_checkpointing(
-                model, check_fn=lambda module: module in repeats
-            )
+            recompute.apply_activation_checkpointing(model, check_fn=set(blocks).__contains__)
         if sharded:
             for block in blocks:
                 fully_shard(block, mesh=mesh)
@@ -196,14 +189,15 @@ class Planner:
         optimizer.zero_grad()
         moments = local_bytes(t for s in optimizer.state.values() for t in s.values())
         weights = local_bytes(model.state_dict().values())
-        trained = local_bytes(p for p in model.parameters() if p.requires_grad)
-        average = trained if config.optimizer.ema is not None else 0
+        ema = config.optimizer.ema is not None
+        average = local_bytes(p for p in model.parameters() if p.requires_grad and ema)
         peak = peak_bytes(step, model, (inputs, target), sharded)
         figures = {
-            "parameters": parameters, "weights": weights, "gradients": gradients,
-            "optimizer": moments, "average": average, "peak": peak + moments + average,
+            "parameters": sum(p.numel() for p in model.parameters()), "weights": weights,
+            "gradients": gradients, "optimizer": moments, "average": average,
+            "peak": peak + moments + average,
         }  # fmt: skip
-        whole = saved + (moments + average) * (mesh.size() if sharded else 1)
+        whole += (moments + average) * (mesh.size() if sharded else 1)
         calls = collectives.calls if sharded else collectives.calls + buckets(model, config)
         counted = flops.get_total_flops()
         return SimpleNamespace(figures=figures, whole=whole, calls=calls, flops=counted)
@@ -228,20 +222,16 @@ def peak_bytes(step: Any, model: nn.Module, batch: Any, sharded: bool) -> int:
 
 
 def intervals(cost_s: float, failure_s: float, restart_s: float) -> dict[str, float]:
-    """When to save: Young (1974), and Daly (2006), equation 37; what is lost with the latter.
-
-    Lost are the saving itself, half an interval and a restart for each failure.
-    """
+    """When to save, by Young (1974) and Daly (2006); lost: saving, half an interval, restarts."""
     young = math.sqrt(2 * cost_s * failure_s)
     x = cost_s / (2 * failure_s)
     daly = young * (1 + math.sqrt(x) / 3 + x / 9) - cost_s if x < 1 else failure_s
     lost = cost_s / (daly + cost_s) + ((daly + cost_s) / 2 + restart_s) / failure_s
-    found = {"young_s": young, "daly_s": daly, "lost": min(1.0, lost)}
-    return {"writing_s": cost_s, "failure_s": failure_s, **found}
+    when = {"young_s": young, "daly_s": daly, "lost": min(1.0, lost)}
+    return {"writing_s": cost_s, "failure_s": failure_s, **when}
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """As markdown."""
     lines = [list(rows[0]), ["---"] + ["---:"] * (len(rows[0]) - 1), *(r.values() for r in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -252,7 +242,7 @@ def show(plans: list[Plan], options: Any) -> str:
     rows = [
         (
             {
-                "kind, ranks": f"{p.kind}, {p.ranks:,}",
+                "kind, ranks": (name := f"{p.kind}, {p.ranks:,}"),
                 "samples": f"{p.samples:,} by {p.micro_batch:,}",
                 **{key: f"{getattr(p, key) / GB:,.3g}" for key in bytes_of},
                 "sent": f"{p.sent / GB:,.3g}",
@@ -261,7 +251,7 @@ def show(plans: list[Plan], options: Any) -> str:
                 "computing, s": f"{p.computing_s:,.3g}",
             },
             {
-                "kind, ranks": f"{p.kind}, {p.ranks:,}",
+                "kind, ranks": name,
                 "checkpoint": f"{p.checkpoint / GB:,.3g}",
                 "written in, s": f"{p.writing_s:,.3g}",
                 "hours to a failure": f"{p.failure_s / 3600:,.3g}",
