@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -147,11 +147,16 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
     """Let Hydra run a sweep, which ends in its comparison however it ends."""
 
     def task(config: DictConfig) -> float | None:
-        return _run(config, request, results, command)
+        with submitted.in_job(config) if submitted.INSIDE in os.environ else nullcontext():
+            return _run(config, request, results, command)
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
     from runner.cli.sweep import compare
+    from runner.sweep import submitted
     from runner.sweep.state import active_session
+
+    if session.submits:
+        submitted.watch_queue()
 
     session.command = provenance.command()
     place = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"

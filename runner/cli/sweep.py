@@ -63,6 +63,7 @@ def prepare(
         register_plugins_for_children()
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
+    session.submits = "hydra_submitit_launcher" in str(launcher.get("_target_"))
     _find_earlier(session, config, overrides, isolated)
     return session
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -50,7 +51,7 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
     """
     device = config.device
     if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
-        device = replace(device, threads=max(1, usable_cores() // place.local_size))
+        device = replace(device, threads=_threads(place))
     if _device(config).type == "cuda":
         device = replace(device, index=place.local_rank)
     config = copy(config)  # not checked again: its techniques may be those of the caller
@@ -58,6 +59,17 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
     if place.rank:
         config.monitoring = replace(config.monitoring, progress=False)
     return config
+
+
+def _threads(place: Place) -> int:
+    """Of the cores: SLURM may have given each process its own, a sweep each job its share."""
+    own = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if place.by == "slurm" and own.isdigit():
+        return int(own)
+    cores, share = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if place.by == "runner" and share.isdigit():
+        cores = min(cores, int(share))
+    return max(1, cores // place.local_size)
 
 
 def _device(config: RunConfig) -> Any:

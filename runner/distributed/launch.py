@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import tempfile
 from collections import Counter
@@ -24,14 +25,16 @@ from runner.distributed.config import DistributedConfig
 from runner.distributed.meeting import meet
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place, find_place
-from runner.distributed.rank import run_rank, start
+from runner.distributed.rank import FOLDER, run_rank, start
 from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError
 from runner.jobs import find, train
 from runner.jobs.config import JobKind
+from runner.record import hydra_files
 from runner.record.text import resume_argument
 from runner.report import run as report
 from runner.techniques.base import Choice
+from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -58,8 +61,11 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     losses: list[_Again] = []
     while True:
         try:
-            _attempt(config, folder, given, processes, losses)
-            return _summary(config, folder)
+            elsewhere = _attempt(config, folder, given, processes, losses)
+            if not elsewhere:
+                return _summary(config, folder)
+            _point_to(elsewhere, folder)
+            return None
         except _Again as again:
             losses.append(again)
             if sum(loss.kind != OOM for loss in losses) > config.distributed.restarts:
@@ -74,6 +80,13 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
 
 def _summary(config: RunConfig, folder: Path) -> Summary | None:
     return Summary.read(folder) if config.job.kind is JobKind.train else None
+
+
+def _point_to(elsewhere: str, folder: Path) -> None:
+    """Say where the record is, on a machine that does not have rank 0."""
+    log.info("the record is on %s", elsewhere)
+    if not (folder / SUMMARY).exists():  # else what is here would look like a run that was killed
+        shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
 def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
@@ -114,8 +127,11 @@ class _Again(Exception):
 
 def _attempt(
     config: RunConfig, folder: Path, given: Components, processes: int, losses: list[_Again]
-) -> None:
-    """Start all processes and wait for their end; each attempt meets at a store of its own."""
+) -> str:
+    """Start all processes and wait for their end; each attempt meets at a store of its own.
+
+    Returns the host and the folder of rank 0 where that is on another machine.
+    """
     with tempfile.TemporaryDirectory(prefix="runner-") as meeting:
         agent = Agent(Path(meeting), config.distributed.timeout_s)
         with meet(config, processes, len(losses)) as places:
@@ -124,6 +140,9 @@ def _attempt(
             agent.run(start, {place.rank: (config, folder, given, place) for place in own})
         if any(agent.codes().values()):
             _judge(folder, agent, {place.rank: _name(place) for place in places})
+        if places[0].rank == 0:
+            return ""
+        return f"{places[0].address}: {(agent.meeting / FOLDER).read_text()}"
 
 
 def _name(place: Place) -> str:

@@ -34,6 +34,7 @@ from runner.training.signals import interruption_before_run, signals_unwind
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
+FOLDER = "folder"  # file in which an agent on another machine finds the name of the run's
 STACKS = "debug/ranks"  # where each thread of each process stood when it waited for too long
 
 
@@ -114,8 +115,10 @@ def run_rank(
         named, resume = world.choose(lambda: (folder, config.checkpoint.resume))
         if named is None:
             raise UsageError("distributed: rank 0 has named no folder")
-        if folder is None:
+        if folder != named:
             _set_up_logging(config, named, place)
+        if place.meeting is not None:
+            (place.meeting / FOLDER).write_text(str(named.absolute()))
         config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
         world.watch(named / STACKS / f"{place.rank}.txt")
         if config.job.kind is JobKind.doctor:

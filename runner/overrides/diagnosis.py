@@ -32,7 +32,10 @@ from runner.record import hydra_files
 SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA, "model": MODELS}
 UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
 DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
-PLUGINS = "plugins of packages: pip install hydra-joblib-launcher or hydra-optuna-sweeper"
+PLUGINS = (
+    "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; the "
+    "extra runner[slurm]) or hydra-optuna-sweeper"
+)
 NEED_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"
 SURE = 0.75  # similarity from which two spellings are taken for one word

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
+import psutil
 import pytest
 
-from runner import build
+from runner import build, compose
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
-from runner.distributed.place import find_place
+from runner.distributed.join import for_place
+from runner.distributed.place import Place, find_place
 from runner.errors import ConfigError, UsageError
 from tests import runs
 
@@ -136,3 +140,72 @@ def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
     assert [rank["local rank"] for rank in report["links"]["ranks"]] == [0, 1]
     assert all(row["ms"] > 0 for row in report["links"]["all_reduce"])
     assert report["links"]["wrong"] == 0 and "all-reduce, 1 MiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("by", "variables", "threads"),
+    [
+        ("runner", {}, 4),
+        ("runner", {"OMP_NUM_THREADS": "4"}, 2),  # one of two jobs at a time
+        ("torchrun", {"OMP_NUM_THREADS": "1"}, 4),  # which torchrun sets unasked
+        ("slurm", {"SLURM_CPUS_PER_TASK": "3"}, 3),
+    ],
+)
+def test_processes_and_jobs_share_the_cores(by, variables, threads, monkeypatch):
+    monkeypatch.setattr("runner.distributed.join.usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = Place(0, 2, 0, 2, "127.0.0.1", 1, True, by=by)
+    config = for_place(compose(["device=cpu"]), place)
+    assert config.device.threads == threads
+    assert for_place(compose(["device=cpu", "device.threads=5"]), place).device.threads == 5
+
+
+@pytest.mark.slow
+def test_a_job_of_a_sweep_that_takes_too_long_ends_with_its_processes(tmp_path):
+    mark = uuid4().hex
+    done = runs.command(
+        tmp_path, "-m", "distributed=ddp", "distributed.processes=2", "seed=0,1",
+        "hydra.launcher.timeout_s=25", "hydra.launcher.jobs=2", *SHORT, "training.steps=500000",
+        flags=("-P",), MARK=mark,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    (file,) = (tmp_path / "outputs" / "sweeps").glob("*/*/comparison.json")
+    both = json.loads(file.read_text())["rows"]
+    assert [row["status"] for row in both] == ["timeout", "timeout"]
+    assert [p for p in psutil.process_iter() if _has(p, mark)] == []
+
+
+@pytest.mark.slow
+def test_the_same_command_on_two_machines_is_one_run_on_the_first(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "runner", "distributed=ddp", "distributed.processes=1",
+        "distributed.nodes=2", f"distributed.rendezvous=127.0.0.1:{port}", *SHORT,
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
+    folders = [tmp_path / name for name in "ab"]
+    machines = []
+    for folder in folders:
+        folder.mkdir()
+        pipe = subprocess.PIPE
+        machines.append(subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe))
+    ended = [machine.communicate(timeout=200) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    records = [[*folder.glob("outputs/runs/*/*/summary.json")] for folder in folders]
+    (record,) = records[0] + records[1]
+    assert told(record.parent)["distributed"]["world_size"] == 2
+    shown = [b"cancer-mlp  done" in out for out, _ in ended]
+    assert sorted(shown) == [False, True]
+    notes = [err for (_, err), one in zip(ended, shown, strict=True) if not one]
+    assert b"the record is on " in notes[0]
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("MARK") == mark and process.status() != "zombie"
+    except psutil.Error:
+        return False
