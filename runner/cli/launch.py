@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """What lies in a run's folder before the run does anything."""
-STARTED = {"RANK", "SLURM_STEP_ID"}
-"""Variables that torchrun and srun set: this may be one of several processes of a run."""
+STARTED = {"RANK", "SLURM_STEP_ID"}  # by torchrun or srun: one of several processes of a run
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -154,9 +153,6 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
     from runner.cli.sweep import compare
     from runner.sweep import submitted
     from runner.sweep.state import active_session
-
-    if session.submits:
-        submitted.watch_queue()
 
     session.command = provenance.command()
     place = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"

@@ -61,9 +61,12 @@ def prepare(
         OmegaConf.to_object(launcher)  # checks its values
     else:
         register_plugins_for_children()
+    if "hydra_submitit_launcher" in str(launcher.get("_target_")):
+        from runner.sweep.submitted import watch_queue
+
+        watch_queue()
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
-    session.submits = "hydra_submitit_launcher" in str(launcher.get("_target_"))
     _find_earlier(session, config, overrides, isolated)
     return session
 

@@ -120,7 +120,6 @@ class Session:
     flags: list[str] = field(default_factory=list)  # Hydra's own that jobs need: --config-dir=…
     hash: str = ""  # of what was typed
     resumed: bool = False  # its folder was named to be continued, and may be anybody's
-    submits: bool = False  # submitit's launcher does, to a scheduler
     sweep: Sweep | None = None
     earlier: list[Job] = field(default_factory=list)  # of an earlier process, not asked for yet
 
