@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """What lies in a run's folder before the run does anything."""
+RANKS = "runner.cli.ranks"  # imported where there are several
 STARTED = {"RANK", "SLURM_STEP_ID"}  # by torchrun or srun: one of several processes of a run
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
@@ -101,11 +103,8 @@ def launch(request: Request) -> int:
 
 def _follows(config: DictConfig | None, request: Request, last: bool = False) -> bool:
     """Whether this is one of several processes, not the first, and its part is done."""
-    if not STARTED & os.environ.keys():
-        return False
-    from runner.cli import ranks
-
-    return ranks.follow(config, request, last)
+    started = STARTED & os.environ.keys()
+    return bool(started) and bool(import_module(RANKS).follow(config, request, last))
 
 
 @contextmanager
