@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -96,6 +97,8 @@ def main(what: str, kills: int, seed: int = 0) -> int:
             code, done = kill(folder, min(A_RUN, kills - number * A_RUN), draw)
             same = code == 0 and digest(folder) == expected
             wrong, total = wrong + (not same), total + done
+            if not same:
+                shutil.copytree(folder, Path(tempfile.gettempdir()) / f"differs-{number}")
             seconds = time.monotonic() - start
             line = f"run {number}: {done} kills, exit {code}, same {same}, {seconds:.0f} s"
             print(line, flush=True)  # noqa: T201
