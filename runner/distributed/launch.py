@@ -25,9 +25,9 @@ from runner.distributed.config import DistributedConfig
 from runner.distributed.meeting import meet
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place, find_place
-from runner.distributed.rank import FOLDER, run_rank, start
-from runner.distributed.world import open_store
-from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError
+from runner.distributed.rank import FOLDER, STACKS, run_rank, start
+from runner.distributed.world import RANKS, open_store
+from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import find, train
 from runner.jobs.config import JobKind
 from runner.record import hydra_files
@@ -186,6 +186,11 @@ def _failed(folder: Path, outcome: RankOutcome, name: str) -> RunnerError:
     _end(folder, "failed", message)
     error = RunnerError(message)
     error.exit_code = outcome.exit_code
+    if error.exit_code == UsageError.exit_code and not (folder / SUMMARY).exists():
+        shutil.rmtree(folder / RANKS, ignore_errors=True)  # nothing was begun: nothing is left
+        for part in (STACKS, os.path.dirname(STACKS)):
+            with suppress(OSError):
+                (folder / part).rmdir()
     return error
 
 
