@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
 from runner.benchmark.workers.pool import WorkerPool
 from runner.training.summary import Summary
@@ -31,6 +32,7 @@ def test_an_arm_of_two_processes_has_turns_beside_one_of_one(tmp_path: Path) -> 
     assert (tmp_path / "two" / "ranks" / "1" / "run.log").exists()
 
 
+@pytest.mark.slow
 def test_no_process_of_an_arm_outlives_a_benchmark_that_ends_early(tmp_path: Path) -> None:
     two = arm("two", *BASE, "optimization=none", "distributed=ddp", "distributed.processes=2")
     with WorkerPool([two], QUICK, tmp_path) as pool:

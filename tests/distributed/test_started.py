@@ -94,6 +94,7 @@ def test_a_program_of_one_process_does_not_silently_train_alone():
     [
         ([], ConfigError, r"distributed: is none: torchrun has started 2 .*add distributed=ddp"),
         (["job=doctor"], ConfigError, "distributed: is none.*type job=doctor without torchrun"),
+        (["job=benchmark", "distributed=ddp"], ConfigError, "is ddp.*job=benchmark without torch"),
         (["-m", "seed=0,1"], UsageError, "-m: torchrun has started 2 processes"),
         (
             ["distributed=ddp", "distributed.processes=3"],
