@@ -47,7 +47,7 @@ NEEDS = {
     ("job", "replay"): ["replay.path=x"],
     ("job", "scan"): ["scan.path=x"],
 }
-ALONE = ("data", "model", "experiment", "job")
+ALONE = ("data", "model", "experiment", "job", "distributed")  # fsdp refuses some debug tools
 EVERY = [(group, option) for group in ALONE for option in options()[group]]
 TOGETHER = {group: list(found) for group, found in options().items() if group not in ALONE}
 NAMED = {"data", "model", "objective", "device", "schedule", "job"}
