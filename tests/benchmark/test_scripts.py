@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("command", "row"),
     [
         ("bench_overhead.py tiny --rounds 1 --steps 12 --levels none", "| tiny | none |"),
+        ("bench_distributed.py tiny --rounds 1 --steps 12", "| tiny | none |"),
         ("bench_statistics.py --runs 2 --blocks 10", "| heavy-tailed 2 % |"),
         ("bench_tables.py --rows 1000 --rounds 1", "1,000 rows, 21 columns"),
         ("bench_auto.py tiny --steps 50 --each 0.5", "| tiny |"),
