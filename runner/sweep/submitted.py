@@ -28,7 +28,7 @@ log = logging.getLogger("runner")
 INSIDE = "SUBMITIT_EXECUTOR"  # set in a job
 POLL_S = 30  # seconds between two questions to the scheduler, at most
 ENDED = "ENDED"
-SAID = re.compile(r"slurmstepd: error: \*\*\* (.*) \*\*\*")
+SAID = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
 
 
 def watch_queue() -> None:
