@@ -54,12 +54,14 @@ def test_a_hung_process_is_noticed_and_the_others_say_where_they_stand(tmp_path:
 
 
 def test_out_of_memory_in_one_process_halves_the_micro_batch_of_all(tmp_path: Path) -> None:
-    done = runs.run(tmp_path / "run", "1:forward:oom:5")
+    faults = "1:forward:oom:5,1:forward:oom:9"  # then two forwards make a step
+    done = runs.run(tmp_path / "run", faults)
     assert done.code == 0, done.output
-    assert done.summary["faults"] == {"out_of_memory": 1}
+    assert done.summary["faults"] == {"out_of_memory": 2}
     (choice,) = [c for c in done.summary["choices"] if c["key"] == "training.micro_batch"]
-    assert choice["value"] == 4
-    assert choice["reason"].startswith("process 1: step 5 ran out of memory")
+    assert choice["value"] == 2
+    assert choice["reason"].startswith("process 1: step 9 ran out of memory")
+    assert choice["reason"].endswith("with 4 samples at a time")
 
 
 def test_a_bad_or_vetoed_step_of_one_process_is_skipped_and_a_stop_ends_all(tmp_path: Path) -> None:
