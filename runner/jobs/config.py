@@ -40,6 +40,7 @@ class ExportKind(Enum):
     torchscript = "torchscript"  # model.ts, by torch.jit.trace
     export = "export"  # model.pt2, by torch.export
     onnx = "onnx"  # model.onnx; needs the extra of that name
+    weights = "weights"  # model.safetensors, by the model's own names
     quantized = "quantized"  # model.safetensors: int8 weights and their scales
 
 

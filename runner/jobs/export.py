@@ -35,6 +35,7 @@ FILES = {
     ExportKind.torchscript: "model.ts",
     ExportKind.export: "model.pt2",
     ExportKind.onnx: "model.onnx",
+    ExportKind.weights: "model.safetensors",
     ExportKind.quantized: "model.safetensors",
 }
 PIPELINES = (ExportKind.export, ExportKind.onnx)
@@ -68,6 +69,9 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
     try:
         if kind is ExportKind.quantized:
             _write_quantized(run, path)
+        elif kind is ExportKind.weights:
+            entry["model"] = "float"
+            _write_tensors(path, standalone(run).state_dict())
         else:
             model = (standalone(run) if run.quantized is None else run.quantized.model).cpu()
             inputs, samples = _example(run)
@@ -100,6 +104,10 @@ def _write_quantized(run: Run, path: Path) -> None:
         if isinstance(tensor, Tensor) and type(tensor) is not Tensor:
             problem = f"{name} is a {type(tensor).__name__}, not a plain tensor"
             raise ConfigError(KEY, problem, "use optimization.quantization.mode=dynamic")
+    _write_tensors(path, state)
+
+
+def _write_tensors(path: Path, state: dict[str, Any]) -> None:
     path.unlink(missing_ok=True)
     write_file(path, partial(write_tensors, Copier(reuse=False).take(state, {})))
 
