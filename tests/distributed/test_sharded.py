@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from runner import RunConfig
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.folder import Restored
 from runner.errors import ConfigError
+from runner.jobs import evaluate
 from runner.training.run import Run
 from tests import runs
+from tests.distributed import runs as started
 from tests.distributed import several
 
 ON = "optimization.{}.enabled=true".format
@@ -122,6 +125,45 @@ def test_a_checkpoint_goes_on_with_any_number_of_processes(tmp_path: Path) -> No
     assert {"shard_00000_of_00002.safetensors", "shard_00001_of_00002.safetensors"} < files
     assert "model.safetensors" not in files
     assert (tmp_path / "ddp/checkpoints/step_00000008/model.safetensors").is_file()
+    assert_one_process_evaluates(whole, tmp_path / "evaluated", saved(whole))
+
+
+def assert_one_process_evaluates(run: Path, folder: Path, restored: Restored) -> None:
+    """And writes the whole model, with the averaged weights, into one file."""
+    jobs = ("job=evaluate", f"checkpoint.resume={run}/checkpoints/last", "evaluate.export=weights")
+    evaluate.main(runs.config("optimization=none", *MLP, *jobs), folder)
+    exported = load_file(folder / "exports/model.safetensors")
+    assert exported.keys() == restored.model.keys()
+    averages = restored.state["update"]["average"]
+    assert sorted(t.shape for t in exported.values()) == sorted(t.shape for t in averages)
+    for average in averages:
+        assert any(
+            a.shape == average.shape and torch.allclose(a.double(), average, atol=1e-6)
+            for a in exported.values()
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["1:forward:kill:7", "0:backward:kill:7", "1:backward:hang:7"])
+def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path: Path, fault: str) -> None:
+    typed = ("distributed.kind=fsdp", "distributed.restarts=1")
+    whole = started.run(tmp_path / "whole", "", *typed)
+    lost = started.run(tmp_path / "lost", fault, *typed)
+    assert (whole.code, lost.code) == (0, 0), lost.output
+    assert len(lost.summary["distributed"]["restarts"]) == 1
+    for rank in range(2):
+        shard = f"checkpoints/step_00000012/shard_0000{rank}_of_00002.safetensors"
+        assert (tmp_path / "whole" / shard).read_bytes() == (tmp_path / "lost" / shard).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(
+    tmp_path: Path,
+) -> None:
+    ended = started.run(tmp_path / "term", "1:on_step:term:6", "distributed.kind=fsdp")
+    assert ended.code == 143 and saved(tmp_path / "term").step == 6
+    failed = started.run(tmp_path / "error", "1:backward:raise:6", "distributed.kind=fsdp")
+    assert failed.code == 1 and saved(tmp_path / "error").step == 4
 
 
 @pytest.mark.parametrize(
