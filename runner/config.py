@@ -166,15 +166,12 @@ class RunConfig:
             raise ConfigError("distributed", problem, fix)
         if kind is not DistributedKind.fsdp:
             return
-        for key in ("clip_value", "clip_adaptive", "clip_per_group"):
-            if getattr(self.stability, key):
-                problem = "is not there with distributed=fsdp, where each process has a part"
-                fix = "stability.clip_norm is over all of them; or use distributed=ddp"
-                raise ConfigError(f"stability.{key}", problem, fix)
-        for tool in ("gradients", "gradcheck"):
-            if getattr(self.debug, tool).enabled:
-                problem = "looks at whole weights, and with distributed=fsdp no process has them"
-                raise ConfigError(f"debug.{tool}", problem, "use distributed=ddp, or leave it out")
+        clips, tools = ("clip_value", "clip_adaptive", "clip_per_group"), ("gradients", "gradcheck")
+        asked = {f"stability.{key}": getattr(self.stability, key) for key in clips}
+        asked |= {f"debug.{tool}": getattr(self.debug, tool).enabled for tool in tools}
+        for key in filter(asked.get, asked):
+            problem = "looks at whole weights, and with distributed=fsdp no process has them"
+            raise ConfigError(key, problem, "use distributed=ddp, or leave it out")
 
     def _check_fit(self) -> None:
         """Our models read our data; what a foreign class reads is its own affair."""

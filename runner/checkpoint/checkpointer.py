@@ -262,11 +262,9 @@ class Checkpointer:
 
     def prune(self, step: int) -> None:
         """Delete what a save that was killed left beyond `keep`, if `step` is the newest one."""
-        if (
-            self._writes
-            and self._root is not None
-            and step == max(folders.steps(self._root), default=None)
-        ):
+        if not self._writes:
+            return
+        if self._root is not None and step == max(folders.steps(self._root), default=None):
             with suppress(OSError):  # the next save says what is wrong
                 self._prune(self._root, step)
 
