@@ -71,13 +71,24 @@ def _serve(requests: socket.socket) -> None:
         if not child:
             requests.close()
             if forkserver._forkserver._forkserver_pid is not None:
-                forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+                _share_or_forget(bool(WITH_WORKERS & {*request[1]}))
             _become(*files, *request)
             return
         for file in files:
             os.close(file)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         requests.sendall(str(code).encode())
+
+
+def _share_or_forget(shares: bool) -> None:
+    """Of the fork server that this process's parent has started, and so looks after."""
+    server = forkserver._forkserver
+    if shares:
+        server.ensure_running = lambda: None  # type: ignore[method-assign]
+    else:
+        forkserver._forkserver = server = forkserver.ForkServer()
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        setattr(forkserver, name, getattr(server, name))
 
 
 def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[str, str]) -> None:
