@@ -142,6 +142,8 @@ def test_every_fault_at_every_point_ends_or_continues_all(
         "stop": (1, "failed", f"process {rank} did not answer"),
         "hang": (1, "failed", f"process {rank} did not answer"),
     }[kind]
+    if point == "data" and kind in ("raise", "oom"):  # as of any sample that cannot be read
+        code, cause = 2, {"raise": cause, "oom": "can't allocate memory"}[kind]
     if kind == "oom" and point in ("forward", "backward", "validation"):
         code, status, cause, name = 0, "done", "", ""
     assert (done.code, done.summary["status"]) == (code, status), done.output
