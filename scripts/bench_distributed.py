@@ -50,6 +50,7 @@ def run_ours(kind: str, steps: int, more: list[str], world: World) -> float:
     """A run as the command line builds it; microseconds a step."""
     several = ["distributed=ddp", f"distributed.processes={PROCESSES}"]
     config = compose([*COMMON, *MODELS[kind], *ALIKE, *several, f"training.steps={steps}", *more])
+    world.config = config.distributed  # which says whether BatchNorm is one over all processes
     times = StepTimes()
     with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()):
         with build(config, world.gather(Path(own))[0], Components(world=world)) as run:
