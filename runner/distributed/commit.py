@@ -41,17 +41,17 @@ class Commit:
 
     def report(self, written: FileDigest | None, problem: str = "") -> None:
         """The others: what they have written, or why they could not."""
-        said = {"problem": problem} if written is None else asdict(written)
-        self._store.set(self._key(str(self.rank)), json.dumps(said))
+        report = {"problem": problem} if written is None else asdict(written)
+        self._store.set(self._key(str(self.rank)), json.dumps(report))
 
     def collect(self) -> list[FileDigest]:
         """The first: what each other has written. Raises OSError where one has not."""
         digests = []
         for rank in range(1, self.size):
-            said = json.loads(self._wait(self._key(str(rank)), rank))
-            if "problem" in said:
-                raise OSError(errno.EIO, f"process {rank}: {said['problem']}")
-            digests.append(FileDigest(**said))
+            report = json.loads(self._wait(self._key(str(rank)), rank))
+            if "problem" in report:
+                raise OSError(errno.EIO, f"process {rank}: {report['problem']}")
+            digests.append(FileDigest(**report))
         return digests
 
     def _key(self, name: str) -> str:

@@ -76,8 +76,8 @@ class Shards:
         )
         self.places = [_place(weight) for weight in self.weights]
         self._number = {id(weight): n for n, weight in enumerate(self.weights)}
-        held = model.state_dict(keep_vars=True)
-        self.names = {name for name, value in held.items() if id(value) in self._number}
+        state = model.state_dict(keep_vars=True)
+        self.names = {name for name, value in state.items() if id(value) in self._number}
 
     def forget_gradients(self) -> None:
         """Before a step."""
@@ -96,24 +96,24 @@ class Shards:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's, with this process's rows of each sharded weight."""
-        held = self.model.state_dict(keep_vars=True).items()
+        state = self.model.state_dict(keep_vars=True).items()
         return {
             name: self.own[self._number[id(value)]].detach() if name in self.names else value
-            for name, value in held
+            for name, value in state
         }
 
     @torch.no_grad()
     def load(self, model: Mapping[str, Any]) -> None:
         """Take a state of the whole model, or of these rows. Raises where it does not fit."""
-        held = self.model.state_dict(keep_vars=True)
-        if model.keys() != held.keys():
-            differing = sorted(model.keys() ^ held.keys())
+        state = self.model.state_dict(keep_vars=True)
+        if model.keys() != state.keys():
+            differing = sorted(model.keys() ^ state.keys())
             raise KeyError(f"the model's weights are others: {differing[0]}")
         self.model.load_state_dict(
             {name: value for name, value in model.items() if name not in self.names}, strict=False
         )
         for name in self.names:
-            number = self._number[id(held[name])]
+            number = self._number[id(state[name])]
             self.own[number].copy_(self.places[number].cut(model[name]))
 
     def cut_update(self, update: Mapping[str, Any], trained: list[Tensor]) -> dict[str, Any]:
@@ -138,11 +138,11 @@ class Shards:
         """
         parts = self.world.parts(samples, size)
         own = [part.stop > part.start for part in parts]
-        found = [
+        results = [
             compute(rows(batch, part if mine else slice(0, 1)))
             for part, mine in zip(parts, own, strict=True)
         ]
-        return [each for each, mine in zip(found, own, strict=True) if mine]
+        return [each for each, mine in zip(results, own, strict=True) if mine]
 
     def moved(self) -> int:
         """How many of the model's shards are no longer in the memory that is updated."""

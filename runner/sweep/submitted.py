@@ -28,7 +28,7 @@ log = logging.getLogger("runner")
 INSIDE = "SUBMITIT_EXECUTOR"  # set in a job
 POLL_S = 30  # seconds between two questions to the scheduler, at most
 ENDED = "ENDED"
-SAID = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
+CAUSE = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
 
 
 def watch_queue() -> None:
@@ -64,8 +64,8 @@ def _results(job: Any, wait: Any) -> list[Any]:
         results: list[Any] = wait(job)
         return results
     except Exception as error:
-        said = SAID.findall(job.stderr() or "")
-        reason = f"the scheduler: {said[-1]}" if said else "it ended without a result"
+        causes = CAUSE.findall(job.stderr() or "")
+        reason = f"the scheduler: {causes[-1]}" if causes else "it ended without a result"
         try:
             _record_end(job, reason)
         except Exception:  # the sweep's folder may be gone
