@@ -484,7 +484,8 @@ class _Build:
         if folder is None or not capture.enabled or capture.at_most == 0:
             return None
         if self.update.shards is not None:
-            return None  # no process has the weights that a step began with
+            log.info("debug.capture: not with fsdp: no process has a step's weights as a whole")
+            return None
         parts = ("model", "data", "objective", "optimizer")
         made = [part for part in parts if getattr(self.given, part) is not None]
         return Captures(capture, folder, plain(self.config), made)
