@@ -143,13 +143,13 @@ def _with_ratios(rows: list[Row], notes: list[str]) -> tuple[str, list[Row]]:
         return "", rows
     plain = [row for row in same if overrides_by_key(row.overrides).get("optimization") == "none"]
     reference = (plain or same)[0]
-    rate = reference.number(RATE) or 1.0
+    rate, comparable = reference.number(RATE) or 1.0, {id(row) for row in same}
     notes.append(ONE_RUN_EACH)
     if len(same) < len(long):
         notes.append(f"of another data set, model or device than {reference.name}: no speed-up")
     if len(long) < len(timed):
         notes.append(f"fewer than {SHORTEST} steps: no speed-up")
     return reference.name, [
-        replace(row, speedup=(row.number(RATE) or 0.0) / rate) if row in same else row
+        replace(row, speedup=(row.number(RATE) or 0.0) / rate) if id(row) in comparable else row
         for row in rows
     ]

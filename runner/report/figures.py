@@ -23,6 +23,7 @@ DIVERGED = 100  # times as high as where the runs begin
 BYTES = 256 << 20  # of a record: what lies beyond is not read
 LONGEST = 1 << 20  # bytes of a line
 MOST_CURVES = 12  # at once: more cannot be told apart
+MOST_BARS = 40  # of a chart of rows: the fastest and the slowest
 KINDS = {
     "reference": "reference",
     "faster": "faster",
@@ -66,6 +67,10 @@ def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
     if comparison.kind == "sweep":
         about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
+    if len(rows) > MOST_BARS:
+        about += f" The {MOST_BARS // 2} fastest and as many of the slowest of {len(rows)}."
+        rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)
+        rows = rows[: MOST_BARS // 2] + rows[-MOST_BARS // 2 :]
     bars = [_speed_bar(row, verdicts.verdict(row, comparison)) for row in rows]
     yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
 
@@ -91,6 +96,9 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
         f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
         "right and low is better. Both axes begin at 0."
     )
+    if len(points) > MOST_BARS:
+        about += f" The {MOST_BARS} fastest of {len(points)}."
+        points = sorted(points, key=lambda one: one.points[0][0], reverse=True)[:MOST_BARS]
     drawing = draw_points(points, "samples per second", "MiB at the peak")
     yield Figure("Memory against speed", about, [("", "", drawing)])
 

@@ -29,6 +29,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
 LONG_SENTENCE = 160  # letters, from which on it is set smaller
 LONG_NAME = 20
+MOST_ARMS = 40  # side by side in the table of techniques
 
 
 def _ratio(key: str) -> Callable[[Effect], str]:
@@ -190,7 +191,7 @@ def _minute(moment: str) -> str:
 
 def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Techniques by arm; the reason why one did not engage is numbered and stands below, once."""
-    arms = [(row.name, row.techniques) for row in rows if row.techniques]
+    arms = [(row.name, row.techniques) for row in rows if row.techniques][:MOST_ARMS]
     names = dict.fromkeys(name for _, states in arms for name in states)
     reasons: dict[tuple[str, str], list[str]] = {}
     lines, never = [], []

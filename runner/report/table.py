@@ -19,6 +19,7 @@ from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
+MOST_ROWS = 60  # on a terminal; the page has all of them
 NAME = 24  # characters of a row's name that other columns leave it; longer ones are folded
 REASON = 300  # characters of a failure's reason: the page has all of it
 
@@ -41,6 +42,8 @@ class _Screen:
             yield plain_text(sentence.text, TONES[sentence.tone])
         yield Text()
         yield _fitting_table(comparison, console, options)
+        if (beyond := len(comparison.rows) - MOST_ROWS) > 0:
+            yield plain_text(f"and {beyond} more, in {PAGE} and {FILE}", "dim")
         for part in (_reasons(comparison), _notes(comparison), _files(comparison)):
             if lines := list(part):
                 yield from (Text(), *lines)
@@ -65,7 +68,7 @@ def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) ->
     for column in chosen:
         table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
     table.add_column("", header_style="dim", overflow="fold")
-    for row in comparison.rows:
+    for row in comparison.rows[:MOST_ROWS]:
         verdict = verdicts.verdict(row, comparison)
         style = STYLES.get(verdict, "yellow" if row.finished else "red")
         cells = [_cell(column, row) for column in chosen]

@@ -196,6 +196,23 @@ def test_a_click_sorts_by_number_and_failures_go_last(tmp_path: Path) -> None:
     assert up == ["none", "nine", "ten", "gone"]
 
 
+PAGED = """
+const rows = [...page.querySelectorAll("table.numbers tbody tr")];
+const more = page.querySelector("button.more");
+const count = () => [rows.filter(row => !row.hidden).length, more.hidden, more.textContent];
+const first = count(); more.click();
+return [first, count(), page.querySelectorAll(".bar").length];
+"""
+
+
+def test_a_page_of_many_rows_opens_with_the_first_and_draws_the_extremes(tmp_path: Path) -> None:
+    many = result(reference(), *(arm(f"arm{i}", 1 + i / 100) for i in range(149)))
+    first, then, bars = look(html_of(many), tmp_path, PAGED)
+    assert first == [100, False, "show 50 more of 150"]
+    assert then[:2] == [150, True]
+    assert bars == 40
+
+
 class Outline(HTMLParser):
     """What someone hears who does not see the page."""
 

@@ -90,3 +90,10 @@ def test_runs_that_are_equally_fast_are_not_called_the_fastest() -> None:
     assert "No run was more than 5 % slower than another" in text and "fastest" not in text
     text = shown(of_sweep(*levels, rates=[20_000.0, 30_000.0]))
     assert "optimization=basic processed samples 1.50× as fast" in text
+
+
+def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:
+    many = [arm(f"arm{i}", 1.1) for i in range(99)]
+    text = shown(of_benchmark(result(reference(), *many), None))
+    assert "arm58 " in text and "arm59 " not in text
+    assert "and 40 more, in comparison.html and comparison.json" in text

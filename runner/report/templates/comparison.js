@@ -1,5 +1,17 @@
 document.querySelectorAll("table.sortable").forEach(table => {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+  const more = document.createElement("button"), step = 100;
+  let shown = step;
+  const page = () => {
+    [...body.rows].forEach((row, place) => { row.hidden = place >= shown; });
+    more.textContent = `show ${Math.min(step, body.rows.length - shown)} more of ${body.rows.length}`;
+    more.hidden = shown >= body.rows.length;
+  };
+  more.type = "button";
+  more.className = "more";
+  more.addEventListener("click", () => { shown += step; page(); });
+  table.parentElement.after(more);
+  page();
   heads.forEach((head, place) => {
     const button = document.createElement("button");
     button.type = "button";
@@ -17,6 +29,7 @@ document.querySelectorAll("table.sortable").forEach(table => {
         const apart = head.dataset.text ? one.localeCompare(two) : one - two;
         return up ? apart : -apart;
       }).forEach(row => body.append(row));
+      page();
     });
   });
 });
