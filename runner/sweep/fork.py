@@ -95,6 +95,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(where)
+    multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
     if not FIT:
         os.execve(command[0], command, environment)  # noqa: S606  # the same, spawned
     sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)

@@ -32,7 +32,7 @@ def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
     found = {}
     for start in ("fork", "spawn"):
         (tmp_path / start).mkdir()
-        done = sweep(tmp_path / start, "seed=0,1", f"sweep.start={start}")
+        done = sweep(tmp_path / start, "seed=0,1", "data.workers=1", f"sweep.start={start}")
         assert done.returncode == 0, done.stderr
         (record,) = (tmp_path / start).glob("outputs/sweeps/*/*/sweep.json")
         assert json.loads(record.read_text())["start"] == start
