@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
@@ -24,6 +24,7 @@ PRELOAD = ["runner.distributed.rank"]  # which imports torch, once for all proce
 POLL_S = 0.2
 GRACE_S = 30.0  # after a signal: what SLURM and Kubernetes give before they kill
 REPEAT_S = 6.0  # after which a signal is sent again: then a process waits for data no longer
+ABORT_S = 1.0  # for a hung one to write its stacks
 END_S = 5.0  # for one whose others have waited for the whole time-out, or have trained nothing
 
 accept_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
@@ -38,7 +39,7 @@ class Agent:
         self.meeting, self.timeout_s = meeting, timeout_s
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
         self.received: int | None = None  # the signal that this process was sent
-        self.killed: set[int] = set()  # ranks that did not end by themselves
+        self.killed: dict[int, float] = {}  # ranks that did not end by themselves, and when
         self._signalled = self._failed = 0.0  # when the first signal came, the first one failed
         self._repeated = False
         self._ending: dict[int, float] = {}  # since when a process is known to end
@@ -82,9 +83,11 @@ class Agent:
             return
         outcomes = self.outcomes()
         for rank, process in self._alive().items():
-            if now > self._limit(rank, outcomes):
-                self.killed.add(rank)
-                process.kill()
+            if rank not in self.killed and now > self._limit(rank, outcomes):
+                self.killed[rank] = now
+                self._send(signal.SIGABRT, [process])  # it writes where it stands
+            if rank in self.killed and now > self.killed[rank] + ABORT_S:
+                self._send(signal.SIGKILL, [process])
         if self.received and not self._repeated and now > self._signalled + REPEAT_S:
             self._repeated = True
             self._send(self.received)
@@ -120,8 +123,8 @@ class Agent:
         self._signalled = self._signalled or time.monotonic()
         self._send(signal.SIGKILL if again else number)
 
-    def _send(self, number: int) -> None:
-        for process in self._alive().values():
+    def _send(self, number: int, to: Iterable[ForkServerProcess] | None = None) -> None:
+        for process in self._alive().values() if to is None else to:
             with suppress(ProcessLookupError):
                 os.kill(process.pid or os.getpid(), number)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import socket
 import time
@@ -13,7 +12,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
+from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _numbers = count()  # of the worlds of this process, as of every other
 NAMED = 3  # weights that a message names
 RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
 PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
-REARM = 0.1  # share of the time-out after which it is known again that a process is alive
 
 
 class World:
@@ -61,8 +60,7 @@ class World:
         self.alone: Callable[..., Any] | None = None
         self.left = False  # nothing is done together any more
         self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
-        self._stacks: IO[str] | None = None
-        self._armed = 0.0
+        self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
             _stay_on_this_machine()
         timeout = timedelta(seconds=config.timeout_s)
@@ -99,12 +97,8 @@ class World:
 
         After a loss the group is left as it is: taking it down is not sure to return.
         """
-        faulthandler.cancel_dump_traceback_later()
         if self._stacks is not None:
-            faulthandler.enable()
             self._stacks.close()
-            if os.path.getsize(self._stacks.name) == 0:
-                os.unlink(self._stacks.name)
             self._stacks = None
         if dist.is_initialized() and not self.left:
             dist.destroy_process_group()
@@ -213,7 +207,8 @@ class World:
         """The largest of each number over all processes; on the host, once a step."""
         if self.left:
             return [*numbers]
-        self._alive()
+        if self._stacks is not None:
+            self._stacks.alive()
         flags = torch.tensor(numbers)
         with self._waiting():
             dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -278,16 +273,7 @@ class World:
 
         Also when this process crashes.
         """
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = open(file, "a")  # those of an earlier attempt stay
-        faulthandler.enable(self._stacks)
-        self._alive()
-
-    def _alive(self) -> None:
-        now, timeout = time.monotonic(), self.config.timeout_s
-        if self._stacks is not None and now > self._armed + REARM * timeout:
-            self._armed = now
-            faulthandler.dump_traceback_later(PATIENCE * timeout, file=self._stacks)
+        self._stacks = StackWriter(file, PATIENCE * self.config.timeout_s)
 
     @contextmanager
     def together(self) -> Iterator[None]:

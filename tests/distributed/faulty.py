@@ -6,6 +6,7 @@ FAULT is `rank:point:kind:number`: the number of times that this process comes t
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -68,6 +69,8 @@ def _do(kind: str) -> None:
         os._exit(3)
     if kind == "hang":
         time.sleep(600)
+    if kind == "spin":  # and no other thread of Python's runs
+        re.match("(a+)+$", "a" * 99 + "b")
 
 
 class Data:

@@ -53,6 +53,17 @@ def test_a_hung_process_is_noticed_and_the_others_say_where_they_stand(tmp_path:
     assert "forward_backward" in (done.folder / "debug" / "ranks" / "1.txt").read_text()
 
 
+@pytest.mark.slow
+def test_one_that_lets_no_other_thread_run_says_where_it_stands_when_it_is_ended(
+    tmp_path: Path,
+) -> None:
+    done = runs.run(tmp_path / "run", "0:backward:spin:6", "distributed.timeout_s=4")
+    assert done.code == 1
+    assert "process 0 did not answer within distributed.timeout_s" in done.message
+    stacks = (done.folder / "debug" / "ranks" / "0.txt").read_text()
+    assert "Aborted" in stacks and "in planted" in stacks
+
+
 def test_out_of_memory_in_one_process_halves_the_micro_batch_of_all(tmp_path: Path) -> None:
     faults = "1:forward:oom:5,1:forward:oom:9"  # then two forwards make a step
     done = runs.run(tmp_path / "run", faults)

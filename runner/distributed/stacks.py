@@ -1,0 +1,65 @@
+"""Where a process stands, in a file: when it waits for too long, crashes or is ended as hung."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+
+class StackWriter:
+    """Writes every thread's stack to a file when nothing is reported for so many seconds.
+
+    By a thread of Python's own, under the interpreter's lock: faulthandler's timer reads the stacks
+    of threads that run meanwhile, and has crashed a process that was only slow. What crashes, or is
+    ended by SIGABRT, goes through faulthandler: then no other Python code runs.
+    """
+
+    def __init__(self, file: Path, patience_s: float) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.patience_s = patience_s
+        self._file = open(file, "a")  # those of an earlier attempt stay
+        self._closed, self._alive = threading.Event(), time.monotonic()
+        faulthandler.enable(self._file)
+        self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
+        self._thread.start()
+
+    def alive(self) -> None:
+        """Begin to wait anew."""
+        self._alive = time.monotonic()
+
+    def close(self) -> None:
+        """Wait for nothing any more; an empty file is removed."""
+        self._closed.set()
+        self._thread.join()
+        faulthandler.enable()
+        self._file.close()
+        if os.path.getsize(self._file.name) == 0:
+            os.unlink(self._file.name)
+
+    def _watch(self) -> None:
+        written = 0.0
+        while not self._closed.wait(self._alive + self.patience_s - time.monotonic()):
+            seconds = time.monotonic() - self._alive
+            if seconds < self.patience_s:
+                continue
+            if written != self._alive:
+                written = self._alive
+                self._file.write(f"nothing for {seconds:.1f} s\n{_stacks()}\n")
+                self._file.flush()
+            self._closed.wait(self.patience_s)
+
+
+def _stacks() -> str:
+    """The stack of each thread but this one, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != own
+    )
