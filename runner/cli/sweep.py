@@ -61,10 +61,15 @@ def prepare(
         OmegaConf.to_object(launcher)  # checks its values
     else:
         register_plugins_for_children()
-    if "hydra_submitit_launcher" in str(launcher.get("_target_")):
+    target = str(launcher.get("_target_"))
+    if "hydra_submitit_launcher" in target:
         from runner.sweep.submitted import watch_queue
 
         watch_queue()
+    elif target.endswith("ray_launcher.RayLauncher"):
+        from runner.sweep.ray_jobs import replace_launch
+
+        replace_launch()
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
     _find_earlier(session, config, overrides, isolated)

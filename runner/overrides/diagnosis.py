@@ -34,7 +34,7 @@ UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
 DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
 PLUGINS = (
     "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; the "
-    "extra runner[slurm]) or hydra-optuna-sweeper"
+    "extra runner[slurm]), hydra-ray-launcher (runner[ray]) or hydra-optuna-sweeper"
 )
 NEED_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"

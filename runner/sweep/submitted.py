@@ -86,12 +86,17 @@ def _record_end(job: Any, reason: str) -> None:
     with open_dict(config.hydra.job):
         config.hydra.job.num, config.hydra.job.id = number, job.job_id
     folder = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
+    record_lost_job(folder, "killed", reason)
+
+
+def record_lost_job(folder: Path, status: str, reason: str) -> None:
+    """Write how a job without a result ended, unless its own summary states an end."""
     try:
         if Summary.read(folder).status != "running":
             return
     except StorageError:
-        log.debug("job %s has no summary", job.job_id)
-    write_failed_summary(folder, "killed", reason, "")
+        log.debug("%s has no summary", folder)
+    write_failed_summary(folder, status, reason, "")
 
 
 @contextmanager
