@@ -61,11 +61,11 @@ def steps(root: Path) -> dict[int, Path]:
         names = os.listdir(root)
     except OSError:
         return {}
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for name in sorted(names):  # one that was being replaced first, so that the new one wins
         if match := STEP.fullmatch(name.removeprefix(storage.OLD)):
-            found[int(match[1])] = root / name
-    return found
+            folders[int(match[1])] = root / name
+    return folders
 
 
 def root_of(where: Path) -> Path:
@@ -124,15 +124,15 @@ def link(root: Path) -> int | None:
 
 def prune(root: Path, keep: int, always: set[int | None]) -> None:
     """Delete all but the `keep` newest complete ones and those in `always`."""
-    found = steps(root)
-    complete = sorted(step for step, folder in found.items() if is_checkpoint(folder))
-    for step in sorted(found.keys() - always - set(complete[-keep:])):
+    folders = steps(root)
+    complete = sorted(step for step, folder in folders.items() if is_checkpoint(folder))
+    for step in sorted(folders.keys() - always - set(complete[-keep:])):
         try:
             going = root / (TEMPORARY + "old-" + step_name(step))  # which a start would remove
-            os.rename(found[step], going)
+            os.rename(folders[step], going)
             storage.remove_folder(going)
         except OSError as error:
-            log.warning("%s: an old checkpoint stays: %s", found[step], error.strerror)
+            log.warning("%s: an old checkpoint stays: %s", folders[step], error.strerror)
 
 
 def sweep(root: Path) -> None:

@@ -24,10 +24,10 @@ def labelled_files(
     SecurityError for a link out of `root`; `what` names the files that are taken.
     """
     if not opening.labelled:
-        found = [root]  # one file
+        files_inside = [root]  # one file
         if root.is_dir():
-            found = _inside(root, root.rglob("*"), opening, Path.is_file)
-        files = [file for file in found if takes(file)]
+            files_inside = _inside(root, root.rglob("*"), opening, Path.is_file)
+        files = [file for file in files_inside if takes(file)]
         if not files:
             raise DataError(f"{root}: has no {what}")
         return files, np.zeros(len(files), np.int64), (), ()

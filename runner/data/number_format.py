@@ -91,25 +91,25 @@ def convert_numbers(
     import pyarrow
 
     candidates = (_like_numbers(*item, config.most_bad) for item in columns.items())
-    found = [texts for texts in candidates if texts is not None]
-    if not found:
+    parsed = [texts for texts in candidates if texts is not None]
+    if not parsed:
         return ()
     choices: tuple[Choice, ...] = ()
     points = any(str(column.type) == "double" for column in columns.values())
     decimal, thousands = sign_of(config.decimal), sign_of(config.thousands)
     if decimal is None and thousands is None:
-        decimal, thousands, choices = _recognise_signs(found, points)
+        decimal, thousands, choices = _recognise_signs(parsed, points)
     if thousands == ".":
         decimal = ","
     if thousands is not None:
         signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
-        for texts in found:
+        for texts in parsed:
             texts.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
     if decimal is None and thousands is None:
-        choices = _hints(found)
+        choices = _hints(parsed)
     if decimal is None and thousands != ",":
-        certain = [t for t in found if t.count(COMMA, GROUPED.format(","))]
-        mixed = any(t.count(POINT) or t.count(GROUPED.format(","), COMMA) for t in found)
+        certain = [t for t in parsed if t.count(COMMA, GROUPED.format(","))]
+        mixed = any(t.count(POINT) or t.count(GROUPED.format(","), COMMA) for t in parsed)
         if certain and separator != "," and not points and not mixed:
             decimal, example = ",", certain[0].example(COMMA)
             reason = f"column {certain[0].name!r} holds numbers such as {example}"
@@ -118,13 +118,13 @@ def convert_numbers(
         if choice.value == "none":
             log.warning("%s: %s", choice.key, choice.reason)
     if decimal == ",":
-        for texts in found:
+        for texts in parsed:
             if texts.count(POINT):
                 problem = f"column {texts.name!r} holds {texts.example(POINT)}, and the decimal"
                 fix = f"data.decimal=point, data.thousands=point, or data.ignore=[{texts.name}]"
                 raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
             texts.replace(COMMA, ",", ".")
-    columns.update({texts.name: pyarrow.chunked_array([texts.column]) for texts in found})
+    columns.update({texts.name: pyarrow.chunked_array([texts.column]) for texts in parsed})
     return choices
 
 
@@ -148,8 +148,8 @@ def trained_signs(config: Tabular | None) -> tuple[Choice, ...]:
 def uses_other_decimals(columns: Mapping[str, Any], config: Tabular) -> bool:
     """Whether some number has the other decimal sign for certain: 12.5, where 1.234 may be 1234."""
     other = "[.]" if sign_of(config.decimal) == "," else ","
-    found = (_like_numbers(*item, config.most_bad) for item in columns.items())
-    return any(t and t.count(DECIMAL.format(other), GROUPED.format(other)) for t in found)
+    parsed = (_like_numbers(*item, config.most_bad) for item in columns.items())
+    return any(t and t.count(DECIMAL.format(other), GROUPED.format(other)) for t in parsed)
 
 
 def strip_units(columns: dict[str, Any]) -> tuple[Choice, ...]:
@@ -195,7 +195,7 @@ def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
 
 
 def _recognise_signs(
-    found: list[_Texts], points: bool
+    parsed: list[_Texts], points: bool
 ) -> tuple[str | None, str | None, tuple[Choice, ...]]:
     """The decimal sign and the one between thousands, if they are certain."""
     readable = []
@@ -203,9 +203,9 @@ def _recognise_signs(
         certain = [p.format(thousands, decimal) for p in (WITH_DECIMALS, MANY_GROUPS)]
         if len(thousands) > 1:  # 12 345 678 may be a telephone number
             certain.pop()
-        evidence = [t.example(p) for t in found for p in certain if t.count(p)]
+        evidence = [t.example(p) for t in parsed for p in certain if t.count(p)]
         other = READABLE.format(thousands, decimal)
-        if evidence and not any(t.count(LIKE_A_NUMBER, other) for t in found):
+        if evidence and not any(t.count(LIKE_A_NUMBER, other) for t in parsed):
             readable.append((thousands, decimal, evidence[0]))
     if len(readable) != 1 or (points and readable[0][1] == ","):
         return None, None, ()
@@ -224,10 +224,10 @@ def _word(sign: str) -> str:
     return "apostrophe" if sign in APOSTROPHES else next(w for w, s in SIGNS.items() if s == sign)
 
 
-def _hints(found: list[_Texts]) -> tuple[Choice, ...]:
+def _hints(parsed: list[_Texts]) -> tuple[Choice, ...]:
     """What to name for columns that hold numbers with signs that were not asked for."""
     choices = []
-    for texts in found:
+    for texts in parsed:
         for pattern, key in ((COMMA, "decimal"), (GROUPED.format(f"[{GROUP_SIGNS}]"), "thousands")):
             if not texts.count(pattern, "^$" if key == "thousands" else GROUPED.format(",")):
                 continue

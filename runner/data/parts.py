@@ -44,19 +44,19 @@ def find_parts(config: DataConfig, opening: Opening) -> Parts:
     named = {part: getattr(config, key.partition(".")[2], None) for part, key in keys.items()}
     paths = {part: existing(path, PATHS[part]) for part, path in named.items() if path is not None}
     root = Path(getattr(config, "path", "")).expanduser()
-    found, places = Parts(), {"": root}
+    own, places = Parts(), {"": root}
     if config._target_ is None and root.is_dir():
         if getattr(config, "split_folders", False):
-            found = _split_folders(root, config, opening)
-            places = {"": root / found.folder}
+            own = _split_folders(root, config, opening)
+            places = {"": root / own.folder}
         elif config.kind == "tokens" and not whole:
-            found = _token_files(root, paths, opening)
+            own = _token_files(root, paths, opening)
             places = {"": root / "train.bin", "validation": root / "val.bin"}
-    if "validation" in found.paths and (config.split is not None or config.folds is not None):
+    if "validation" in own.paths and (config.split is not None or config.folds is not None):
         key = "data.split" if config.folds is None else "data.folds"
-        problem = f"{found.paths['validation']} is the validation set"
-        raise ConfigError(key, problem, f"leave it out, or name data.path={root / found.folder}")
-    parts = replace(found, paths={**found.paths, **paths})
+        problem = f"{own.paths['validation']} is the validation set"
+        raise ConfigError(key, problem, f"leave it out, or name data.path={root / own.folder}")
+    parts = replace(own, paths={**own.paths, **paths})
     _check_disjoint({**places, **parts.paths})
     return parts
 

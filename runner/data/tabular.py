@@ -60,9 +60,9 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     if fitted is not None:
         labels, sizes = _trained_target(target, fitted.sizes, config, table), fitted.sizes
     elif target is not None:
-        labels, sizes, found = fit_target(target, config, table, parts[0])
+        labels, sizes, inferred = fit_target(target, config, table, parts[0])
         sizes = replace(sizes, in_features=encoded.shape[1])
-        choices = (*choices, *found)
+        choices = (*choices, *inferred)
     inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
     known = ((*choices, *rule), columns, table.rows, "data.ignore", table.ids)
     return Tensors(inputs, targets, sizes, (parts[0], parts[1]), *known)

@@ -51,8 +51,8 @@ class UserDataset(Dataset):
         self.dataset = dataset
         self.train, self.validation, choices = opening.split(len(dataset), config, target)
         if opening.fitted is None:
-            self.sizes, found = infer_sizes(dataset, target, self._timed_sample)
-            choices = (*choices, *found)
+            self.sizes, inferred = infer_sizes(dataset, target, self._timed_sample)
+            choices = (*choices, *inferred)
         else:
             self.sizes = opening.fitted.sizes
         self.choices = choices

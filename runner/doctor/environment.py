@@ -49,15 +49,15 @@ class DoctorCheck:
 
     name: str
     status: Status
-    found: str
+    finding: str
     fix: str = ""
 
     @classmethod
     def of(
-        cls, name: str, good: bool, found: str, fix: str, bad: Status = Status.warn
+        cls, name: str, good: bool, finding: str, fix: str, bad: Status = Status.warn
     ) -> DoctorCheck:
         """A check that has a fix unless it is good."""
-        return cls(name, Status.ok, found) if good else cls(name, bad, found, fix)
+        return cls(name, Status.ok, finding) if good else cls(name, bad, finding, fix)
 
 
 def checks(device: Device, outputs: Path) -> list[DoctorCheck]:

@@ -172,4 +172,4 @@ def _outlook(row: Outlook) -> Text:
 def _check(check: DoctorCheck) -> Text:
     status = (f"{check.status.value:4}", STYLES[check.status])
     fix = f"\n      fix: {escape_control_chars(check.fix)}" if check.fix else ""
-    return Text.assemble(status, f"  {escape_control_chars(check.found)}", (fix, "italic"))
+    return Text.assemble(status, f"  {escape_control_chars(check.finding)}", (fix, "italic"))

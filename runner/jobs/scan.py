@@ -46,33 +46,37 @@ class ScanRow:
     """One item that was judged."""
 
     kind: str  # file | checkpoint | folder
-    found: Assessment
+    assessment: Assessment
 
     @property
     def worst(self) -> Reason | None:
         """The worst finding."""
-        return max(self.found.reasons, key=lambda reason: reason.severity, default=None)
+        return max(self.assessment.reasons, key=lambda reason: reason.severity, default=None)
 
     @property
     def digest(self) -> str:
         """sha256 of a single file; of a folder each file has its own."""
-        return next(iter(self.found.files.values())).sha256 if len(self.found.files) == 1 else ""
+        return (
+            next(iter(self.assessment.files.values())).sha256
+            if len(self.assessment.files) == 1
+            else ""
+        )
 
     @property
     def size(self) -> int:
         """Bytes of all its files."""
-        return sum(facts.size for facts in self.found.files.values())
+        return sum(facts.size for facts in self.assessment.files.values())
 
     def accepted(self, level: SecurityLevel) -> bool:
         """Whether the level loads it."""
-        return not self.found.refused and enough(self.found, level)
+        return not self.assessment.refused and enough(self.assessment, level)
 
     def explain(self, level: SecurityLevel) -> str:
         """The reason for its trust, and the way out."""
-        worst, trust = self.worst, self.found.trust
+        worst, trust = self.worst, self.assessment.trust
         serious = worst is not None and worst.severity is not Severity.NOTE
-        if not self.found.refused and not enough(self.found, level):
-            way = way_in(self.found)
+        if not self.assessment.refused and not enough(self.assessment, level):
+            way = way_in(self.assessment)
             unknown = f"unknown file, which security={level.value} does not load; {way}"
             return f"{worst}; {unknown}" if serious else unknown
         if worst is not None and (serious or trust is Trust.UNTRUSTED):
@@ -97,7 +101,7 @@ class Scan:
     def worst_first(self) -> list[ScanRow]:
         """The least trusted first, then by the severity of the worst reason."""
         severity = {id(row): row.worst.severity if row.worst else 0 for row in self.rows}
-        return sorted(self.rows, key=lambda row: (row.found.trust, -severity[id(row)]))
+        return sorted(self.rows, key=lambda row: (row.assessment.trust, -severity[id(row)]))
 
     @property
     def refused(self) -> list[ScanRow]:
@@ -109,19 +113,19 @@ class Scan:
         """In one line."""
         refused, count = self.refused, _count_items(len(self.rows))
         if refused:
-            bad = sum(row.found.refused for row in refused)
+            bad = sum(row.assessment.refused for row in refused)
             counts = [f"{bad} of {count} refused"] if bad else []
             if low := len(refused) - bad:
                 of = "" if bad else f"of {count} "
                 level = f"which security={self.level.value} does not load"
                 counts.append(f"{low} {of}UNTRUSTED, {level}")
-            first = f"{refused[0].found.path}: {refused[0].explain(self.level)}"
+            first = f"{refused[0].assessment.path}: {refused[0].explain(self.level)}"
             return escape_control_chars(f"{', '.join(counts)}; the first, {first}")
         if self.interrupted:
             return f"interrupted after {len(self.rows)} of {_count_items(self.total)}: no verdict"
         if not self.rows:
             return f"no model and no array lies in {escape_control_chars(self.path)}"
-        trusts = Counter(row.found.trust for row in self.rows)
+        trusts = Counter(row.assessment.trust for row in self.rows)
         each = ", ".join(f"{trusts[trust]} {trust.name}" for trust in sorted(trusts))
         return f"{count}, none refused: {each}"
 
@@ -140,7 +144,7 @@ class Scan:
                 "accepted": row.accepted(self.level),
                 "size": row.size,
                 "digest": row.digest,
-                **row.found.as_dict(),
+                **row.assessment.as_dict(),
             }
             for row in self.worst_first
         ]
@@ -150,7 +154,7 @@ class Scan:
             "security": self.level.value,
             "verdict": self.outcome,
             "complete": not self.interrupted,
-            "counts": {t.name: sum(r.found.trust is t for r in self.rows) for t in Trust},
+            "counts": {t.name: sum(r.assessment.trust is t for r in self.rows) for t in Trust},
             "things": self.total,
             "passed_over": self.passed_over,
             "seconds": self.seconds,
@@ -168,12 +172,12 @@ def terminal(scan: Scan, most: int) -> RenderableType:
     """The worst first, `most` of them; made for 80 columns."""
     parts: list[RenderableType] = [Text(), plain_text(f"scan of {scan.path}", "bold")]
     for row in scan.worst_first[:most]:
-        head = Text(f"{row.found.trust.name:9} ", STYLES.get(row.found.trust, "green"))
-        head.append(plain_text(row.found.path, "bold"))
+        head = Text(f"{row.assessment.trust.name:9} ", STYLES.get(row.assessment.trust, "green"))
+        head.append(plain_text(row.assessment.path, "bold"))
         digest = plain_text(f"  sha256 {row.digest or 'in scan.json'}", "dim")
         for line in (head, digest):  # what is broken cannot be copied
             line.no_wrap, line.overflow = True, "ignore"
-        formats = {facts.format for facts in row.found.files.values()} - {OTHER}
+        formats = {facts.format for facts in row.assessment.files.values()} - {OTHER}
         about = f"{row.kind}, {', '.join(sorted(formats)) or OTHER}, {size(row.size)}"
         lines = [plain_text(about, "dim"), plain_text(row.explain(scan.level))]
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
@@ -236,8 +240,8 @@ def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None
     scan.total = len(items)
     with Scanner(policy, config.scan.deep) as scanner, _progress(config, items) as report:
         for item in items:
-            found = scanner.scan(item, lambda size, item=item: report(item, size))  # type: ignore[misc]
-            scan.rows.append(ScanRow(item.kind, found))
+            assessment = scanner.scan(item, lambda size, item=item: report(item, size))  # type: ignore[misc]
+            scan.rows.append(ScanRow(item.kind, assessment))
 
 
 def _judged(path: Path, scan: Scan) -> Iterator[Item]:

@@ -86,15 +86,15 @@ def monitored(objective: Objective, asked: str | None) -> str:
     ours = type(objective).__module__.startswith("runner.")  # a user's may make other metrics
     names = objective.metric_names() if ours else None
     named = objective.named.metrics if objective.named is not None else ()
-    found = [f"val/{name}" for name in (*names, *named)] if names else []
-    if found and asked not in (objective.monitor, *found):
-        raise unknown(asked, found)
+    available = [f"val/{name}" for name in (*names, *named)] if names else []
+    if available and asked not in (objective.monitor, *available):
+        raise unknown(asked, available)
     return asked
 
 
-def unknown(asked: str, found: Iterable[str], then: str = "") -> ConfigError:
+def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError:
     """The error about a metric that is not there; `then` is what comes of the run."""
-    names = list(found)
+    names = list(available)
     near = get_close_matches(asked, names, 1) or [n for n in names if n == f"val/{asked}"]
     shown = [name for name in names if name.count("/") < 2]  # not those of single classes
     guess = f"did you mean {MONITOR}={near[0]}? " if near else ""

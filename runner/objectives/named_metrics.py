@@ -148,17 +148,17 @@ def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(KEY, problem, "leave them out")
     prefix = "Binary" if sizes.classes == 2 else "Multiclass"
     classes = {
-        name.removeprefix(prefix): found
-        for name, found in vars(classification).items()
-        if name.startswith(prefix) and _is_class(found, Metric)
+        name.removeprefix(prefix): member
+        for name, member in vars(classification).items()
+        if name.startswith(prefix) and _is_class(member, Metric)
     }
     if sizes.classes == 2:
         return classes, {}
     return classes, {"num_classes": sizes.classes, "average": "macro"}
 
 
-def _is_class(found: Any, base: type) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
+def _is_class(member: Any, base: type) -> bool:
+    return isinstance(member, type) and issubclass(member, base)
 
 
 def _made(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:

@@ -91,17 +91,17 @@ def _select(
     optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The entries for options that are on; ValueError where one that is needed is missing."""
-    found = {
+    entries = {
         name: value
         for name, value in entries.items()
         if value is not None and group.get(OPTION_OF.get(name, ""), True)
     }
     needed = {name for name, option in OPTION_OF.items() if group.get(option)}
     needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()
-    missing = sorted(needed - {"momentum_buffer"} - found.keys())
-    if found and missing:
+    missing = sorted(needed - {"momentum_buffer"} - entries.keys())
+    if entries and missing:
         raise ValueError(f"{type(optimizer).__name__}: {', '.join(missing)} is missing")
-    return found
+    return entries
 
 
 def _weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -53,8 +53,8 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
                 totals = reduce(_add, tallies, totals)
     if run.world is not None:
         totals = reduce(_add, run.world.gather(totals), {})
-    found = run.objective.all_metrics(totals)
-    metrics = {f"{split_name}/{name}": x for name, x in found.items()}
+    values = run.objective.all_metrics(totals)
+    metrics = {f"{split_name}/{name}": x for name, x in values.items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
 

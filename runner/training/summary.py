@@ -124,9 +124,11 @@ class Summary:
         Raises StorageError if it is missing or not readable.
         """
         try:
-            found = json.loads(read_record(folder / FILE))
-            metrics = {k: math.nan if v is None else v for k, v in found.get("metrics", {}).items()}
-            throughput = found.get("throughput", {})
+            record = json.loads(read_record(folder / FILE))
+            metrics = {
+                k: math.nan if v is None else v for k, v in record.get("metrics", {}).items()
+            }
+            throughput = record.get("throughput", {})
             nested = {
                 "metrics": metrics,
                 "throughput": dataclass_from_dict(
@@ -134,18 +136,19 @@ class Summary:
                     throughput
                     | {"step_ms": dataclass_from_dict(StepTime, throughput.get("step_ms", {}))},
                 ),
-                "memory": dataclass_from_dict(MemoryPeaks, found.get("memory", {})),
-                "checkpoint": dataclass_from_dict(CheckpointPaths, found.get("checkpoint", {})),
+                "memory": dataclass_from_dict(MemoryPeaks, record.get("memory", {})),
+                "checkpoint": dataclass_from_dict(CheckpointPaths, record.get("checkpoint", {})),
                 "techniques": [
-                    dataclass_from_dict(TechniqueStatus, row) for row in found.get("techniques", [])
+                    dataclass_from_dict(TechniqueStatus, row)
+                    for row in record.get("techniques", [])
                 ],
-                "tools": [dataclass_from_dict(Cost, row) for row in found.get("tools", [])],
+                "tools": [dataclass_from_dict(Cost, row) for row in record.get("tools", [])],
                 "columns": [
-                    dataclass_from_dict(ColumnUse, row) for row in found.get("columns", [])
+                    dataclass_from_dict(ColumnUse, row) for row in record.get("columns", [])
                 ],
-                "choices": [dataclass_from_dict(Choice, row) for row in found.get("choices", [])],
+                "choices": [dataclass_from_dict(Choice, row) for row in record.get("choices", [])],
             }
-            return dataclass_from_dict(cls, found | nested)
+            return dataclass_from_dict(cls, record | nested)
         except RecursionError:
             raise StorageError(
                 f"{folder / FILE}: no readable summary (nested too deeply)"

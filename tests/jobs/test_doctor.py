@@ -52,7 +52,7 @@ def test_every_technique_has_a_row_with_a_reason_where_it_is_not_available(repor
 
 def test_this_environment_meets_the_projects_requirements(report):
     by_name = {check.name: check for check in report.checks}
-    assert by_name["packages"].status is Status.ok, by_name["packages"].found
+    assert by_name["packages"].status is Status.ok, by_name["packages"].finding
     assert by_name["python"].status is Status.ok
     assert report.versions["torch"] == torch.__version__
 
@@ -75,7 +75,7 @@ def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_reported():
     report = examine(Config(DeviceConfig(kind=DeviceKind.cuda)))
     failed = [check for check in report.checks if check.status is Status.fail]
     assert [check.name for check in failed] == ["device"]
-    assert "built without CUDA" in failed[0].found
+    assert "built without CUDA" in failed[0].finding
     assert report.status is Status.fail and report.device["kind"] == "cpu"
 
 
@@ -105,7 +105,7 @@ def test_python_is_compared_with_the_projects_range(version, status):
 def test_a_missing_and_a_too_old_package_are_named():
     check = environment.packages(["no-such-package-zz>=2", "numpy>=9999", "torch>=2.11"])
     assert check.status is Status.fail
-    assert "numpy>=9999 is needed, found" in check.found
+    assert "numpy>=9999 is needed, found" in check.finding
     assert check.fix == "pip install 'no-such-package-zz>=2' 'numpy>=9999'"
     assert environment.packages([]).status is Status.warn
 
@@ -120,8 +120,8 @@ def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
         next(iter(environment.compilers("cpu", environ)))
         for environ in ({"CXX": str(works)}, {"CXX": str(broken)}, {"PATH": str(tmp_path)})
     )
-    assert good.status is Status.ok and good.found == f"{works}: my compiler 1.2"
-    assert bad.status is Status.warn and "does not run" in bad.found
+    assert good.status is Status.ok and good.finding == f"{works}: my compiler 1.2"
+    assert bad.status is Status.warn and "does not run" in bad.finding
     assert absent.status is Status.warn and "CXX" in absent.fix
 
 
@@ -132,8 +132,8 @@ def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, mo
     assert not any(tmp_path.iterdir())
     with ExitStack() as scope:
         compiler.prepare(scope)
-        assert check.found == os.environ[compiler.CACHE]
-    Path(check.found).chmod(0o777)  # a run does not use code that others may have written
+        assert check.finding == os.environ[compiler.CACHE]
+    Path(check.finding).chmod(0o777)  # a run does not use code that others may have written
     assert environment.compile_cache(os.environ).status is Status.warn
     (tmp_path / "file").write_text("")
     taken = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")}
@@ -143,7 +143,7 @@ def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, mo
 
 def test_an_outputs_folder_is_checked_but_not_made(tmp_path):
     outputs = tmp_path / "outputs"
-    assert environment.disk(outputs / "runs").found.endswith(str(Path("outputs") / "runs"))
+    assert environment.disk(outputs / "runs").finding.endswith(str(Path("outputs") / "runs"))
     assert not outputs.exists()
     outputs.write_text("a file")
     assert environment.disk(outputs / "runs").status is Status.fail

@@ -85,16 +85,18 @@ def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder
     (run / ".hydra").mkdir()
     (run / ".hydra/config.yaml").write_text("a: 1")
     found = scan(run, folder, "security=strict")
-    assert [(row.kind, row.found.trust.name) for row in found.rows] == [("checkpoint", "CHECKED")]
+    assert [(row.kind, row.assessment.trust.name) for row in found.rows] == [
+        ("checkpoint", "CHECKED")
+    ]
     assert "1 item, none refused: 1 CHECKED" in found.verdict and found.passed_over == 1
     os.rename(run, tmp_path / "moved")
     known = pinned(*(tmp_path / "moved/checkpoints/step_00000007").glob("[ms]*[st]"))
-    assert scan(tmp_path / "moved", folder, "security=strict", known).rows[0].found.trust.name == (
-        "PINNED"
-    )
+    assert scan(tmp_path / "moved", folder, "security=strict", known).rows[
+        0
+    ].assessment.trust.name == ("PINNED")
     one = pinned(tmp_path / "moved/checkpoints/step_00000007/state.pt")
     model = tmp_path / "moved/checkpoints/step_00000007/state.pt"
-    assert scan(model, folder, "security=strict", one).rows[0].found.trust.name == "PINNED"
+    assert scan(model, folder, "security=strict", one).rows[0].assessment.trust.name == "PINNED"
 
 
 def test_what_strict_would_not_load_is_an_error_that_names_the_digest(tmp_path, folder):
