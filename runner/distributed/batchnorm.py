@@ -8,70 +8,111 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 if TYPE_CHECKING:
+    from runner.distributed.world import World
     from runner.techniques.base import RunBuilder
 
 
 def synchronise_batchnorm(draft: RunBuilder) -> None:
     """Have each BatchNorm normalise by the batch of all processes; its names stay.
 
-    On CUDA by torch's SyncBatchNorm, which refuses CPU tensors; there by two sums.
+    On CUDA by torch's SyncBatchNorm, which refuses CPU tensors; there by one all-gather in the
+    forward and one all-reduce in the backward of each layer.
     """
     layers = [m for m in draft.model.modules() if isinstance(m, _BatchNorm)]
-    if not layers:
+    if not layers or draft.world is None:
         return
     if draft.device.kind == "cuda":
         draft.model = nn.SyncBatchNorm.convert_sync_batchnorm(draft.model)  # type: ignore[no-untyped-call]
         draft.forward = draft.model
         return
     for layer in layers:
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, layer, draft.world)  # type: ignore[method-assign]
 
 
-def _forward(layer: _BatchNorm, x: Tensor) -> Tensor:
+def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
     """`[samples, channels, …]` normalised by mean and variance over samples and places."""
     if not layer.training:
         mean, variance = layer.running_mean, layer.running_var
         own = mean is None or variance is None  # without running statistics, those of the batch
         return F.batch_norm(x, mean, variance, layer.weight, layer.bias, own, 0, layer.eps)
-    places = [0, *range(2, x.dim())]
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits count to 256
-    count = exact.new_full((1,), x.numel() / x.shape[1])
-    sums = _total(torch.cat([exact.sum(places), count]))
-    n = sums[-1].detach()
-    mean = sums[:-1] / n
-    centred = exact - mean.view(shape)
-    variance = _total(centred.square().sum(places)) / n
-    _follow(layer, mean.detach(), variance.detach() * n / (n - 1))
-    y: Tensor = centred * torch.rsqrt(variance + layer.eps).view(shape)
-    if layer.weight is not None:
-        y = y * layer.weight.view(shape) + layer.bias.view(shape)
-    return y.to(x.dtype)
+    count = 0 if world.stand_in else x.numel() // x.shape[1]
+    y, mean, variance, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
+    if not torch.compiler.is_compiling() and n <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
+    _follow(layer, mean, variance * (n / (n - 1)))
+    normalised: Tensor = y
+    return normalised
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over all processes, which each one's loss depends on."""
+class _Normalise(torch.autograd.Function):
+    """Normalisation by the statistics of all processes, on which each one's loss depends.
+
+    The passes over `x` are kernels of torch: its statistics, its normalisation with given ones
+    (also for the affine part of the gradient), and the two sums of its backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Also mean, biased variance and number of values per channel, of all processes."""
+        dtype = torch.promote_types(x.dtype, torch.float32)  # 16 bits count to 256
+        mean, variance, n = _merge(*_statistics(x, dtype), count)
+        mean, variance = mean.to(dtype), variance.to(dtype)
+        scale = mean.new_ones(mean.shape) if weight is None else weight.to(dtype)
+        shift = None if bias is None else bias.to(dtype)
+        y = F.batch_norm(x, mean, variance, scale, shift, False, 0, eps)
+        ctx.save_for_backward(x, scale, mean, variance, n)
+        ctx.mark_non_differentiable(mean, variance, n)
+        ctx.eps, ctx.counts = eps, count > 0
+        ctx.types = [None if each is None else each.dtype for each in (weight, bias)]
+        return y, mean, variance, n
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), the means over all processes."""
+        x, scale, mean, variance, n = ctx.saved_tensors
+        dx, dtype = None, mean.dtype
+        exact, dy = x.to(dtype), gradients[0].to(dtype)
+        _, products, sums = torch.ops.aten.native_batch_norm_backward(
+            dy, exact, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            total = torch.stack([products, sums])
+            dist.all_reduce(total)
+            factor = scale * torch.rsqrt(variance + ctx.eps)
+            # what stands in for samples had no part in mean and variance
+            slope, level = -factor * total * (ctx.counts / n).to(dtype)
+            dx = F.batch_norm(exact, mean, variance, slope, level, False, 0, ctx.eps)
+            dx = dx.addcmul_(dy, factor.view(1, -1, *[1] * (x.dim() - 2))).to(x.dtype)
+        types = zip((products, sums), ctx.types, strict=True)
+        return dx, *(None if to is None else own.to(to) for own, to in types), None, None
 
 
-def _total(values: Tensor) -> Tensor:
-    total: Tensor = _Sum.apply(values)  # type: ignore[no-untyped-call]
-    return total
+def _statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This process's mean and biased variance of each channel."""
+    unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # gives the type, too
+    mean, variance = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+def _merge(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of all processes, and their count, in fp64 (Chan, Golub and LeVeque 1983)."""
+    own = torch.cat([mean.double(), variance.double(), mean.new_full((1,), count).double()])
+    every = own.new_empty(dist.get_world_size(), own.numel())
+    dist.all_gather(list(every), own)
+    counts = every[:, -1:]
+    means, variances = every[:, :-1].chunk(2, 1)
+    n = counts.sum()
+    whole = (means * counts).sum(0) / n
+    spread = variances + (means - whole).square()
+    return whole, (spread * counts).sum(0) / n, n
 
 
 @torch.no_grad()

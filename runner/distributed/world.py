@@ -59,6 +59,7 @@ class World:
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
         self.left = False  # nothing is done together any more
+        self.stand_in = False  # the samples of this micro-batch are others', and count for nothing
         self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):

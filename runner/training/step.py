@@ -181,6 +181,8 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         empty = which.start == which.stop
         part: Batch = rows(batch, slice(0, 1) if empty else which)
         weight = run.update.never if empty else run.objective.weight(part[1])
+        if world is not None:
+            world.stand_in = empty
         with _synchronised(run, last=number == len(parts)):
             loss = _weighted(_forward(run, part), weight, whole)
             run.watch.split("forward")

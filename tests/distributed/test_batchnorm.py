@@ -1,0 +1,140 @@
+"""BatchNorm over several processes is BatchNorm over the whole batch. Each process is a thread."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier, local
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.distributed.batchnorm import _forward
+
+WAIT_S = 60
+Together = Callable[[list[Callable[[], Any]]], list[Any]]
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Together:
+    """Call each function in a thread of its own, as what one process of a group does."""
+    mine, threads = local(), SimpleNamespace(size=0, barrier=Barrier(1), given={})
+
+    def exchange(value: Tensor) -> list[Tensor]:
+        threads.given[mine.rank] = value.clone()
+        threads.barrier.wait(WAIT_S)
+        every = [threads.given[rank] for rank in range(threads.size)]
+        threads.barrier.wait(WAIT_S)
+        return every
+
+    def gather(every: list[Tensor], own: Tensor) -> None:
+        for to, value in zip(every, exchange(own), strict=True):
+            to.copy_(value)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    monkeypatch.setattr(dist, "all_reduce", lambda own: own.copy_(sum(exchange(own))))
+    monkeypatch.setattr(dist, "get_world_size", lambda: threads.size)
+
+    def call(rank: int, function: Callable[[], Any]) -> Any:
+        mine.rank = rank
+        return function()
+
+    def run(functions: list[Callable[[], Any]]) -> list[Any]:
+        threads.size, threads.barrier = len(functions), Barrier(len(functions))
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return list(pool.map(call, range(len(functions)), functions))
+
+    return run
+
+
+def synchronised(layer: nn.BatchNorm2d, stand_in: bool = False) -> nn.BatchNorm2d:
+    own = copy.deepcopy(layer)
+    world = SimpleNamespace(stand_in=stand_in)
+    own.forward = partial(_forward, own, world)  # type: ignore[method-assign, arg-type]
+    return own
+
+
+def twice(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """What a forward that uses the layer twice, and its backward, leave behind."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(layer(x))
+    y.backward(dy)
+    gradients = {name: weight.grad for name, weight in layer.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients, **dict(layer.named_buffers())}  # type: ignore[dict-item]
+
+
+def merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What is that of samples in a row, gradients of weights summed; buffers are the same."""
+    whole = dict(parts[0])
+    for name in ("y", "dx"):
+        whole[name] = torch.cat([part[name] for part in parts])
+    for name in whole.keys() & {"weight", "bias"}:
+        whole[name] = torch.stack([part[name] for part in parts]).sum(0)
+    for name in whole.keys() - {"y", "dx", "weight", "bias"}:
+        assert all(torch.equal(part[name], whole[name]) for part in parts)
+    return whole
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "how", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}]
+)
+def test_uneven_parts_are_normalised_as_one_batch(
+    together: Together, how: dict[str, Any], memory_format: torch.memory_format
+) -> None:
+    x, dy = (torch.randn(9, 6, 3, 3).to(memory_format=memory_format) for _ in "xd")
+    for dtype, error in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, None)):
+        layer = nn.BatchNorm2d(6, dtype=torch.promote_types(dtype, torch.float32), **how)
+        if layer.affine:
+            nn.init.normal_(layer.weight)
+        cuts = [slice(0, 2), slice(2, 3), slice(3, 9)]
+        low = [t.to(dtype) for t in (x, dy)]
+        found = merged(
+            together([partial(twice, synchronised(layer), *(t[c] for t in low)) for c in cuts])
+        )
+        exact = twice(copy.deepcopy(layer).double(), *(t.double() for t in low))
+        due = twice(copy.deepcopy(layer), *low)
+        assert found.keys() == due.keys()
+        for name, value in due.items():
+            assert found[name].dtype == value.dtype, name
+            off = error or 2 * float((value - exact[name]).abs().max()) + 1e-6
+            torch.testing.assert_close(found[name].double(), exact[name].double(), rtol=0, atol=off)
+
+
+def test_a_mean_far_from_zero_costs_no_digits(together: Together) -> None:
+    x = 1e4 + torch.randn(64, 2, 4, 4)
+    layer = nn.BatchNorm2d(2, momentum=1.0)
+    layers = [synchronised(layer) for _ in range(2)]
+    together([partial(own, part) for own, part in zip(layers, x.chunk(2), strict=True)])
+    due = x.double().var((0, 2, 3)).float()
+    torch.testing.assert_close(layers[0].running_var, due, rtol=1e-4, atol=0)
+
+
+def test_samples_that_stand_in_for_none_do_not_count(together: Together) -> None:
+    layer = nn.BatchNorm2d(6).double()
+    x, dy = torch.randn(4, 6, 2, 2).double(), torch.randn(4, 6, 2, 2).double()
+    parts = [partial(twice, synchronised(layer), x[:3], dy[:3])]
+    parts.append(partial(twice, synchronised(layer, True), x[3:], torch.zeros_like(dy[3:])))
+    first, other = together(parts)
+    due = twice(copy.deepcopy(layer), x[:3], dy[:3])
+    torch.testing.assert_close(first, due)
+    assert not other["dx"].any() and torch.equal(other["running_var"], first["running_var"])
+
+
+def test_the_gradient_is_the_derivative(together: Together) -> None:
+    layer = synchronised(nn.BatchNorm2d(3).double())
+    x = torch.randn(4, 3, 2, 2).double().requires_grad_()
+    assert together([lambda: torch.autograd.gradcheck(layer, (x,))]) == [True]
+
+
+def test_one_value_per_channel_and_evaluation_are_torchs(together: Together) -> None:
+    layer, x = nn.BatchNorm2d(3), torch.randn(1, 3, 1, 1)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        together([partial(synchronised(layer), x)])
+    assert torch.equal(synchronised(layer.eval())(x), layer(x))
