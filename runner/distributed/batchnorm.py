@@ -74,7 +74,7 @@ class _Normalise(torch.autograd.Function):
         return y, mean, variance, n
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), the means over all processes."""
         x, scale, mean, variance, n = ctx.saved_tensors
