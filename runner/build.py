@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runner.build_hooks import batch_checks, build_hooks
+from runner.build_hooks import batch_checks, build_hooks, record_lost_worker
 from runner.captures.run_captures import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
@@ -151,6 +151,8 @@ class _Build:
         self.make_loaders()
         run = self.make_run()
         run.inputs = batch_checks(self.config, run, self.train)
+        for loader in (run.train, run.validation, *([] if run.test is None else [run.test])):
+            loader.report_lost_workers(partial(record_lost_worker, run))
         self.scope.callback(run.recorder.close)
         self.scope.callback(run.checkpointer.wait)
         self.scope.callback(run.validation.close)

@@ -17,7 +17,7 @@ from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors
 from runner.debug.config import DebugConfig, enabled_tools
 from runner.device.resources import Machine
-from runner.errors import ConfigError, OutOfMemory
+from runner.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.hooks.progress import ProgressDisplay
 from runner.hooks.recording import Faults, Recording
 from runner.hooks.resources import Resources
@@ -82,6 +82,19 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
         prescan=prescan,
     )
     return train.inspector
+
+
+def record_lost_worker(run: Run, lost: WorkerLost) -> None:
+    """Count and log a data worker that is replaced; its stack goes to `debug/history.json`."""
+    message = str(lost).partition("\n")[0]
+    run.history.add(
+        "data_worker",
+        message,
+        step=run.progress.step,
+        category="data",
+        action="replaced; it fetches the same batches",
+        error=lost,
+    )
 
 
 class OomReport(Hook):

@@ -12,6 +12,7 @@ RunnerError                1   a fault of ours
 │   └── CheckpointError    5   no usable checkpoint
 ├── Regression             6   a benchmark came out worse than the stored one
 ├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
+├── WorkerLost             1   a process that fetches data died or hangs
 ├── ProcessLost            1   another process of a distributed run has ended or hangs
 ├── RestartAll             1   the processes of a distributed run are to start again
 ├── NotVerified            1   the numbers are not what they should be
@@ -73,6 +74,10 @@ class StorageError(RunnerError):
 
 class CheckpointError(StorageError):
     """No usable checkpoint; the message names each one tried and what is wrong with it."""
+
+
+class WorkerLost(RunnerError):
+    """A process that fetches data died or hangs; the message names its batch."""
 
 
 class ProcessLost(RunnerError):

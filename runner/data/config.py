@@ -13,7 +13,7 @@ from runner.errors import ConfigError
 
 LOADING = (
     *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
-    *("timeout_s", "validation_samples", "default_epochs", "default_steps"),
+    *("timeout_s", "worker_restarts", "validation_samples", "default_epochs", "default_steps"),
 )
 """Keys of `data` that leave the samples that are trained on as they are."""
 
@@ -105,6 +105,7 @@ class DataConfig:
     persistent_workers: bool | None = None
     device_prefetch: bool | None = None  # copy to the GPU on a stream of its own; None: pipeline's
     timeout_s: float = bounded(300.0, above=0)  # a worker that is silent for so long hangs
+    worker_restarts: int = bounded(2, min=0)  # workers replaced, that died or hang; then an error
     default_epochs: float | None = bounded(None, above=0)  # when training names no length
     default_steps: int | None = None
 

@@ -21,6 +21,7 @@ from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
     from runner.data.workers import Key, Workers
+    from runner.errors import WorkerLost
 
 MOST_WORKERS = 4  # that an automatic choice takes
 QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
@@ -92,7 +93,9 @@ def make_loader(
         from runner.data.workers import Workers
 
         ahead = config.prefetch or PREFETCH
-        loader.pool = Workers(loader.fetch, workers, ahead, config.timeout_s)
+        loader.pool = Workers(
+            loader.fetch, workers, ahead, config.timeout_s, config.worker_restarts
+        )
         loader.persistent = config.persistent_workers is not False
     return loader
 
@@ -157,6 +160,11 @@ class BatchLoader:
     def ready(self) -> tuple[int, int]:
         """How many batches workers had fetched when they were asked for, and how many were."""
         return (0, 0) if self.pool is None else (self.pool.ready, self.pool.asked)
+
+    def report_lost_workers(self, report: Callable[[WorkerLost], None]) -> None:
+        """Have `report` called with why a worker is replaced; without, it is logged."""
+        if self.pool is not None:
+            self.pool.report_lost = report
 
     def close(self) -> None:
         """Kill every worker, at once."""

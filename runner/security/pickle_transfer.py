@@ -1,12 +1,13 @@
 """Objects for a process of our own: copied, where a pipe would share the memory of their tensors.
 
-What is opened was packed by the parent of this process and came through its pipe.
+What is read was written by a process of our own: the parent, or a worker for its parent.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runner.errors import UsageError
@@ -45,3 +46,33 @@ def opened(parcel: bytes) -> dict[str, Any]:
             "module (a .py file) and import it from there"
         ) from error
     return parts
+
+
+class _OutlinePickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, outline: Callable[[Any], Any]) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.outline = outline
+
+    def persistent_id(self, part: Any) -> Any:
+        return self.outline(part)
+
+
+class _OutlineUnpickler(pickle.Unpickler):
+    def __init__(self, parcel: bytes, fill: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(parcel))
+        self.fill = fill
+
+    def persistent_load(self, part: Any) -> Any:
+        return self.fill(part)
+
+
+def dumps_outline(value: Any, outline: Callable[[Any], Any]) -> bytes:
+    """`value` for `loads_outline`; what `outline` returns, unless None, stands for an object."""
+    buffer = io.BytesIO()
+    _OutlinePickler(buffer, outline).dump(value)
+    return buffer.getvalue()
+
+
+def loads_outline(parcel: bytes, fill: Callable[[Any], Any]) -> Any:
+    """What a process of our own has pickled; `fill` makes the objects that were outlined."""
+    return _OutlineUnpickler(parcel, fill).load()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +18,13 @@ import psutil
 import pytest
 import torch
 
+from runner import train
+from runner.data import shared_batch
 from runner.data.config import DataConfig
 from runner.data.loader import BatchLoader
 from runner.data.user_dataset import UserDataset
-from runner.errors import DataError
+from runner.errors import DataError, WorkerLost
+from tests import runs
 
 Load = Callable[..., BatchLoader]
 
@@ -99,30 +104,107 @@ def test_an_exception_names_the_sample_and_brings_its_traceback(
 def test_a_worker_that_exits_is_an_error_and_no_short_epoch(load: Load) -> None:
     with pytest.raises(DataError, match="SystemExit"):
         list(zip(range(10), workers(load, raiser(SystemExit(0))).batches(0), strict=False))
-    with pytest.raises(DataError, match="ended with exit code 3"):
+    with pytest.raises(WorkerLost, match=r"exit code 3.*data.worker_restarts=2 allows no more"):
         list(zip(range(10), workers(load, lambda i: os._exit(3)).batches(0), strict=False))
 
 
-def test_a_killed_worker_is_named_with_its_signal(
-    load: Load, children: Callable[[], list[psutil.Process]]
+def fetched(load: Load, count: int, **changes: Any) -> list[torch.Tensor]:
+    batches = workers(load, lambda i: None, count, **changes).batches(0)
+    return [batch[0].clone() for _, batch in zip(range(30), batches, strict=False)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_worker_that_dies_or_stands_still_is_replaced_and_no_batch_is_lost(
+    how: signal.Signals, load: Load, children: Callable[[], list[psutil.Process]]
 ) -> None:
-    loader = workers(load, lambda i: None)
+    loader = workers(load, lambda i: None, timeout_s=1.5)
+    lost: list[WorkerLost] = []
+    pool: Any = loader.pool
+    pool.report_lost = lost.append
     batches = loader.batches(0)
-    next(batches)
+    got = [next(batches)[0].clone()]
+    for child in children():  # one hands over a batch, the other has one in the making
+        child.send_signal(how)
+    got += [batch[0].clone() for _, batch in zip(range(29), batches, strict=False)]
+    assert all(map(torch.equal, got, fetched(load, 0)))
+    what = "stopped by a signal" if how is signal.SIGSTOP else f"killed by {how.name}"
+    assert len(lost) == 2 and all(what in str(error) for error in lost)
+    assert "of epoch 0" in str(lost[0])
     for child in children():
         child.kill()
-    with pytest.raises(DataError, match="data worker . was killed by SIGKILL.*memory is short"):
-        list(zip(range(50), batches, strict=False))
+    with pytest.raises(WorkerLost, match="data.worker_restarts=2 allows no more"):
+        list(zip(range(30), batches, strict=False))
+    loader.close()
+    assert children() == []
+
+
+class SignalsItself:
+    """Sends its own process a signal where it fetches one of two batches for the first time."""
+
+    def __init__(self, fetch: Callable[[Any], Any], folder: Path) -> None:
+        self.fetch, self.folder = fetch, folder
+
+    def __call__(self, key: tuple[int, int]) -> Any:
+        number = {(0, 1): signal.SIGSEGV, (1, 2): signal.SIGSTOP}.get(key)
+        if number is not None and not (self.folder / number.name).exists():
+            (self.folder / number.name).touch()
+            faulthandler.disable()
+            os.kill(os.getpid(), number)
+        return self.fetch(key)
+
+
+def test_a_run_whose_workers_were_replaced_is_the_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(runs.TESTS)
+    typed = (*runs.NOISY, "data.workers=2", "data.timeout_s=1.5", "training.epochs=2")
+    runs.trained(*typed, folder=tmp_path / "whole")
+    with runs.opened(*typed, folder=tmp_path / "faulty") as run:
+        pool: Any = run.train.pool
+        pool.fetch = SignalsItself(pool.fetch, tmp_path)
+        summary = train(run)
+    assert summary.faults == {"data_worker": 2}
+    assert runs.rows(tmp_path / "faulty") == runs.rows(tmp_path / "whole")
+    weights = [
+        tmp_path / name / "checkpoints/last/model.safetensors" for name in ("faulty", "whole")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    history = (tmp_path / "faulty" / "debug" / "history.json").read_text()
+    assert "killed by SIGSEGV" in history and "stopped by a signal" in history
+    assert "in __call__" in history  # its stack
 
 
 def test_a_hung_worker_is_an_error_when_its_time_is_up(
     load: Load, children: Callable[[], list[psutil.Process]]
 ) -> None:
-    loader = workers(load, lambda i: time.sleep(600), timeout_s=0.3)
-    with pytest.raises(DataError, match=r"said nothing for 0.3 s.*data.timeout_s"):
+    loader = workers(load, lambda i: time.sleep(600), timeout_s=0.3, worker_restarts=0)
+    named = r"said nothing for data.timeout_s=0.3 s.*\(at File .*in <lambda>\)(.|\n)*__getitem__"
+    with pytest.raises(WorkerLost, match=named):
         list(zip(range(10), loader.batches(0), strict=False))
     loader.close()
     assert children() == []
+
+
+def test_batches_in_shared_memory_keep_their_layout_and_leave_nothing_open(load: Load) -> None:
+    square = torch.arange(12.0).reshape(3, 4)
+    sent = {
+        "views": (square, square.t(), square[1:]),
+        "types": [torch.tensor([1 + 2j]), torch.tensor(True), torch.ones(3).bfloat16()],
+        "empty": torch.empty(0, 3),
+        "by value": (torch.eye(2).to_sparse(), "text", None),
+    }
+    ours, theirs = socket.socketpair()
+    before = len(os.listdir("/proc/self/fd"))
+    shared_batch.send(theirs, 5, sent)
+    number, got = shared_batch.receive(ours)
+    assert number == 5 and str(got) == str(sent)
+    assert [view.stride() for view in got["views"]] == [(4, 1), (1, 4), (4, 1)]
+    got["views"][0][1, 0] = -1.0
+    assert got["views"][2][0, 0] == -1.0  # one storage, as before
+    del got
+    assert len(os.listdir("/proc/self/fd")) == before
+    ours.close()
+    theirs.close()
 
 
 def test_close_leaves_no_process_behind(
