@@ -79,6 +79,7 @@ class Components:
     techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
     optimization: Optimization | None = None  # the result of optimization=auto
     chosen: Sequence[Choice] = ()  # and why
+    hooks: Sequence[Hook] = ()  # besides those of the config, and after them
     world: World | None = None  # of several processes, which all build the same run
 
 
@@ -478,7 +479,7 @@ class _Build:
             from runner.distributed.facts import Processes
 
             hooks.insert(0, Processes())
-        return [*self.table_report, *hooks]
+        return [*self.table_report, *hooks, *self.given.hooks]
 
     def make_captures(self) -> Captures | None:
         """Writes bad steps for job=replay; None without a folder."""

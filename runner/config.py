@@ -159,9 +159,11 @@ class RunConfig:
 
     def _check_distributed(self) -> None:
         kind, job = self.distributed.kind, self.job.kind
-        several = (JobKind.train, JobKind.doctor, JobKind.benchmark)
-        if kind is not DistributedKind.none and job not in several:
-            problem = f"job={job.name} is done by one process"
+        several = (JobKind.train, JobKind.doctor, JobKind.benchmark, JobKind.verify)
+        parity = job is JobKind.verify and self.verify.what is VerifyKind.parity
+        if kind is not DistributedKind.none and (job not in several or parity):
+            what = "job=verify verify.what=parity" if parity else f"job={job.name}"
+            problem = f"{what} is done by one process"
             fix = "leave it out: what several processes have trained is read by one"
             raise ConfigError("distributed", problem, fix)
         if kind is not DistributedKind.fsdp:

@@ -65,6 +65,7 @@ plugins jobs
 distributed.agent distributed.meeting
 distributed.rank
 distributed.launch
+verify
 library
 cli
 __main__ __init__

@@ -241,7 +241,8 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
 def _find(config: RunConfig) -> Job:
     """The job; one that several processes do together is started by a module of its own."""
     alone = config.distributed.kind is DistributedKind.none
-    if alone or config.job.kind is JobKind.benchmark:  # whose arms are started one by one
+    # the arms of a benchmark, and the runs that are compared, are started one by one
+    if alone or config.job.kind in (JobKind.benchmark, JobKind.verify):
         return find(config.job.kind)
     from runner.distributed.launch import main
 

@@ -58,7 +58,7 @@ def _find_rank(config: DictConfig | None) -> Place | None:
     if config is None:
         return None
     kind, job = config.distributed.kind, config.job.kind
-    if kind is not DistributedKind.none and job is not JobKind.benchmark:
+    if kind is not DistributedKind.none and job not in (JobKind.benchmark, JobKind.verify):
         place.check(config.distributed.processes, config.distributed.nodes)
         return place
     if place.size > 1:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
 from runner.distributed.agent import Agent
-from runner.distributed.config import DistributedConfig
+from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.meeting import meet
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place, find_place
@@ -52,21 +52,21 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     place = find_place()
     if place is not None:
         return _lead(config, folder, place)
-    processes = _processes(config)
+    processes = count_processes(config)
     if processes * config.distributed.nodes == 1:
         log.info("distributed: there is one process; distributed.processes=N starts more")
         find(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
         return _summary(config, folder)
     given = train.chosen(config, folder) or Components()
-    losses: list[_Again] = []
+    losses: list[AttemptLost] = []
     while True:
         try:
-            elsewhere = _attempt(config, folder, given, processes, losses)
+            elsewhere = run_attempt(config, folder, given, processes, losses)
             if not elsewhere:
                 return _summary(config, folder)
             _point_to(elsewhere, folder)
             return None
-        except _Again as again:
+        except AttemptLost as again:
             losses.append(again)
             if sum(loss.kind != OOM for loss in losses) > config.distributed.restarts:
                 raise _lost(folder, losses) from None
@@ -108,7 +108,7 @@ def _folder_key() -> str:
     return f"runner/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/folder"
 
 
-class _Again(Exception):
+class AttemptLost(Exception):
     """The processes are to be started again, after a fault of this kind."""
 
     def __init__(
@@ -125,19 +125,25 @@ class _Again(Exception):
         return replace(given, choices=choices, chosen=[*others, *made])
 
 
-def _attempt(
-    config: RunConfig, folder: Path, given: Components, processes: int, losses: list[_Again]
+def run_attempt(
+    config: RunConfig,
+    folder: Path,
+    given: Components,
+    processes: int,
+    losses: Sequence[AttemptLost] = (),
+    begin: Callable[..., None] = start,
 ) -> str:
     """Start all processes and wait for their end; each attempt meets at a store of its own.
 
-    Returns the host and the folder of rank 0 where that is on another machine.
+    Returns the host and the folder of rank 0 where that is on another machine. Raises the error
+    that ended the run, and AttemptLost where a process was lost.
     """
     with tempfile.TemporaryDirectory(prefix="runner-") as meeting:
         agent = Agent(Path(meeting), config.distributed.timeout_s)
         with meet(config, processes, len(losses)) as places:
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
             own = [replace(place, meeting=agent.meeting, losses=reasons) for place in places]
-            agent.run(start, {place.rank: (config, folder, given, place) for place in own})
+            agent.run(begin, {place.rank: (config, folder, given, place) for place in own})
         if any(agent.codes().values()):
             _judge(folder, agent, {place.rank: _name(place) for place in places})
         if places[0].rank == 0:
@@ -160,8 +166,8 @@ def _judge(folder: Path, agent: Agent, names: Mapping[int, str]) -> NoReturn:
     if number := agent.received or (interrupted.exit_code - 128 if interrupted else 0):
         raise _interrupted(folder, number)
     if restart := by_kind.get("restart"):
-        raise _Again(f"{names[restart.rank]}: {restart.message}", OOM, restart.choices)
-    raise _Again(_cause(agent, outcomes, names))
+        raise AttemptLost(f"{names[restart.rank]}: {restart.message}", OOM, restart.choices)
+    raise AttemptLost(_cause(agent, outcomes, names))
 
 
 def _cause(agent: Agent, outcomes: Mapping[int, RankOutcome], names: Mapping[int, str]) -> str:
@@ -194,7 +200,7 @@ def _failed(folder: Path, outcome: RankOutcome, name: str) -> RunnerError:
     return error
 
 
-def _lost(folder: Path, losses: list[_Again]) -> ProcessLost:
+def _lost(folder: Path, losses: list[AttemptLost]) -> ProcessLost:
     fix = "distributed.restarts=N starts all again from the last checkpoint, as does"
     error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(folder)}")
     _end(folder, "failed", str(error), losses)
@@ -215,7 +221,7 @@ def _interrupted(folder: Path, number: int) -> Interrupted:
     return error
 
 
-def _end(folder: Path, status: str, reason: str, losses: Sequence[_Again] = ()) -> None:
+def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()) -> None:
     """Have the summary say how the run ended, where rank 0 could not, or did not know why."""
     try:
         summary = Summary.read(folder)
@@ -236,8 +242,10 @@ def _end(folder: Path, status: str, reason: str, losses: Sequence[_Again] = ()) 
         log.debug("no summary to end", exc_info=True)
 
 
-def _processes(config: RunConfig) -> int:
-    """How many on this machine, and the note that says why."""
+def count_processes(config: RunConfig) -> int:
+    """How many train the run on this machine. Raises ConfigError where it lacks the GPUs."""
+    if config.distributed.kind is DistributedKind.none:
+        return 1
     asked = config.distributed.processes
     gpus = torch.cuda.device_count() if config.device.kind is not DeviceKind.cpu else 0
     if asked is None:

@@ -18,6 +18,7 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.device.device import select
 from runner.distributed.agent import accept_signals, refuse_signals
+from runner.distributed.config import DistributedConfig
 from runner.distributed.join import for_place, join
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
@@ -42,7 +43,8 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
     """What a new process does: its part of the run. Its outcome is a file for the agent."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C comes by the process that started this one, once
     os.environ.pop("PYTHONSAFEPATH", None)  # it was the fork server's
-    os.environ.update(place.environ())
+    if not _is_alone(place):
+        os.environ.update(place.environ())
     multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
     _end_with_parent()
     outcome = _outcome(config, folder, given, place)
@@ -110,6 +112,9 @@ def run_rank(
         set_up_logging(config.monitoring.log_level, None, screen=False)
     else:
         _set_up_logging(config, folder, place)
+    if folder is not None and _is_alone(place):
+        config = replace(config, distributed=DistributedConfig())
+        return train.main(config, folder, given)
     with ExitStack() as stack:
         world = join(config, place, stack)
         named, resume = world.choose(lambda: (folder, config.checkpoint.resume))
@@ -127,6 +132,11 @@ def run_rank(
         if given is None:
             given = world.choose(lambda: train.chosen(config, named)) or Components()
         return train.main(config, named, replace(given, world=world))
+
+
+def _is_alone(place: Place) -> bool:
+    """Whether it is the one process of a run, started for that."""
+    return place.by == "runner" and place.size == 1
 
 
 def _examine(config: RunConfig, folder: Path, world: World) -> None:

@@ -20,7 +20,7 @@ JOBS: dict[JobKind, str] = {
     JobKind.evaluate: "runner.jobs.evaluate",
     JobKind.predict: "runner.jobs.predict",
     JobKind.doctor: "runner.jobs.doctor",
-    JobKind.verify: "runner.jobs.verify",
+    JobKind.verify: "runner.verify.job",
     JobKind.replay: "runner.jobs.replay",
     JobKind.benchmark: "runner.jobs.benchmark",
     JobKind.scan: "runner.jobs.scan",

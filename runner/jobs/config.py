@@ -48,7 +48,8 @@ class VerifyKind(Enum):
     """What job=verify is to find out."""
 
     parity = "parity"  # whether the techniques leave the numbers right
-    resume = "resume"  # whether a run that was cut off continues in the same bits
+    resume = "resume"  # whether a run that was killed continues in the same bits
+    distributed = "distributed"  # whether several processes compute what one does
 
 
 @dataclass
@@ -77,7 +78,7 @@ class VerifyConfig:
     """What job=verify compares, and for how long."""
 
     what: VerifyKind = VerifyKind.parity
-    steps: int | None = None  # None: 40 for parity or what a large model affords, 20 for resume
+    steps: int | None = None  # None: 40 for parity (fewer: large model), 20 resume, 10 distributed
     attribute: bool = True  # parity: look for the technique that a failure is due to
 
     def __post_init__(self) -> None:

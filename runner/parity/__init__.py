@@ -1,1 +1,1 @@
-"""What a technique does to the numbers, measured: parity of one step, exactness of a resume."""
+"""What a technique does to the numbers, measured: parity with plain runs."""

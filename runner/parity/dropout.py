@@ -150,11 +150,14 @@ def is_random(run: Run) -> bool:
     return max(losses) - min(losses) > 1e-5 * abs(losses[0])
 
 
-def silence(model: nn.Module) -> None:
-    """Let no dropout drop anything, wherever a module keeps its probability."""
+def silence(model: nn.Module) -> int:
+    """Let no dropout drop anything, wherever a module keeps its probability; how many did."""
+    sites = 0
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):  # attention, recurrent layers
+        names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        names += [name for name in vars(module) if "drop" in name]  # attention, recurrent layers
+        for name in names:
+            if isinstance(value := getattr(module, name), float):
+                sites += value > 0
                 setattr(module, name, 0.0)
+    return sites

@@ -217,7 +217,7 @@ def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]
     multiprocessing.set_start_method(child.start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _redirect_output(child.log)
+    redirect_output(child.log)
     threading.Thread(target=_end_with_parent, args=(child.lifeline,), daemon=True).start()
     if not child.safe_path:
         os.environ.pop("PYTHONSAFEPATH", None)  # was for the start alone
@@ -226,8 +226,8 @@ def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]
     sys.stderr.flush()
 
 
-def _redirect_output(log: Path | None) -> None:
-    """Write all output, that of compilers and crashes too, to the log."""
+def redirect_output(log: Path | None) -> None:
+    """Write all output of this process, that of compilers and crashes too, to the log."""
     try:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""job=verify: whether techniques leave the numbers right, and a resumed run continues exactly."""
+"""job=verify: whether techniques, several processes and a resume leave the numbers right."""
 
 from __future__ import annotations
 
@@ -15,41 +15,48 @@ from runner.config import RunConfig
 from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
-from runner.parity.continuation import STEPS, Continuation, continuation
 from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.reference import check_parity
 from runner.record.console import plain_text, print_stdout
 from runner.record.storage import replace_text
 from runner.record.text import json_value
+from runner.verify import distributed, resume
+from runner.verify.distributed import FP64, DistributedEquality, verify_distributed
+from runner.verify.resume import Continuation, verify_resume
 
 STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail: "bold red"}
 
 
-def main(config: RunConfig, folder: Path) -> Parity | Continuation:
-    """Print the result and write `verify.json`; NotVerified where numbers or resume are wrong."""
-    result: Parity | Continuation
-    verify = config.verify
+Verified = Parity | Continuation | DistributedEquality
+
+
+def main(config: RunConfig, folder: Path) -> Verified:
+    """Print the result and write `verify.json`; NotVerified where it is not what it should be."""
+    what, verify = config.verify.what, config.verify
     if config.optimization.level == "auto":
         from runner.benchmark.auto.resolve import resolve_config
 
         config = resolve_config(config, folder)
-    if verify.what is VerifyKind.parity:
+    result: Verified
+    if what is VerifyKind.parity:
         plain = without_techniques(config)
         result = check_parity(config, plain, verify.steps, attribute=verify.attribute)
-        screen, failed = show_parity(result), result.verdict is Agreement.fail
-        complaint = _complaint(result)
+        screen, complaint = show_parity(result), _complaint(result)
+    elif what is VerifyKind.distributed:
+        result = verify_distributed(config, folder, verify.steps or distributed.STEPS)
+        screen, complaint = show_equality(result), f"distributed: {result.first}: {result.cause}"
     else:
-        result = continuation(config, folder, verify.steps or STEPS)
-        screen, failed = show_continuation(result), not result.exact
-        complaint = f"resume: not exact: {', '.join(result.differing[:3])}"
+        result = verify_resume(config, folder, verify.steps or resume.STEPS)
+        screen = show_continuation(result)
+        complaint = f"resume: not exact: {', '.join(result.differing[:3])}: {result.cause}"
     path = folder / "verify.json"
     try:
-        replace_text(path, json.dumps(as_dict(verify.what, result), indent=2) + "\n")
+        replace_text(path, json.dumps(as_dict(what, result), indent=2) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     print_stdout(screen)
     print_stdout("", f"as JSON: {path}", soft_wrap=True)
-    if failed:
+    if verdict(result) == "FAIL":
         raise NotVerified(complaint)
     return result
 
@@ -61,10 +68,18 @@ def _complaint(result: Parity) -> str:
     return f"parity: {culprits}: {result.first}"
 
 
-def as_dict(what: VerifyKind, result: Parity | Continuation) -> dict[str, Any]:
+def verdict(result: Verified) -> str:
+    """FAIL, or how well it is."""
+    if isinstance(result, Parity):
+        return result.verdict.value
+    if isinstance(result, DistributedEquality):
+        return "explained by rounding" if result.equal else "FAIL"
+    return "exact" if result.exact else "FAIL"
+
+
+def as_dict(what: VerifyKind, result: Verified) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
-    verdict = "exact" if isinstance(result, Parity) or result.exact else "FAIL"
-    return {"what": what.value, "verdict": verdict, **json_value(asdict(result))}
+    return {"what": what.value, "verdict": verdict(result), **json_value(asdict(result))}
 
 
 def show_parity(result: Parity) -> RenderableType:
@@ -108,13 +123,48 @@ def _worst_of_each_kind(rows: list[ParityRow]) -> Table:
 
 def show_continuation(result: Continuation) -> RenderableType:
     """The verdict, and how much was compared."""
-    heading = f"{result.steps} steps at a stretch, and again with a new start after {result.cut}"
-    verdict = Text("exact", "green") if result.exact else Text("FAIL", "bold red")
-    counts = ", ".join(f"{count} {kind} values" for kind, count in result.compared.items())
-    return Group(
-        Text(heading, style="bold cyan"),
-        Text.assemble("verdict     ", verdict),
-        Text(f"compared    {counts}"),
-        Text(f"techniques  {', '.join(result.techniques) or 'none'}"),
-        *(Text(f"differs     {name}") for name in result.differing[:10]),
+    which = f"process {result.rank} of {result.processes}" if result.processes > 1 else "it"
+    heading = (
+        f"{result.steps} steps at a stretch, and again with {which} killed after step "
+        f"{result.killed} and a new start after {result.cut}"
     )
+    counts = ", ".join(f"{count} {kind} values" for kind, count in result.compared.items())
+    lines = [
+        ("verdict", verdict(result)),
+        ("compared", counts),
+        ("techniques", ", ".join(result.techniques) or "none"),
+        *(("differs", name) for name in result.differing[:10]),
+        *([("likely cause", result.cause)] if result.cause else []),
+    ]
+    return Group(Text(heading, style="bold cyan"), _about(lines))
+
+
+def show_equality(result: DistributedEquality) -> RenderableType:
+    """The verdict, and of each kind of value the worst."""
+    heading = f"{result.steps} steps by {result.processes} processes ({result.how}) and by one"
+    lines = [("verdict", verdict(result))]
+    if result.first:
+        off = f"off by {result.distance:.1e} of its size, rounding explains {result.limit:.1e}"
+        lines += [("first", f"{result.first}: {off}"), ("likely cause", result.cause)]
+    lines += [("note", note) for note in result.notes]
+    table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
+    for name in ("values", "step", "worst distance", "limit"):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("of", overflow="fold")
+    for row in result.rows:
+        style = "" if row.distance <= row.limit else "bold red"
+        kind = row.kind if row.precision == FP64 else f"{row.kind}, own precision"
+        numbers = f"{row.distance:.1e}", f"{row.limit:.1e}"
+        cells = kind, f"{row.compared}", f"{row.step}", *numbers, row.name
+        table.add_row(*(plain_text(cell, style) for cell in cells))
+    return Group(Text(heading, style="bold cyan"), _about(lines), Text(), table)
+
+
+def _about(lines: list[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", min_width=12)
+    table.add_column(ratio=1, overflow="fold")
+    for name, value in lines:
+        style = ("bold red" if value == "FAIL" else "green") if name == "verdict" else ""
+        table.add_row(plain_text(name), plain_text(value, style))
+    return table

@@ -62,8 +62,11 @@ def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFix
     verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
     found = json.loads((tmp_path / "verify.json").read_text())
     assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 4)
-    assert found["compared"]["optimizer"] > 0
-    assert "new start after 4" in capsys.readouterr().out
+    assert found["killed"] == 5
+    assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
+    assert "it killed after step 5 and a new start after 4" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(

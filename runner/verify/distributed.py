@@ -1,0 +1,330 @@
+"""Whether several processes compute what one does, by a limit that is measured on the run itself.
+
+In fp64, one process trains twice: as it is, and with each weight moved by one rounding. How far
+that brings every number is the size of rounding in this run, Adam's division by tiny gradients and
+all; several processes sum in another order and may be a stated factor worse. In the run's own
+precision the scale is what one process is off by from fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.config import RunConfig
+from runner.distributed.config import Compression, DistributedConfig, DistributedKind
+from runner.distributed.launch import count_processes
+from runner.distributed.place import find_place
+from runner.errors import ConfigError, RunnerError
+from runner.verify.end_state import EndState, Item, Values, read_end_state, saved_steps
+from runner.verify.processes import Precision, prepared, train_apart
+
+STEPS = 10
+ROUNDED = 100.0
+"""Times what one rounding of each weight changes, in fp64. Measured on 2 processes: at most 2."""
+COARSE = 10_000.0
+"""The same where the model does not run in fp64: kernels differ with the size of a batch."""
+PRECISION = 10.0
+"""Times what one process is off by from fp64."""
+FLOOR = 1e-12
+"""Of a number whose rounding does not show in the steps made."""
+ROUNDING = {"tf32", "amp", "compile", "whole_step", "quantization", "cuda_graphs"}
+ROUNDING |= {"fused_optimizer"}
+"""Techniques that round otherwise, or whose kernels have no fp64: only in the own precision."""
+OPTIONS = "optimizer.param_groups."  # are those of the config
+COMPARED = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
+FP64 = "fp64"
+OWN = "the run's own precision"
+
+
+class Distance(NamedTuple):
+    """The difference of one value, as a share of the largest number of its like."""
+
+    item: Item
+    distance: float
+    limit: float
+
+    @property
+    def within(self) -> bool:
+        """NaN is not."""
+        return self.distance <= self.limit
+
+
+@dataclass(frozen=True)
+class WorstDistance:
+    """Of all values of a kind, the one that is the largest part of its limit."""
+
+    precision: str
+    kind: str
+    compared: int
+    name: str
+    step: int
+    distance: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class DistributedEquality:
+    """The comparison of a run by several processes with the same by one."""
+
+    steps: int
+    how: str  # ddp | fsdp
+    processes: int
+    rows: list[WorstDistance]
+    first: str = ""  # the first value over its limit
+    distance: float = 0.0
+    limit: float = 0.0
+    cause: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether each value is within its limit."""
+        return not self.first
+
+
+def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> DistributedEquality:
+    """Train by one process and by as many as the config says, and compare all that is left.
+
+    Dropout is off, since each process draws its own. Raises ConfigError where there is one process.
+    """
+    size = _count(config)
+    config = prepared(config, steps, checkpoint_every=max(1, steps // 2))
+    config.monitoring.every = 1
+    one = deepcopy(config)
+    one.distributed = DistributedConfig()
+    with TemporaryDirectory(dir=folder, prefix="verify-") as place:
+        runs = Comparison(Path(place))
+        try:
+            exact = runs.train("one", in_fp64(one), Precision(True, double=True))
+        except RunnerError as error:
+            runs.notes.append(f"not compared in fp64, so that limits are coarse: {error}")
+            exact = runs.train("one own", one, Precision(True))
+            limits = runs.limits_by_rounding(exact, one, double=False)
+            runs.compare(OWN, exact, config, Precision(True), limits)
+        else:
+            limits = runs.limits_by_rounding(exact, in_fp64(one), double=True)
+            runs.compare(FP64, exact, in_fp64(config), Precision(True, double=True), limits)
+            own = runs.train("one own", one, Precision(True))
+            limits = measured_limits(exact.values, own.values, PRECISION)
+            runs.compare(OWN, exact, config, Precision(True), limits)
+    return runs.result(steps, config.distributed, size, exact.facts)
+
+
+def _count(config: RunConfig) -> int:
+    size = 1 if config.distributed.kind is DistributedKind.none else count_processes(config)
+    if place := find_place():
+        problem = f"starts its own processes, and {place.by} has started {place.size}"
+        raise ConfigError("verify.what", problem, f"type it without {place.by}")
+    if size < 2:
+        problem = "needs several processes, and there is one"
+        fix = "add distributed=ddp (or fsdp) distributed.processes=2"
+        raise ConfigError("verify.what", f"distributed {problem}", fix)
+    return size
+
+
+def in_fp64(config: RunConfig) -> RunConfig:
+    """The same run without what rounds on purpose."""
+    config = deepcopy(config)
+    for name, technique in config.optimization.techniques():
+        technique.enabled = technique.enabled and name not in ROUNDING
+    config.distributed = replace(config.distributed, compression=Compression.none)
+    return config
+
+
+class Comparison:
+    """The runs of one verification, and what was found between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self.rows: list[WorstDistance] = []
+        self.first: Distance | None = None
+        self.precision = ""
+        self.saved: set[int] = set()  # steps of the checkpoints
+
+    def train(self, name: str, config: RunConfig, precision: Precision) -> EndState:
+        """The end of a run, its last checkpoint and one before."""
+        folder = self.folder / name.replace(" ", "-")
+        train_apart(config, folder, precision=precision)
+        every = config.checkpoint.every or 1
+        return read_end_state(folder, [step for step in saved_steps(folder) if step % every == 0])
+
+    def limits_by_rounding(
+        self, exact: EndState, config: RunConfig, double: bool
+    ) -> dict[Item, float]:
+        """How far each value may be from that of one process."""
+        nudged = self.train("nudged", config, Precision(True, double=double, nudge=True))
+        return measured_limits(exact.values, nudged.values, ROUNDED if double else COARSE)
+
+    def compare(
+        self,
+        precision: str,
+        exact: EndState,
+        config: RunConfig,
+        technique: Precision,
+        limits: Mapping[Item, float],
+    ) -> None:
+        """Train by several processes and compare with the run of one."""
+        several = self.train(f"several {precision}", config, technique)
+        found = list(distances(exact.values, several.values, limits))
+        self.saved = {item.step for item in exact.values if item.kind == "parameter"}
+        if precision == OWN:
+            found = [each for each in found if each.item.kind != "metric" or _smooth(each.item)]
+        self.rows += worst_by_kind(precision, found)
+        over = next((distance for distance in found if not distance.within), None)
+        if self.first is None and over is not None:
+            self.first, self.precision = over, precision
+
+    def result(
+        self, steps: int, asked: DistributedConfig, size: int, facts: Mapping[str, Any]
+    ) -> DistributedEquality:
+        """All of it."""
+        result = DistributedEquality(steps, asked.kind.value, size, self.rows, notes=self.notes)
+        if facts["dropout"]:
+            text = "dropout is compared switched off: each process draws numbers of its own"
+            self.notes.append(text)
+        if self.first is None:
+            return result
+        return replace(
+            result,
+            first=f"{self.first.item} in {self.precision}",
+            distance=self.first.distance,
+            limit=self.first.limit,
+            cause=likely_cause(self.first.item, self.precision, asked, facts, self.saved),
+        )
+
+
+def scales(values: Values) -> dict[tuple[str, str], float]:
+    """The largest number of each metric and tensor; of an optimizer's state, of its name."""
+    sizes: dict[tuple[str, str], float] = {}
+    for item, value in values.items():
+        group = _group(item)
+        sizes[group] = max(sizes.get(group, 0.0), _largest(value))
+    return sizes
+
+
+def _group(item: Item) -> tuple[str, str]:
+    """State of an optimizer may be next to nothing in one weight: all weights are one group."""
+    together = item.kind in ("optimizer", "average")
+    return item.kind, item.name.rpartition(".")[2] if together else item.name
+
+
+def _largest(value: Any) -> float:
+    if isinstance(value, Tensor):
+        return value.double().abs().max().item() if value.numel() else 0.0
+    return abs(float(value)) if isinstance(value, int | float) else 0.0
+
+
+def _difference(ours: Any, theirs: Any) -> float:
+    """Infinite where one is missing, of another shape, or a number that has to be the same."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        if ours.shape != theirs.shape:
+            return float("inf")
+        if not theirs.is_floating_point():
+            return 0.0 if torch.equal(ours, theirs) else float("inf")
+        return _largest(ours.double() - theirs.double())
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return 0.0 if repr(ours) == repr(theirs) else abs(ours - theirs)
+    return 0.0 if repr(ours) == repr(theirs) else float("inf")
+
+
+def _distances(exact: Values, other: Values) -> Iterator[tuple[Item, float]]:
+    """As shares of the largest number of the group."""
+    sizes = scales(exact)
+    for item in dict.fromkeys([*exact, *other]):
+        if item.kind in COMPARED and not item.name.startswith(OPTIONS):
+            difference = _difference(other.get(item), exact.get(item))
+            size = sizes.get(_group(item), 0.0)
+            yield item, difference / size if size else difference
+
+
+def _smooth(item: Item) -> bool:
+    """An accuracy jumps where a rounding has another class win."""
+    return item.name.rpartition("/")[2] in ("loss", "grad_norm")
+
+
+def distances(exact: Values, other: Values, limits: Mapping[Item, float]) -> Iterator[Distance]:
+    """Of each value, in the order of the steps."""
+    for item, distance in _distances(exact, other):
+        yield Distance(item, distance, limits.get(item, FLOOR))
+
+
+def measured_limits(exact: Values, other: Values, factor: float) -> dict[Item, float]:
+    """So many times what sets the two apart, of each metric and of each kind of tensor.
+
+    By kind, so that a value which a rounding happens to spare is not held to nothing.
+    """
+    largest: dict[str, float] = {}
+    kinds: dict[Item, str] = {}
+    for item, distance in _distances(exact, other):
+        kinds[item] = kind = f"{item.kind} {item.name if item.kind == 'metric' else ''}"
+        if distance < float("inf"):
+            largest[kind] = max(largest.get(kind, 0.0), distance)
+    return {item: factor * largest.get(kind, 0.0) + FLOOR for item, kind in kinds.items()}
+
+
+def worst_by_kind(precision: str, found: list[Distance]) -> list[WorstDistance]:
+    """A row for each kind."""
+    rows = []
+    for kind in dict.fromkeys(each.item.kind for each in found):
+        group = [each for each in found if each.item.kind == kind]
+        worst = max(group, key=lambda each: each.distance / each.limit)
+        name, step = worst.item.name, worst.item.step
+        rows.append(
+            WorstDistance(precision, kind, len(group), name, step, worst.distance, worst.limit)
+        )
+    return rows
+
+
+def likely_cause(
+    first: Item,
+    precision: str,
+    asked: DistributedConfig,
+    facts: Mapping[str, Any],
+    saved: Set[int],
+) -> str:
+    """What the first value over its limit points to."""
+    if facts["draws"]:
+        return (
+            "the model draws random numbers in training that are not dropout's, and each process "
+            "draws its own: not comparable by numbers; leave them out to compare the rest"
+        )
+    if facts["batchnorm"] and not asked.sync_batchnorm:
+        return (
+            "BatchNorm normalises by each process's own part of the batch: "
+            "distributed.sync_batchnorm=false"
+        )
+    if precision == OWN and asked.compression is not Compression.none:
+        return f"gradients are sent in {asked.compression.value}: distributed.compression"
+    if precision == OWN:
+        return "fp64 agrees: a technique that rounds otherwise with a part of the batch"
+    return _cause_by_place(first, saved)
+
+
+def _cause_by_place(first: Item, saved: Set[int]) -> str:
+    if first.kind == "metric" and first.name.startswith("val/") and first.step in saved:
+        return "the training agrees up to there: buffers or averages that validation reads"
+    if first.kind == "metric" and first.name == "train/loss" and first.step == 1:
+        return (
+            "the forward of the first batch: a process takes the wrong part of it, the loss is a "
+            "mean of the processes' means, or a layer mixes the samples of a batch"
+        )
+    if first.kind == "metric" and first.name == "train/grad_norm" and first.step == 1:
+        return (
+            "the first loss agrees, its gradient does not: gradients are averaged over processes "
+            "where the parts weigh differently, or are not of all processes"
+        )
+    if first.kind in ("buffer", "average"):
+        return f"what each process keeps by itself: {first.kind}s are not those of all samples"
+    return (
+        "loss and gradient norm of the first step agree, what follows from its update does not: "
+        "clipping by a part of the gradient, or an update that is not that of all weights"
+    )

@@ -1,0 +1,139 @@
+"""What a run has left, in the order in which it was computed: rows of metrics and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.checkpoint.folder import FOLDER, is_checkpoint, steps
+from runner.checkpoint.reading import load
+from runner.record.storage import read_record
+from runner.verify.processes import FACTS
+
+ROWS = ("train", "val", "test")  # of metrics.jsonl; the others are about the machine
+MACHINE = {"record", "choices", "settings", "config_hash", "seed", "steps_per_epoch", "threads"}
+"""Parts of a checkpoint's state that no number of a run depends on once it is built."""
+KINDS = {
+    **dict.fromkeys(("planned", "clean", "progress", "reader"), "progress"),
+    "stability": "guard",
+    "inputs": "guard",
+    "history": "fault",
+    "random": "random",
+}
+UPDATE = {"average": "average", "scale": "loss_scale"}
+
+
+class Item(NamedTuple):
+    """One value of a run, at a step."""
+
+    step: int
+    kind: str  # metric | parameter | buffer | optimizer | average | loss_scale | guard | random | …
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} at step {self.step}"
+
+
+Values = dict[Item, Any]
+
+
+@dataclass(frozen=True)
+class EndState:
+    """All values that a run has left, and the facts that were noted of its model."""
+
+    values: Values
+    facts: Mapping[str, Any]
+    digest: str = ""  # of the file with the weights, of the last checkpoint
+
+    def count(self) -> dict[str, int]:
+        """Values by kind."""
+        return dict(Counter(item.kind for item in self.values))
+
+
+def read_end_state(folder: Path, only: Iterable[int] | None = None) -> EndState:
+    """What the run in `folder` has left; of its checkpoints those of these steps.
+
+    Raises CheckpointError where one is damaged.
+    """
+    facts = {}
+    if (folder / FACTS).is_file():
+        facts = json.loads(read_record(folder / FACTS))
+    values, digest = dict(_rows(folder)), ""
+    parameters = set(facts.get("parameters", ()))
+    for step, path in saved_steps(folder).items():
+        if only is None or step in only:
+            restored = load(path)
+            digest = restored.sha256
+            values |= dict(_state(step, restored.model, restored.state, parameters))
+    ordered = sorted(values, key=_order)
+    return EndState({item: values[item] for item in ordered}, facts, digest)
+
+
+def _order(item: Item) -> tuple[int, int]:
+    """Within a step: its loss and gradient, what is then saved, and what is validated."""
+    if item.kind != "metric":
+        return item.step, 1
+    return item.step, 0 if item.name.startswith("train/") else 2
+
+
+def saved_steps(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run, by their steps."""
+    saved = steps(folder / FOLDER)
+    return {step: saved[step] for step in sorted(saved) if is_checkpoint(saved[step])}
+
+
+def _rows(folder: Path) -> Iterator[tuple[Item, Any]]:
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.pop("split") in ROWS:
+            step, split = row.pop("step"), json.loads(line)["split"]
+            yield from ((Item(step, "metric", f"{split}/{key}"), row[key]) for key in row)
+
+
+def _state(
+    step: int, model: Mapping[str, Any], state: Mapping[str, Any], parameters: set[str]
+) -> Iterator[tuple[Item, Any]]:
+    """Of a checkpoint: what was restored first comes first."""
+    for name, value in model.items():
+        kind = "parameter" if name in parameters or not parameters else "buffer"
+        yield Item(step, kind, name), value
+    for part, content in state["update"].items():
+        for path, value in _leaves(content, part):
+            yield Item(step, UPDATE.get(part, "optimizer"), path), value
+    for part, content in state.items():
+        if part == "update" or part in MACHINE:
+            continue
+        for path, value in _leaves(content, part, 1 if part == "random" else 9):
+            yield Item(step, KINDS.get(part, part), path), value
+
+
+def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
+    """All values of nested containers, by their paths; those below `depth` as one."""
+    if not depth or not isinstance(value, Mapping | list | tuple):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _leaves(item, f"{path}.{key}", depth - 1)
+
+
+def differing(ours: Values, theirs: Values) -> list[Item]:
+    """Those that are not bit-equal, the first first."""
+    items = sorted(dict.fromkeys([*ours, *theirs]), key=_order)
+    return [item for item in items if not equal(ours.get(item), theirs.get(item))]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Bit by bit, so that NaN is itself and -0 is not 0."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return repr(a) == repr(b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    left, right = (t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)

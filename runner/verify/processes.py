@@ -1,0 +1,176 @@
+"""Training a config in fresh processes, into a folder: with a kill, or in another precision."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.benchmark.workers.process import redirect_output
+from runner.build import Components
+from runner.config import RunConfig
+from runner.debug.config import DebugConfig
+from runner.distributed.launch import AttemptLost, count_processes, run_attempt
+from runner.distributed.place import Place
+from runner.distributed.rank import start
+from runner.errors import ConfigError, UsageError
+from runner.jobs.config import JobConfig
+from runner.parity.dropout import silence
+from runner.parity.numerics import double, nudge
+from runner.record.storage import replace_text
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.resume import save
+from runner.training.run import Run
+
+FACTS = "facts.json"
+LOG = "console.log"
+TECHNIQUE = "verified"  # what the one below is called in `optimization.extra`
+
+
+@dataclass
+class RunProbe(Hook):
+    """Ends a run at a step, or kills one of its processes, and notes what the model consists of."""
+
+    stop_at: int = 0
+    kill_at: int = 0
+    kill_rank: int = 0
+    save_at: int = 0
+    save_again: bool = False  # a resumed run saves what it has restored, before its first step
+    draws: bool = False  # a step has drawn random numbers
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Write the facts, also for a run that is killed."""
+        if self.save_again:
+            run.saved_step = -1
+        self._write(run)
+        yield
+        self._write(run)
+
+    def on_step(self, run: Run, step: Step) -> Verdict:
+        """The checkpoint before is safe on disk when the process is killed."""
+        self.draws = self.draws or _has_drawn(run.device.torch)
+        if step.number == self.save_at:
+            save(run)
+        if step.number == self.kill_at:
+            run.checkpointer.wait()
+            if run.world is None or run.world.rank == self.kill_rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return Verdict.STOP if step.number == self.stop_at else Verdict.KEEP
+
+    def _write(self, run: Run) -> None:
+        if run.folder is None or not run.writes:
+            return
+        types = {type(module).__name__ for module in run.model.modules()}
+        silent = next((t.silenced for _, t in run.techniques if isinstance(t, Precision)), 0)
+        facts = {
+            "parameters": [n for n, _ in run.model.named_parameters(remove_duplicate=False)],
+            "techniques": [name for name, _ in run.techniques if name != TECHNIQUE],
+            "batchnorm": any("BatchNorm" in name for name in types),
+            "dropout": silent > 0,
+            "draws": self.draws,
+        }
+        replace_text(run.folder / FACTS, json.dumps(facts))
+
+
+def _has_drawn(device: torch.device) -> bool:
+    """Whether the generators have moved since the step seeded them."""
+    state = torch.get_rng_state()
+    drawn = not torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), state)
+    if device.type == "cuda":
+        own = torch.Generator(device).manual_seed(torch.cuda.initial_seed())
+        drawn = drawn or not torch.equal(own.get_state(), torch.cuda.get_rng_state(device))
+    return drawn
+
+
+@dataclass
+class Precision(Technique):
+    """Another precision for a run that others are compared with; no dropout drops anything."""
+
+    double: bool = False  # all in fp64
+    nudge: bool = False  # each weight moved by one rounding
+    silenced: int = 0  # sites of dropout
+
+    def apply(self, draft: RunBuilder) -> None:
+        """Before the average is made, and the model given to several processes."""
+        self.silenced = silence(draft.model)
+        if self.double:
+            draft.model.double()
+            draft.placements.append(double)
+            loss: Any = getattr(draft.objective, "loss", None)
+            if getattr(loss, "class_weights", None) is not None:
+                loss.class_weights = loss.class_weights.double()
+        if self.nudge:
+            nudge(draft.model, seed=1)
+
+    def engaged(self, run: Run) -> Evidence:
+        """In that precision, where one was asked for."""
+        kinds = {p.dtype for p in run.model.parameters() if p.is_floating_point()}
+        return Evidence(not self.double or kinds == {torch.float64}, "weights are not in fp64")
+
+
+def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
+    """The same run, so many steps of it, with all its checkpoints and nothing to show."""
+    config = deepcopy(config)
+    training = config.training
+    training.steps, training.epochs, training.patience = steps, None, None
+    training.validate_every = max(1, steps // 4)
+    config.checkpoint.enabled, config.checkpoint.resume = True, "none"
+    config.checkpoint.every, config.checkpoint.keep = checkpoint_every, steps
+    return unobserved(config)
+
+
+def unobserved(config: RunConfig) -> RunConfig:
+    """The same run as job=train makes it, with nothing to show and no tools."""
+    config = copy(config)
+    config.job, config.debug = JobConfig(), replace(DebugConfig(), hooks=config.debug.hooks)
+    config.monitoring = replace(config.monitoring, progress=False)
+    return config
+
+
+def train_apart(
+    config: RunConfig,
+    folder: Path,
+    probe: RunProbe | None = None,
+    precision: Precision | None = None,
+) -> None:
+    """Train in `folder`, by as many fresh processes as the config asks for.
+
+    Returns when all have ended, one that the probe kills too. Raises the run's own error.
+    """
+    if config.distributed.nodes > 1:
+        raise ConfigError("distributed.nodes", "job=verify has one machine", "leave it out")
+    probe, techniques = probe or RunProbe(), {}
+    if precision is not None:
+        config = copy(config)
+        techniques[TECHNIQUE] = precision
+        extra = [*config.optimization.extra, TECHNIQUE]
+        config.optimization = replace(config.optimization, extra=extra, strict=False)
+        trusted = [*config.security.trusted, TECHNIQUE]
+        config.security = replace(config.security, trusted=trusted)
+    given = Components(techniques=techniques, hooks=[probe])
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run_attempt(config, folder, given, count_processes(config), begin=_start)
+    except AttemptLost as lost:
+        if not probe.kill_at or "SIGKILL" not in str(lost):
+            raise UsageError(f"a run that is verified has ended: {lost}") from None
+    else:
+        if probe.kill_at:
+            raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
+
+
+def _start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
+    """A process whose output is in a file; what matters of it comes by its outcome."""
+    with suppress(OSError):
+        redirect_output(folder / LOG)
+    start(config, folder, given, place)

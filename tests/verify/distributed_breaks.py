@@ -1,0 +1,76 @@
+"""Faults of training by several processes; a run of one process has none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from runner.distributed.world import World
+from runner.optim.optimizer_step import OptimizerStep
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
+
+
+@dataclass
+class Break(Technique):
+    def apply(self, draft: RunBuilder) -> str | None:
+        if draft.world is not None:
+            self.plant(draft)
+        return None
+
+    def plant(self, draft: RunBuilder) -> None:
+        raise NotImplementedError
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(True, "")
+
+
+@dataclass
+class AveragedGradients(Break):
+    """Each process's mean counts the same, however many samples it is of; the loss is right."""
+
+    def plant(self, draft: RunBuilder) -> None:
+        right, factor = World.whole_weight, [1.0]
+
+        def whole_weight(world: World, weight: Any, own: int, samples: int) -> Any:
+            factor[0] = samples / own / world.size
+            return right(world, weight, own, samples)
+
+        World.whole_weight = whole_weight  # type: ignore[method-assign]
+        for parameter in draft.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * factor[0])
+
+
+@dataclass
+class MeanOfMeans(Break):
+    """So does the loss."""
+
+    def plant(self, draft: RunBuilder) -> None:
+        World.whole_weight = lambda world, weight, own, samples: weight * world.size  # type: ignore
+
+
+@dataclass
+class ClippedByShard(Break):
+    """Each process clips by the norm of what it has."""
+
+    def plant(self, draft: RunBuilder) -> None:
+        right = OptimizerStep.apply
+
+        def apply(update: OptimizerStep, norm: Any, skipped: Any) -> Any:
+            return right(update, norm * 0.5**0.5, skipped)
+
+        OptimizerStep.apply = apply  # type: ignore[method-assign]
+
+
+@dataclass
+class WrongPart(Break):
+    """Each process takes the first samples of a batch."""
+
+    def plant(self, draft: RunBuilder) -> None:
+        right = World.part
+
+        def part(world: World, samples: int) -> slice:
+            mine = right(world, samples)
+            return slice(0, mine.stop - mine.start)
+
+        World.part = part  # type: ignore[method-assign]

@@ -1,0 +1,128 @@
+"""verify.what=distributed passes what is right, and names what is not by the first value of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner import RunConfig
+from runner.distributed.config import DistributedConfig
+from runner.errors import ConfigError, NotVerified
+from runner.jobs import find
+from runner.jobs.config import JobKind
+from runner.verify.distributed import FP64, Comparison, in_fp64, verify_distributed
+from runner.verify.end_state import EndState, Item
+from runner.verify.processes import Precision, prepared
+from tests import runs
+
+TWO = ("distributed=ddp", "distributed.processes=2")
+# 31 of 63 samples are one process's, 32 the other's
+MLP = ("data=cancer", "model=mlp", "model.width=16", "training.batch_size=63", "optimizer.ema=0.9")
+MLP += ("stability.clip_norm=0.1", "device.threads=1", "training.steps=4")
+JOB = ("job=verify", "verify.what=distributed", "device.threads=1", *TWO)
+
+
+@pytest.fixture(autouse=True)
+def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
+
+
+def quick(*overrides: str) -> RunConfig:
+    config = prepared(runs.config(*MLP, *overrides), 4, checkpoint_every=2)
+    config.monitoring.every = 1
+    return in_fp64(config)
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[EndState, dict[Item, float]]:
+    """What one process computes, and how far rounding may bring any number of it."""
+    comparison = Comparison(tmp_path_factory.mktemp("one"))
+    config = replace(quick(), distributed=DistributedConfig())
+    exact = comparison.train("one", config, Precision(True, double=True))
+    return exact, comparison.limits_by_rounding(exact, config, double=True)
+
+
+def compared(of_one: tuple[EndState, dict[Item, float]], folder: Path, *overrides: str) -> str:
+    comparison, (exact, limits) = Comparison(folder), of_one
+    config, double = quick(*TWO, *overrides), Precision(True, double=True)
+    comparison.compare(FP64, exact, config, double, limits)
+    return comparison.result(4, config.distributed, 2, exact.facts).cause
+
+
+def test_two_processes_that_are_right_are_within_rounding(
+    of_one: tuple[EndState, dict[Item, float]], tmp_path: Path
+) -> None:
+    assert compared(of_one, tmp_path) == ""
+    exact, limits = of_one
+    assert {item.kind for item in exact.values} >= {"metric", "parameter", "optimizer", "average"}
+    assert max(limits.values()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("AveragedGradients", "gradients are averaged over processes where the parts weigh diff"),
+        ("WrongPart", "a process takes the wrong part of it"),
+        ("ClippedByShard", "clipping by a part of the gradient"),
+        pytest.param("MeanOfMeans", "a mean of the processes' means", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_is_detected_and_its_cause_named(
+    of_one: tuple[EndState, dict[Item, float]], tmp_path: Path, fault: str, cause: str
+) -> None:
+    planted = f"optimization.extra=[distributed_breaks.{fault}]"
+    assert cause in compared(of_one, tmp_path, planted, "security.trusted=[distributed_breaks]")
+
+
+def test_the_job_names_batchnorm_per_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cnn = ("data=digits", "model=cnn", "model.width=8", "model.stages=1")
+    few = ("verify.steps=2", "data.validation_samples=50", "distributed.sync_batchnorm=false")
+    with pytest.raises(NotVerified, match=r"train/.* at step 1 .*distributed\.sync_batchnorm=fal"):
+        find(JobKind.verify)(runs.config(*JOB, *cnn, *few), tmp_path)
+    result = json.loads((tmp_path / "verify.json").read_text())
+    assert (result["what"], result["verdict"], result["processes"]) == ("distributed", "FAIL", 2)
+    assert result["distance"] > 100 * result["limit"]
+    assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
+    assert "likely cause" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*MLP, "training.micro_batch=5", "model.dropout=0.2"),
+        ("model=cnn", "model.width=8", "training.batch_size=127", "optimizer=sgd"),
+        ("distributed=fsdp", "data=synthetic", "data.form=tokens", "data.samples=64", "model=gpt")
+        + ("data.sequence=16", "model.width=32", "training.batch_size=23"),
+        ("optimization=amp", "optimization.amp.dtype=bf16", "optimizer=sgd"),
+    ],
+)
+def test_runs_that_are_right_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    found = verify_distributed(runs.config(*JOB, *overrides), tmp_path)
+    assert found.equal, (found.first, found.distance, found.limit, found.cause)
+
+
+@pytest.mark.slow
+def test_a_model_without_fp64_is_compared_coarsely(tmp_path: Path) -> None:
+    own = ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]")
+    found = verify_distributed(runs.config(*JOB, *own), tmp_path)
+    assert found.equal and "not compared in fp64" in found.notes[0]
+
+
+def test_one_process_and_a_launcher_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [text for text in JOB if not text.startswith("distributed")]
+    with pytest.raises(ConfigError, match=r"verify\.what: distributed needs several processes"):
+        find(JobKind.verify)(runs.config(*alone), tmp_path)
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="type it without torchrun"):
+        find(JobKind.verify)(runs.config(*JOB), tmp_path)
