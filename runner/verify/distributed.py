@@ -23,8 +23,8 @@ from runner.distributed.config import Compression, DistributedConfig, Distribute
 from runner.distributed.launch import count_processes
 from runner.distributed.place import find_place
 from runner.errors import ConfigError, RunnerError
-from runner.verify.end_state import EndState, Item, Values, read_end_state, saved_steps
-from runner.verify.processes import Precision, prepared, train_apart
+from runner.verify.end_state import EndState, ValueKey, Values, read_end_state, saved_steps
+from runner.verify.processes import ReferencePrecision, prepared, train_apart
 
 STEPS = 10
 ROUNDED = 100.0
@@ -47,7 +47,7 @@ OWN = "the run's own precision"
 class Distance(NamedTuple):
     """The difference of one value, as a share of the largest number of its like."""
 
-    item: Item
+    item: ValueKey
     distance: float
     limit: float
 
@@ -101,20 +101,22 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
     one = deepcopy(config)
     one.distributed = DistributedConfig()
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
-        runs = Comparison(Path(place))
+        runs = EqualityCheck(Path(place))
         try:
-            exact = runs.train("one", in_fp64(one), Precision(True, double=True))
+            exact = runs.train("one", in_fp64(one), ReferencePrecision(True, double=True))
         except RunnerError as error:
             runs.notes.append(f"not compared in fp64, so that limits are coarse: {error}")
-            exact = runs.train("one own", one, Precision(True))
+            exact = runs.train("one own", one, ReferencePrecision(True))
             limits = runs.limits_by_rounding(exact, one, double=False)
-            runs.compare(OWN, exact, config, Precision(True), limits)
+            runs.compare(OWN, exact, config, ReferencePrecision(True), limits)
         else:
             limits = runs.limits_by_rounding(exact, in_fp64(one), double=True)
-            runs.compare(FP64, exact, in_fp64(config), Precision(True, double=True), limits)
-            own = runs.train("one own", one, Precision(True))
+            runs.compare(
+                FP64, exact, in_fp64(config), ReferencePrecision(True, double=True), limits
+            )
+            own = runs.train("one own", one, ReferencePrecision(True))
             limits = measured_limits(exact.values, own.values, PRECISION)
-            runs.compare(OWN, exact, config, Precision(True), limits)
+            runs.compare(OWN, exact, config, ReferencePrecision(True), limits)
     return runs.result(steps, config.distributed, size, exact.facts)
 
 
@@ -139,7 +141,7 @@ def in_fp64(config: RunConfig) -> RunConfig:
     return config
 
 
-class Comparison:
+class EqualityCheck:
     """The runs of one verification, and what was found between them."""
 
     def __init__(self, folder: Path) -> None:
@@ -150,7 +152,7 @@ class Comparison:
         self.precision = ""
         self.saved: set[int] = set()  # steps of the checkpoints
 
-    def train(self, name: str, config: RunConfig, precision: Precision) -> EndState:
+    def train(self, name: str, config: RunConfig, precision: ReferencePrecision) -> EndState:
         """The end of a run, its last checkpoint and one before."""
         folder = self.folder / name.replace(" ", "-")
         train_apart(config, folder, precision=precision)
@@ -159,9 +161,9 @@ class Comparison:
 
     def limits_by_rounding(
         self, exact: EndState, config: RunConfig, double: bool
-    ) -> dict[Item, float]:
+    ) -> dict[ValueKey, float]:
         """How far each value may be from that of one process."""
-        nudged = self.train("nudged", config, Precision(True, double=double, nudge=True))
+        nudged = self.train("nudged", config, ReferencePrecision(True, double=double, nudge=True))
         return measured_limits(exact.values, nudged.values, ROUNDED if double else COARSE)
 
     def compare(
@@ -169,8 +171,8 @@ class Comparison:
         precision: str,
         exact: EndState,
         config: RunConfig,
-        technique: Precision,
-        limits: Mapping[Item, float],
+        technique: ReferencePrecision,
+        limits: Mapping[ValueKey, float],
     ) -> None:
         """Train by several processes and compare with the run of one."""
         several = self.train(f"several {precision}", config, technique)
@@ -211,7 +213,7 @@ def scales(values: Values) -> dict[tuple[str, str], float]:
     return sizes
 
 
-def _group(item: Item) -> tuple[str, str]:
+def _group(item: ValueKey) -> tuple[str, str]:
     """State of an optimizer may be next to nothing in one weight: all weights are one group."""
     together = item.kind in ("optimizer", "average")
     return item.kind, item.name.rpartition(".")[2] if together else item.name
@@ -236,7 +238,7 @@ def _difference(ours: Any, theirs: Any) -> float:
     return 0.0 if repr(ours) == repr(theirs) else float("inf")
 
 
-def _distances(exact: Values, other: Values) -> Iterator[tuple[Item, float]]:
+def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
     """As shares of the largest number of the group."""
     sizes = scales(exact)
     for item in dict.fromkeys([*exact, *other]):
@@ -246,24 +248,24 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[Item, float]]:
             yield item, difference / size if size else difference
 
 
-def _smooth(item: Item) -> bool:
+def _smooth(item: ValueKey) -> bool:
     """An accuracy jumps where a rounding has another class win."""
     return item.name.rpartition("/")[2] in ("loss", "grad_norm")
 
 
-def distances(exact: Values, other: Values, limits: Mapping[Item, float]) -> Iterator[Distance]:
+def distances(exact: Values, other: Values, limits: Mapping[ValueKey, float]) -> Iterator[Distance]:
     """Of each value, in the order of the steps."""
     for item, distance in _distances(exact, other):
         yield Distance(item, distance, limits.get(item, FLOOR))
 
 
-def measured_limits(exact: Values, other: Values, factor: float) -> dict[Item, float]:
+def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKey, float]:
     """So many times what sets the two apart, of each metric and of each kind of tensor.
 
     By kind, so that a value which a rounding happens to spare is not held to nothing.
     """
     largest: dict[str, float] = {}
-    kinds: dict[Item, str] = {}
+    kinds: dict[ValueKey, str] = {}
     for item, distance in _distances(exact, other):
         kinds[item] = kind = f"{item.kind} {item.name if item.kind == 'metric' else ''}"
         if distance < float("inf"):
@@ -285,7 +287,7 @@ def worst_by_kind(precision: str, found: list[Distance]) -> list[WorstDistance]:
 
 
 def likely_cause(
-    first: Item,
+    first: ValueKey,
     precision: str,
     asked: DistributedConfig,
     facts: Mapping[str, Any],
@@ -309,7 +311,7 @@ def likely_cause(
     return _cause_by_place(first, saved)
 
 
-def _cause_by_place(first: Item, saved: Set[int]) -> str:
+def _cause_by_place(first: ValueKey, saved: Set[int]) -> str:
     if first.kind == "metric" and first.name.startswith("val/") and first.step in saved:
         return "the training agrees up to there: buffers or averages that validation reads"
     if first.kind == "metric" and first.name == "train/loss" and first.step == 1:

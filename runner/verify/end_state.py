@@ -30,7 +30,7 @@ KINDS = {
 UPDATE = {"average": "average", "scale": "loss_scale"}
 
 
-class Item(NamedTuple):
+class ValueKey(NamedTuple):
     """One value of a run, at a step."""
 
     step: int
@@ -41,7 +41,7 @@ class Item(NamedTuple):
         return f"{self.kind} {self.name} at step {self.step}"
 
 
-Values = dict[Item, Any]
+Values = dict[ValueKey, Any]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_end_state(folder: Path, only: Iterable[int] | None = None) -> EndState:
     return EndState({item: values[item] for item in ordered}, facts, digest)
 
 
-def _order(item: Item) -> tuple[int, int]:
+def _order(item: ValueKey) -> tuple[int, int]:
     """Within a step: its loss and gradient, what is then saved, and what is validated."""
     if item.kind != "metric":
         return item.step, 1
@@ -89,29 +89,29 @@ def saved_steps(folder: Path) -> dict[int, Path]:
     return {step: saved[step] for step in sorted(saved) if is_checkpoint(saved[step])}
 
 
-def _rows(folder: Path) -> Iterator[tuple[Item, Any]]:
+def _rows(folder: Path) -> Iterator[tuple[ValueKey, Any]]:
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row.pop("split") in ROWS:
             step, split = row.pop("step"), json.loads(line)["split"]
-            yield from ((Item(step, "metric", f"{split}/{key}"), row[key]) for key in row)
+            yield from ((ValueKey(step, "metric", f"{split}/{key}"), row[key]) for key in row)
 
 
 def _state(
     step: int, model: Mapping[str, Any], state: Mapping[str, Any], parameters: set[str]
-) -> Iterator[tuple[Item, Any]]:
+) -> Iterator[tuple[ValueKey, Any]]:
     """Of a checkpoint: what was restored first comes first."""
     for name, value in model.items():
         kind = "parameter" if name in parameters or not parameters else "buffer"
-        yield Item(step, kind, name), value
+        yield ValueKey(step, kind, name), value
     for part, content in state["update"].items():
         for path, value in _leaves(content, part):
-            yield Item(step, UPDATE.get(part, "optimizer"), path), value
+            yield ValueKey(step, UPDATE.get(part, "optimizer"), path), value
     for part, content in state.items():
         if part == "update" or part in MACHINE:
             continue
         for path, value in _leaves(content, part, 1 if part == "random" else 9):
-            yield Item(step, KINDS.get(part, part), path), value
+            yield ValueKey(step, KINDS.get(part, part), path), value
 
 
 def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
@@ -123,7 +123,7 @@ def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{path}.{key}", depth - 1)
 
 
-def differing(ours: Values, theirs: Values) -> list[Item]:
+def differing(ours: Values, theirs: Values) -> list[ValueKey]:
     """Those that are not bit-equal, the first first."""
     items = sorted(dict.fromkeys([*ours, *theirs]), key=_order)
     return [item for item in items if not equal(ours.get(item), theirs.get(item))]

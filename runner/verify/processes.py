@@ -71,7 +71,9 @@ class RunProbe(Hook):
         if run.folder is None or not run.writes:
             return
         types = {type(module).__name__ for module in run.model.modules()}
-        silent = next((t.silenced for _, t in run.techniques if isinstance(t, Precision)), 0)
+        silent = next(
+            (t.silenced for _, t in run.techniques if isinstance(t, ReferencePrecision)), 0
+        )
         facts = {
             "parameters": [n for n, _ in run.model.named_parameters(remove_duplicate=False)],
             "techniques": [name for name, _ in run.techniques if name != TECHNIQUE],
@@ -93,7 +95,7 @@ def _has_drawn(device: torch.device) -> bool:
 
 
 @dataclass
-class Precision(Technique):
+class ReferencePrecision(Technique):
     """Another precision for a run that others are compared with; no dropout drops anything."""
 
     double: bool = False  # all in fp64
@@ -141,7 +143,7 @@ def train_apart(
     config: RunConfig,
     folder: Path,
     probe: RunProbe | None = None,
-    precision: Precision | None = None,
+    precision: ReferencePrecision | None = None,
 ) -> None:
     """Train in `folder`, by as many fresh processes as the config asks for.
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from runner.config import RunConfig
 from runner.errors import CheckpointError, RunnerError, UsageError
-from runner.verify.end_state import Item, Values, differing, read_end_state, saved_steps
+from runner.verify.end_state import ValueKey, Values, differing, read_end_state, saved_steps
 from runner.verify.processes import RunProbe, prepared, train_apart
 
 STEPS = 20
@@ -94,7 +94,7 @@ def name_differences(whole: Values, resumed: Values, start: int) -> tuple[list[s
     return [str(item) for item in items], _likely_cause(items[0], start) if items else ""
 
 
-def _likely_cause(first: Item, start: int) -> str:
+def _likely_cause(first: ValueKey, start: int) -> str:
     if first.step < start or (first.step == start and first.kind == "metric"):
         return (
             f"the runs differ before step {start}, from which one was resumed: the same steps do "

@@ -13,9 +13,9 @@ from runner.distributed.config import DistributedConfig
 from runner.errors import ConfigError, NotVerified
 from runner.jobs import find
 from runner.jobs.config import JobKind
-from runner.verify.distributed import FP64, Comparison, in_fp64, verify_distributed
-from runner.verify.end_state import EndState, Item
-from runner.verify.processes import Precision, prepared
+from runner.verify.distributed import FP64, EqualityCheck, in_fp64, verify_distributed
+from runner.verify.end_state import EndState, ValueKey
+from runner.verify.processes import ReferencePrecision, prepared
 from tests import runs
 
 TWO = ("distributed=ddp", "distributed.processes=2")
@@ -38,23 +38,23 @@ def quick(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[EndState, dict[Item, float]]:
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[EndState, dict[ValueKey, float]]:
     """What one process computes, and how far rounding may bring any number of it."""
-    comparison = Comparison(tmp_path_factory.mktemp("one"))
+    comparison = EqualityCheck(tmp_path_factory.mktemp("one"))
     config = replace(quick(), distributed=DistributedConfig())
-    exact = comparison.train("one", config, Precision(True, double=True))
+    exact = comparison.train("one", config, ReferencePrecision(True, double=True))
     return exact, comparison.limits_by_rounding(exact, config, double=True)
 
 
-def compared(of_one: tuple[EndState, dict[Item, float]], folder: Path, *overrides: str) -> str:
-    comparison, (exact, limits) = Comparison(folder), of_one
-    config, double = quick(*TWO, *overrides), Precision(True, double=True)
+def compared(of_one: tuple[EndState, dict[ValueKey, float]], folder: Path, *overrides: str) -> str:
+    comparison, (exact, limits) = EqualityCheck(folder), of_one
+    config, double = quick(*TWO, *overrides), ReferencePrecision(True, double=True)
     comparison.compare(FP64, exact, config, double, limits)
     return comparison.result(4, config.distributed, 2, exact.facts).cause
 
 
 def test_two_processes_that_are_right_are_within_rounding(
-    of_one: tuple[EndState, dict[Item, float]], tmp_path: Path
+    of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path
 ) -> None:
     assert compared(of_one, tmp_path) == ""
     exact, limits = of_one
@@ -72,7 +72,7 @@ def test_two_processes_that_are_right_are_within_rounding(
     ],
 )
 def test_a_planted_fault_is_detected_and_its_cause_named(
-    of_one: tuple[EndState, dict[Item, float]], tmp_path: Path, fault: str, cause: str
+    of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path, fault: str, cause: str
 ) -> None:
     planted = f"optimization.extra=[distributed_breaks.{fault}]"
     assert cause in compared(of_one, tmp_path, planted, "security.trusted=[distributed_breaks]")
