@@ -23,7 +23,6 @@ log = logging.getLogger("runner")
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
-TABLE_S = 5.0  # between two tables of the confusion matrix
 HISTORY_S = 1.0  # between two writings of history.json
 MOST_CLASSES = 24  # of the confusion matrix; more could not be read
 
@@ -47,15 +46,13 @@ class Recording(Hook):
         self.settings = settings
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
-        self.row_due = self.load_due = self.table_due = 0.0
-        self.pending: Evaluation | None = None  # an improvement that came too soon after the last
+        self.row_due = self.load_due = 0.0
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Open with where the run comes from; close with how it ended."""
         self.machine.open(run.device)
-        now = time.monotonic()
-        self.row_due, self.table_due = now + SYSTEM_ROW_S, now + TABLE_S
+        self.row_due = time.monotonic() + SYSTEM_ROW_S
         if run.folder is not None:
             self._introduce(run, run.folder)
         status = "failed"
@@ -89,13 +86,8 @@ class Recording(Hook):
         """A row, and when it is the best so far, the confusion matrix."""
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
-        if not evaluation.improved or not run.recorder.showing:
-            return
-        self.pending = evaluation
-        now = time.monotonic()
-        if now >= self.table_due:
-            self.table_due = now + TABLE_S
-            self.pending = None
+        if evaluation.improved and run.recorder.showing:
+            # at once: the checkpoint that follows does not hold it, and the run may be killed
             _record_confusion(run, evaluation)
 
     def _introduce(self, run: Run, folder: Path) -> None:
@@ -135,8 +127,6 @@ class Recording(Hook):
     def _conclude(self, run: Run, status: str) -> None:
         if self.steps:
             self._write_system_row(run)
-        if self.pending is not None and status in ("done", "stopped"):
-            _record_confusion(run, self.pending)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
         best = {} if value is None else {name: value}
         run.recorder.end(status, run.progress.step, best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 from uuid import uuid4
 
 import psutil
+
+from tests.runs import rows
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 8
@@ -131,3 +134,9 @@ def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:
         started.process.kill()
     assert started.left() == []
     return started
+
+
+def digest(folder: Path) -> str:
+    """Of the weights of the last checkpoint and of all numbers that training reported."""
+    weights = (folder / "checkpoints" / "last" / "model.safetensors").read_bytes()
+    return hashlib.sha256(weights + repr(rows(folder, "train", "val")).encode()).hexdigest()

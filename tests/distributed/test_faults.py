@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import runs
-from tests.distributed.endurance import digest
+from tests.distributed.runs import digest
 
 NO_WORKERS = "data.workers=0"
 CALLS = {"data": 60, "validation": 1, "on_report": 2, "on_validation": 1, "saving": 2}

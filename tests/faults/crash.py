@@ -1,0 +1,200 @@
+"""SIGKILL at random moments: does each run come to the end of the one that was not killed?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from tests.faults import processes
+from tests.faults.end_state import end_state
+from tests.faults.modes import MODES, SLOW, typed
+
+LIMIT_S = 900.0  # of one process
+MOST = 8  # kills of one run
+CONTROLS = {  # a defect of resuming, a mode that it shows in, and the part that must differ
+    "optimizer": ("AdamW", "optimizer"),
+    "rng": ("BatchNorm, dropout, draws", "random"),
+    "ema": ("SGD, average, micro-batch", "average"),
+    "guard": ("NaN batches", "guard"),
+    "metrics": ("AdamW", "metrics.jsonl"),
+    "tensorboard": ("AdamW", "TensorBoard"),
+}
+
+
+@dataclass
+class Tally:
+    """The kills in one mode, and what the killed runs ended with."""
+
+    kills: int = 0
+    equal: int = 0  # kills of runs that ended as the whole one
+    runs: int = 0
+    when: Counter[str] = field(default_factory=Counter)  # kills by what the run was doing
+    differ: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Killer:
+    """Kills runs of one mode, and compares each one's end with that of the whole run."""
+
+    def __init__(self, place: Path, mode: str, draw: random.Random, plant: str = "") -> None:
+        self.place, self.mode, self.draw, self.plant = place, mode, draw, plant
+        self.tally = Tally()
+        whole = place / "whole"
+        start = time.monotonic()
+        code = processes.start(whole, typed(mode, whole / "run")).wait(LIMIT_S)
+        self.life = time.monotonic() - start
+        assert code == 0, (whole / "console.log").read_text()[-3000:]
+        self.expected = end_state(whole / "run")
+
+    def run(self, kills: int, most: int = MOST) -> Tally:
+        """Until so many kills have been made."""
+        start = time.monotonic()
+        for number in count():
+            left = kills - self.tally.kills
+            if left <= 0:
+                break
+            self._one(self.place / str(number), min(left, self.draw.randint(1, most)))
+        self.tally.seconds = time.monotonic() - start
+        return self.tally
+
+    def _one(self, folder: Path, kills: int) -> None:
+        done, code = 0, -signal.SIGKILL
+        while code == -signal.SIGKILL:
+            process = processes.start(folder, typed(self.mode, folder / "run"), PLANT=self.plant)
+            if done < kills:
+                deadline = time.monotonic() + self.draw.uniform(0, self.life)
+                while process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(min(0.01, max(0.0, deadline - time.monotonic())))
+                if process.poll() is None:
+                    done += self._kill(folder, process.pid)
+                    if self._ends_itself(process):
+                        continue
+            try:
+                code = process.wait(LIMIT_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            assert done or code == 0, (folder / "console.log").read_text()[-3000:]
+        self.tally.kills += done
+        self.tally.runs += 1
+        self._compare(folder, code, done)
+
+    def _ends_itself(self, process: processes.Process) -> bool:
+        """Whether it was the one that was killed, and not another process of the run's."""
+        with suppress(processes.TimeoutExpired):
+            return process.wait(1.0) == -signal.SIGKILL
+        return False
+
+    def _kill(self, folder: Path, pid: int) -> int:
+        root = folder / "run" / "checkpoints"
+        if list(root.glob(".tmp-*")):
+            self.tally.when["saving"] += 1
+        else:
+            self.tally.when["training" if root.exists() else "starting"] += 1
+        victim = pid
+        if "distributed=ddp" in MODES[self.mode]:
+            victim = self.draw.choice(sorted(processes.below(folder)) or [pid])
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        return 1
+
+    def _compare(self, folder: Path, code: int, kills: int) -> None:
+        problem = f"exit code {code}" if code else ""
+        if pids := processes.left_over(folder):
+            problem = f"processes left over: {pids}"
+        if not problem:
+            ended = end_state(folder / "run")
+            parts = [part for part in self.expected if ended[part] != self.expected[part]]
+            problem = ", ".join(parts)
+        if problem:
+            self.tally.differ.append(f"{folder}: {problem}")
+        else:
+            self.tally.equal += kills
+            shutil.rmtree(folder)
+
+
+def share(modes: Sequence[str], kills: int) -> dict[str, int]:
+    """So many kills over the modes; less for those that start slowly."""
+    weights = {mode: SLOW.get(mode, 1.0) for mode in modes}
+    shares = {mode: int(kills * weight / sum(weights.values())) for mode, weight in weights.items()}
+    first = modes[0]
+    shares[first] += kills - sum(shares.values())
+    return shares
+
+
+def kill_modes(place: Path, modes: Sequence[str], kills: int, jobs: int, seed: int) -> list[Tally]:
+    """A line for each mode as it ends."""
+
+    def prove(mode: str, kills: int) -> Tally:
+        own = place / str([*MODES].index(mode))
+        tally = Killer(own, mode, random.Random(f"{seed} {mode}")).run(kills)
+        when = ", ".join(f"{number} {what}" for what, number in sorted(tally.when.items()))
+        print(
+            f"{mode:28} {tally.equal:5,} / {tally.kills:,} equal in {tally.runs} runs, "
+            f"{tally.seconds:.0f} s ({when})", *tally.differ, sep="\n    ", flush=True,
+        )  # fmt: skip
+        return tally
+
+    shares = share(modes, kills)
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(prove, shares, shares.values()))
+
+
+def prove_controls(place: Path, plants: Sequence[str], seed: int) -> bool:
+    """Whether each planted defect is noticed, in the part that it is a defect of."""
+    missed = 0
+    for plant in plants:
+        mode, part = CONTROLS[plant]
+        killer = Killer(place / f"control-{plant}", mode, random.Random(f"{seed} {plant}"), plant)
+        for kills in range(5, 45, 5):
+            problems = "; ".join(killer.run(kills, most=5).differ)
+            if part in problems:
+                break
+        missed += part not in problems
+        seen = "noticed" if part in problems else f"MISSED: {problems}"
+        print(f"planted: {plant:12} in {mode:26} {seen}", flush=True)
+    return not missed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 1 where a run differs or a planted defect is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--modes", nargs="*", choices=[*MODES], default=[*MODES], metavar="MODE")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calls", action="store_true", help="faults at every file call instead")
+    parser.add_argument("--stride", type=int, default=1, help="with --calls: every n-th call")
+    parser.add_argument("--smoke", action="store_true", help="a few kills and one planted defect")
+    asked = parser.parse_args(arguments)
+    plants = [*CONTROLS]
+    if asked.smoke:
+        asked.modes, asked.kills, plants = ["BatchNorm, dropout, draws"], 6, ["rng"]
+    place = Path(tempfile.mkdtemp(prefix="prove_crash_"))
+    if asked.calls:
+        from tests.faults.calls import prove_calls
+
+        good = prove_calls(place, asked.stride, asked.jobs)
+    else:
+        processes.serve()
+        tallies = kill_modes(place, asked.modes, asked.kills, asked.jobs, asked.seed)
+        equal, kills = sum(t.equal for t in tallies), sum(t.kills for t in tallies)
+        print(f"{equal:,} / {kills:,} equal", flush=True)
+        good = prove_controls(place, plants, asked.seed) and equal == kills >= asked.kills
+    if good:
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        print(f"FAILED; the folders of the runs are in {place}", flush=True)
+    return not good

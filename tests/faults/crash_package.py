@@ -1,0 +1,87 @@
+"""User code of the runs that are killed; PLANT names a defect of resuming that it makes."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner import Hook
+from runner.training.hook import Step
+from runner.training.run import Run
+
+
+class Points:
+    """Two classes of points with noise from torch, Python and NumPy; those in `poison` are NaN."""
+
+    def __init__(self, samples: int = 160, poison: tuple[int, ...] = ()) -> None:
+        self.samples, self.poison = samples, {*poison}
+        self.sizes = {"task": "classification", "in_features": 6, "classes": 2}
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = torch.randn(6) + float(np.random.randn()) * 0.1 + random.random() * 0.1
+        inputs = noise + 2.0 * (index % 2)
+        return (inputs * float("nan") if index in self.poison else inputs), index % 2
+
+
+class Net(torch.nn.Module):
+    """BatchNorm and dropout."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(in_features, 8), torch.nn.BatchNorm1d(8),
+            torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(8, classes),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Draws(Hook):
+    """Draws from the generators of Python and NumPy at every step."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        random.random()
+        np.random.random()
+
+
+def _plant(name: str) -> None:
+    from runner.optim.optimizer_step import OptimizerStep
+    from runner.record import recorder
+    from runner.record.tensorboard import TensorBoard
+    from runner.stability.controller import StabilityController
+    from runner.training import resume
+
+    def ignore(*_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def leave_out(key: str) -> None:
+        load = OptimizerStep.load
+
+        def load_rest(self: OptimizerStep, state: dict[str, Any]) -> None:
+            own = self.state()[key]
+            load(self, state | {key: own})
+
+        OptimizerStep.load = load_rest  # type: ignore[method-assign]
+
+    if name == "rng":
+        resume.set_random = ignore
+    elif name == "guard":
+        StabilityController.load = ignore  # type: ignore[method-assign]
+    elif name == "metrics":
+        recorder._cut = ignore
+    elif name == "tensorboard":
+        TensorBoard.purge = ignore  # type: ignore[method-assign]
+    elif name:
+        leave_out({"optimizer": "optimizer", "ema": "average", "scaler": "scale"}[name])
+
+
+_plant(os.environ.get("PLANT", ""))

@@ -1,0 +1,78 @@
+"""All that a run leaves behind but for times: two runs are equal where these are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runner.checkpoint.checkpointer import Checkpointer
+
+OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
+GUARD = ("stability", "history", "inputs", "reader", "progress")
+OF_THE_MACHINE = ("usage/", "_hparams_", "about/")  # groups of TensorBoard
+logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says what it purges
+EVERYTHING = dict.fromkeys(("scalars", "tensors"), 0)
+
+
+def end_state(folder: Path) -> dict[str, str]:
+    """A digest for each part of what the run in `folder` ended with."""
+    restored = Checkpointer(None, keep=1).restore(folder)
+    assert restored is not None and not restored.warnings
+    state = restored.state
+    parts: dict[str, Any] = {"step": restored.step, "weights": restored.model}
+    parts |= {key: state["update"][key] for key in OF_THE_UPDATE}
+    parts |= {"random": state["random"], "guard": {key: state[key] for key in GUARD}}
+    parts |= {"checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir())}
+    parts |= {"metrics.jsonl": list(_rows(folder)), "TensorBoard": _events(folder)}
+    summary = json.loads((folder / "summary.json").read_text())
+    keys = ("status", "steps", "skipped_steps", "metrics", "best", "best_step")
+    parts["summary"] = {key: summary[key] for key in keys}
+    return {name: _digest(value) for name, value in parts.items()}
+
+
+def _rows(folder: Path) -> Iterator[str]:
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        if json.loads(line)["split"] != "system":
+            yield line
+
+
+def _events(folder: Path) -> dict[str, list[Any]]:
+    events = EventAccumulator(str(folder), size_guidance=EVERYTHING).Reload()
+    tags = events.Tags()
+    points: dict[str, list[Any]] = {}
+    for tag in tags["scalars"]:
+        points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    for tag in tags["tensors"]:
+        tensors = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
+        points[tag] = [(step, tensor.SerializeToString()) for step, tensor in tensors]
+    return {tag: points[tag] for tag in points if not tag.startswith(OF_THE_MACHINE)}
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+    for part in _bytes(value):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _bytes(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            yield repr(key).encode()
+            yield from _bytes(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"[{len(value)}".encode()
+        for item in value:
+            yield from _bytes(item)
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        yield repr(value).encode()

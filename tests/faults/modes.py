@@ -1,0 +1,50 @@
+"""Ways to train in which a run is killed: the overrides of each."""
+
+from __future__ import annotations
+
+COMMON = [
+    "device=cpu", "device.threads=1", "monitoring.progress=false", "name=crash",
+    "security.trusted=[crash_package]", "checkpoint.resume=auto", "optimization=none",
+]  # fmt: skip
+SHORT = ["training.steps=120", "checkpoint.every=7", "training.validate_every=25",
+         "monitoring.every=5", "training.batch_size=16"]  # fmt: skip
+TABLE = ["data=cancer", "model=mlp"]
+POINTS = ["data._target_=crash_package.Points", "model._target_=crash_package.Net"]
+HERE = "data.workers=0"
+GPT = ["data=synthetic", "data.form=tokens", "data.sequence=16", "data.samples=160", "model=gpt",
+       "model.width=16", "model.heads=2", "model.depth=1", "model.dropout=0.2"]  # fmt: skip
+
+MODES: dict[str, list[str]] = {
+    "AdamW": [*SHORT, *TABLE],
+    "SGD, average, micro-batch": [
+        *SHORT, *TABLE, "optimizer=sgd", "optimizer.lr=0.05", "optimizer.ema=0.9",
+        "training.micro_batch=6", "schedule=cosine",
+    ],
+    "2 data workers": [*SHORT, *POINTS, "data.workers=2", "optimization=basic"],
+    "BatchNorm, dropout, draws": [
+        *SHORT, *POINTS, HERE, "+debug.hooks=[{_target_: crash_package.Draws}]",
+    ],
+    "CNN in bf16": [
+        *SHORT, "data=digits", "model=cnn", "model.width=4", "optimization=amp",
+        "optimization.amp.dtype=bf16",
+    ],
+    "fp16 with a loss scale": [
+        *SHORT, *TABLE, "optimization=amp", "optimization.amp.dtype=fp16", "schedule=onecycle",
+    ],
+    "GPT": [*SHORT, *GPT],
+    "NaN batches": [
+        *SHORT, *POINTS, HERE, "+data.poison=[7,90]", "debug.capture.enabled=false",
+    ],
+    "whole step": [*SHORT, *TABLE, "optimization.whole_step.enabled=true"],
+    "DDP of 2": [
+        *SHORT, *POINTS, HERE, "distributed=ddp", "distributed.processes=2",
+        "distributed.restarts=100", "distributed.timeout_s=20",
+    ],
+}  # fmt: skip
+SLOW = {"whole step": 0.35, "DDP of 2": 0.35}
+"""Share of the kills of others that a mode gets whose start takes 10 s and more."""
+
+
+def typed(mode: str, folder: object) -> list[str]:
+    """The command of a mode in a run's folder, for a fresh run and for one that goes on."""
+    return [*COMMON, *MODES[mode], f"hydra.run.dir={folder}"]

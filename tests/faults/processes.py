@@ -1,0 +1,69 @@
+"""Runs in processes of their own, forked from one that has imported torch and the runner."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+import psutil
+
+from runner import fork_server
+from runner.sweep import fork
+
+__all__ = ["Process", "TimeoutExpired", "below", "left_over", "serve", "start"]
+
+Process = fork.ForkedProcess
+ROOT = Path(__file__).parents[2]
+PATHS = (ROOT, ROOT / "tests", ROOT / "tests" / "faults")
+_starting = threading.Lock()  # a process starts in the current folder, which threads share
+
+
+def serve(**variables: str) -> None:
+    """Start the process that all others are forked from, with these variables."""
+    environment = _environment(variables)
+    fork_server.start(["torch._dynamo", *fork.PRELOAD], environment)
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    path = os.pathsep.join([*map(str, PATHS), *filter(None, sys.path)])  # all of the module path
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+def start(folder: Path, typed: list[str], **variables: str) -> Process:
+    """`python -m runner` typed in a folder, in a session of its own; output goes to console.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = _environment(variables)
+    command = [sys.executable, "-m", "runner", *typed]
+    with _starting, open(folder / "console.log", "ab") as output, open(os.devnull) as stdin:
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            return fork.fork(command, environment, stdin.fileno(), output.fileno())
+        finally:
+            os.chdir(before)
+
+
+def below(folder: Path) -> list[int]:
+    """The processes whose current folder is this one or below it, zombies left out."""
+    place, pids = str(folder.resolve()), []
+    for process in psutil.process_iter():
+        try:
+            where = process.cwd()
+            if (where + "/").startswith(place + "/") and process.status() != psutil.STATUS_ZOMBIE:
+                pids.append(process.pid)
+        except psutil.Error:
+            continue
+    return pids
+
+
+def left_over(folder: Path, within_s: float = 10.0) -> list[int]:
+    """The processes that are still there after that time."""
+    deadline = time.monotonic() + within_s
+    while (pids := below(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids

@@ -1,0 +1,22 @@
+"""The proofs of scripts/prove_*.py in their short form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner import fork_server
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
+
+
+@pytest.mark.parametrize("name", ["crash"])
+def test_the_short_form_of_a_proof_holds_and_notices_a_planted_defect(name: str) -> None:
+    command = [sys.executable, f"scripts/prove_{name}.py", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
