@@ -33,7 +33,8 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         examined = admitted.files.get(name) if admitted is not None else None
         if examined is None or examined.sha256 != written.sha256:
             raise CheckpointError(f"{folder / name}: changed while it was being checked")
-    named = STEP.fullmatch(folder.resolve().name)
+    # its own name first: a link to an earlier checkpoint is not the one that it is named after
+    named = STEP.fullmatch(folder.name) or STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:
         raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
     if manifest.PREPROCESSING in facts.files:

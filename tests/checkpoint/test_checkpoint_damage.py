@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,12 @@ def test_two_checkpoints_that_changed_places_are_both_noticed(run):
     step_folder(run, 2).rename(step_folder(run, 3))
     (run / "x").rename(step_folder(run, 2))
     assert_falls_back(run, "manifest.json: is that of step 2", to=1)
+
+
+def test_a_link_to_the_checkpoint_before_is_noticed(run):
+    shutil.rmtree(step_folder(run, 3))
+    step_folder(run, 3).symlink_to(step_folder(run, 2).name)
+    assert_falls_back(run, "manifest.json: is that of step 2")
 
 
 def test_when_all_are_bad_each_is_named_and_nothing_starts_from_scratch(run):

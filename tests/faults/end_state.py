@@ -34,7 +34,7 @@ def end_state(folder: Path) -> dict[str, str]:
     summary = json.loads((folder / "summary.json").read_text())
     keys = ("status", "steps", "skipped_steps", "metrics", "best", "best_step")
     parts["summary"] = {key: summary[key] for key in keys}
-    return {name: _digest(value) for name, value in parts.items()}
+    return {name: digest(value) for name, value in parts.items()}
 
 
 def _rows(folder: Path) -> Iterator[str]:
@@ -55,7 +55,8 @@ def _events(folder: Path) -> dict[str, list[Any]]:
     return {tag: points[tag] for tag in points if not tag.startswith(OF_THE_MACHINE)}
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Of plain values and tensors, nested in any way."""
     digest = hashlib.sha256()
     for part in _bytes(value):
         digest.update(part)
