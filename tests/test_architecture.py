@@ -46,7 +46,7 @@ techniques.compiler objectives.deferred_logits \
 models.modes training.metrics training.recovery training.resume training.summary training.timing \
 stability
 checks.outputs
-captures
+captures parity.flops
 distributed.facts
 training.evaluation training.evidence training.step training.test_set benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import mean
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.device import memory
 from runner.distributed.world import World
+from runner.parity.flops import peak_flops
 from runner.training.hook import Hook
 from runner.training.run import Run
 from runner.training.timing import SETTLING, Stopwatch
@@ -64,7 +66,9 @@ def describe_processes(run: Run, world: World, together: bool = True) -> dict[st
     the backward does not hide, by DDP's own clock, which looks at the first ten steps and then at
     each hundredth. What fsdp and synchronised BatchNorm wait for within forward and backward is
     not told apart from those. `imbalance` is the largest time of data and forward, which come
-    before the first wait as a rule, over its mean.
+    before the first wait as a rule, over its mean. `mfu` is the share of the peak of its data sheet
+    that a device reaches (Chowdhery et al. 2022, without what is recomputed), of all processes that
+    of their peaks together; None on a CPU, whose peak no sheet says.
 
     Without `together` a process describes itself alone.
     """
@@ -79,6 +83,10 @@ def describe_processes(run: Run, world: World, together: bool = True) -> dict[st
         facts["imbalance"] = max(work) / mean(work) if any(work) else None
         for key in ("samples_per_second", "peak_process_bytes", "peak_device_bytes"):
             facts[key] = sum(rank[key] for rank in ranks)
+        for key in ("flops_per_second", "peak_flops_per_second"):
+            known = [rank[key] for rank in ranks if rank[key]]
+            facts[key] = sum(known) if len(known) == len(ranks) else None
+        facts["mfu"] = _share(facts)
     return facts
 
 
@@ -91,11 +99,19 @@ def _own(run: Run, world: World) -> dict[str, Any]:
     exposed_ms = _exposed_ms(run)
     waiting = step.split.get("waiting", 0.0) + (exposed_ms / usual_ms if usual_ms else 0.0)
     work = step.split.get("data", 0.0) + step.split.get("forward", 0.0)
+    speed = step.samples_per_second * (part.stop - part.start) / batch
+    peak = peak_flops(run.device, _product_type(run), measure=False)
+    flops = {
+        "flops_per_second": world.sample_flop and world.sample_flop * speed,
+        "peak_flops_per_second": None if peak is None else peak.flops_per_second,
+    }
     return {
         "rank": world.rank,
         "host": world.host,
         "device": str(run.device.torch),
-        "samples_per_second": step.samples_per_second * (part.stop - part.start) / batch,
+        "samples_per_second": speed,
+        **flops,
+        "mfu": _share(flops),
         "step_ms": step.step_ms.p50,
         "work_ms": work * usual_ms,
         "communication": min(1.0, waiting),
@@ -105,6 +121,21 @@ def _own(run: Run, world: World) -> dict[str, Any]:
         "peak_device_bytes": memory.peak_device_bytes(run.device),
         "faults": dict(run.history.counts),
     }
+
+
+def _share(flops: Mapping[str, float | None]) -> float | None:
+    reached, peak = flops["flops_per_second"], flops["peak_flops_per_second"]
+    return reached / peak if reached and peak else None
+
+
+def _product_type(run: Run) -> torch.dtype:
+    """Of the products of matrices in a step."""
+    with ExitStack() as stack:
+        for context in run.contexts:
+            stack.enter_context(context())
+        if torch.is_autocast_enabled(run.device.kind):
+            return torch.get_autocast_dtype(run.device.kind)
+    return next(run.model.parameters()).dtype
 
 
 def _exposed_ms(run: Run) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -13,6 +14,7 @@ from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.world import refuse_lost
 from runner.errors import RestartAll, UsageError
 from runner.techniques.base import Evidence, Technique
+from runner.techniques.cost import forward_cost
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
     draft.recoveries[:] = [refuse_lost, restart_smaller]
     if draft.forward is not draft.model:
         raise UsageError("distributed: a technique has replaced the model's call; leave it out")
+    world.sample_flop = _sample_flop(draft)
     if world.config.kind is DistributedKind.ddp:
         parallel = DataParallel(True)
         parallel.apply(draft)
@@ -40,6 +43,15 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
     sharded = Sharded(True)
     sharded.apply(draft)
     return [("fsdp", sharded)]
+
+
+def _sample_flop(draft: RunBuilder) -> float | None:
+    """Of forward and backward, which takes twice as much; without what is recomputed."""
+    try:
+        forward = forward_cost(draft).mflop * 1e6 / draft.micro_batch
+    except Exception:  # whatever a model raises that cannot be called with a few samples
+        return None
+    return 3 * forward if isfinite(forward) else None
 
 
 def restart_smaller(run: Run, error: Exception) -> bool:
@@ -93,13 +105,18 @@ class DataParallel(Technique):
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         same = _same_everywhere(run.world, [p.grad for p in run.model.parameters()])
         reason = "" if same else "gradients differ between processes"
+        sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
+        buckets = [int(size) for size in sizes.split(",") if size.strip()]
+        comm = facts.get("avg_backward_comm_time", 0)
+        overlap = facts.get("avg_backward_compute_comm_overlap_time", 0)
         return Evidence(
             same,
             reason,
             {
-                "buckets": facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""),
-                "backward_comm_ms": facts.get("avg_backward_comm_time", 0) / 1e6,
-                "overlap_ms": facts.get("avg_backward_compute_comm_overlap_time", 0) / 1e6,
+                "buckets": len(buckets),
+                "bucket_bytes": sum(buckets),
+                "backward_comm_ms": round(comm / 1e6, 2),
+                "overlap_ms": round(overlap / 1e6, 2),
             },
         )
 

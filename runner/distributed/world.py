@@ -59,6 +59,7 @@ class World:
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
         self.left = False  # nothing is done together any more
+        self.sample_flop: float | None = None  # of a step, set with the model where it is known
         self.stand_in = False  # the samples of this micro-batch are others', and count for nothing
         self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
         self._stacks: StackWriter | None = None

@@ -123,6 +123,7 @@ def _sections(
     yield "result", _result(summary, full)
     yield "test set", _test(summary, full)
     yield "speed and memory", _speed(summary)
+    yield "processes", [_process(rank) for rank in summary.distributed.get("ranks", ()) if full]
     yield "techniques", techniques
     yield "chosen automatically", reasons if full_reasons else []
     yield "faults", of_faults + history.fault_rows(summary.faults, faults)
@@ -280,8 +281,25 @@ def _processes(facts: dict[str, Any]) -> Rows:
     rows = [("processes", " · ".join(parts))]
     if process := facts.get("peak_process_bytes"):
         device = facts.get("peak_device_bytes")
-        rows.append(("in all", _peaks(process, device)))
+        rows.append(("in all", _peaks(process, device) + _flops(facts)))
     return rows
+
+
+def _process(rank: dict[str, Any]) -> tuple[str, str]:
+    parts = [
+        f"{rank['samples_per_second']:,.0f} samples/s, {rank['step_ms']:.3g} ms a step",
+        f"{rank['communication']:.0%} of it waiting",
+        _peaks(rank["peak_process_bytes"], rank["peak_device_bytes"]) + _flops(rank),
+        *(f"{count:,} × {kind}" for kind, count in rank["faults"].items()),
+    ]
+    return f"rank {rank['rank']}, {rank['device']} of {rank['host']}", " · ".join(parts)
+
+
+def _flops(facts: dict[str, Any]) -> str:
+    if not (reached := facts.get("flops_per_second")):
+        return ""
+    mfu = f" (MFU {share:.0%})" if (share := facts.get("mfu")) else ""
+    return f" · {reached / 1e9:,.3g} GFLOP/s{mfu}"
 
 
 def _peaks(process: int, device: int | None) -> str:

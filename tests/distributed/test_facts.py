@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from runner import Summary, build, train
+from runner import RunConfig, Summary, build, train
 from runner.build import Components
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.place import Place
 from runner.distributed.world import World
+from runner.parity.flops import PeakFlops
 from tests import runs
 
 SLOW = """
@@ -80,6 +81,10 @@ def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
     both = quick["samples_per_second"] + slow["samples_per_second"]
     assert both == pytest.approx(facts["samples_per_second"])
     assert both == pytest.approx(summary.throughput.samples_per_second, rel=0.2)
+    assert facts["flops_per_second"] == pytest.approx(both * 6 * 64 * 10)  # a linear layer's
+    assert [rank["mfu"] for rank in facts["ranks"]] == [None, None]  # no sheet has a CPU's peak
+    report = (folder / "report.md").read_text()
+    assert "| rank 1, cpu of " in report and "GFLOP/s" in report
     peaks = [rank["peak_process_bytes"] for rank in facts["ranks"]]
     assert facts["peak_process_bytes"] == sum(peaks) and min(peaks) > 50 * 2**20
     assert sum(summary.throughput.split.values()) == pytest.approx(1.0, abs=0.01)
@@ -105,18 +110,39 @@ def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: P
         (tmp_path / "summary.json").rename(folder / "summary.json")
 
 
-def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
-    config = runs.config("data=digits", "training.steps=9", "optimization=none")
+def test_mfu_is_the_share_of_the_peaks_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak = PeakFlops(1e9, "bf16", "a sheet")
+    types = []
+    monkeypatch.setattr(
+        "runner.distributed.facts.peak_flops", lambda _, dtype, measure: types.append(dtype) or peak
+    )
+    config = runs.config(
+        *("data=digits", "training.steps=4", "optimization=amp", "optimization.amp.dtype=bf16")
+    )
+    facts = _alone(config, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path).distributed
+    assert types == [torch.bfloat16]
+    (rank,) = facts["ranks"]
+    assert rank["mfu"] == facts["mfu"] == pytest.approx(facts["samples_per_second"] * 3840 / 1e9)
+
+
+def _alone(config: RunConfig, model: nn.Module, folder: Path) -> Summary:
     config.distributed = DistributedConfig(DistributedKind.ddp)
     place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
     world = World(place, config.distributed, torch.device("cpu"))
     try:
-        given: dict[str, Any] = {"world": world, "model": Failing(64, 10)}
-        with build(config, tmp_path, Components(**given)) as run:
-            with pytest.raises(ValueError, match="the third"):
-                train(run)
+        given: dict[str, Any] = {"world": world, "model": model}
+        with build(config, folder, Components(**given)) as run:
+            return train(run)
     finally:
         world.close()
+
+
+def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
+    config = runs.config("data=digits", "training.steps=9", "optimization=none")
+    with pytest.raises(ValueError, match="the third"):
+        _alone(config, Failing(64, 10), tmp_path)
     found = json.loads((tmp_path / "summary.json").read_text())
     facts = found["distributed"]
     assert found["status"] == "failed"
