@@ -452,6 +452,7 @@ class _Build:
             test=self.test,
             validate_every=every,
             checkpoint_every=config.checkpoint.every or every,
+            grace_s=config.checkpoint.grace_s,
             patience=training.patience,
             monitor=self.monitor,
             higher_is_better=self.objective.rises(self.monitor),

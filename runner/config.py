@@ -236,7 +236,7 @@ def config_hash(config: RunConfig) -> str:
     """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
     whole = secrets.unresolved(asdict(config))  # hash the reference, not the secret
     tree = {key: value for key, value in whole.items() if key not in OF_NO_CONSEQUENCE}
-    del tree["checkpoint"]["resume"]
+    del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
     # tools only watch, so one may be switched on when an unfinished run is resumed; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # settings of a search that is not made

@@ -155,7 +155,7 @@ class Checkpointer:
         """
         from runner.checkpoint import reading  # only where one is read
 
-        self._join()
+        self.join()
         restored: Restored | None = None
         if where is not None and _is_step(where):
             restored = reading.load(where, self._policy, check)
@@ -176,7 +176,7 @@ class Checkpointer:
 
     def before(self, step: int) -> Path | None:
         """The folder of the newest complete checkpoint of an earlier step, if there is one."""
-        self._join()
+        self.join()
         saved = {} if self._root is None else folders.steps(self._root)
         earlier = [n for n, path in saved.items() if n < step and folders.is_checkpoint(path)]
         return saved[max(earlier)] if earlier else None
@@ -211,12 +211,13 @@ class Checkpointer:
         root = self._root if where is None else folders.root_of(where)
         return [] if root is None else folders.candidates(root, self._best_first)
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Until nothing is being written; errors are for `wait` and `close`."""
         if self._thread is not None:
             self._thread.join()
 
     def _finish(self) -> None:
-        self._join()
+        self.join()
         self._thread = None
         if self._fault is not None:
             fault, self._fault = self._fault, None

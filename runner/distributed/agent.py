@@ -22,7 +22,8 @@ from runner.training.signals import AHEAD, ENDS, Terminated, raised, unclaimed
 
 PRELOAD = ["runner.distributed.rank"]  # which imports torch, once for all processes
 POLL_S = 0.2
-GRACE_S = 30.0  # after a signal: what SLURM and Kubernetes give before they kill
+RECORD_S = 5.0  # for a process to end after its grace period
+SAVE_S = 30.0  # at least, for a checkpoint at the end
 REPEAT_S = 6.0  # after which a signal is sent again: then a process waits for data no longer
 ABORT_S = 1.0  # for a hung one to write its stacks
 END_S = 5.0  # for one whose others have waited for the whole time-out, or have trained nothing
@@ -34,9 +35,12 @@ refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
 class Agent:
     """Starts processes and waits for the end of all of them, which none of them can delay."""
 
-    def __init__(self, meeting: Path, timeout_s: float) -> None:
-        """`meeting` is the folder in which they leave their outcomes."""
-        self.meeting, self.timeout_s = meeting, timeout_s
+    def __init__(self, meeting: Path, timeout_s: float, grace_s: float) -> None:
+        """`meeting` is the folder in which they leave their outcomes.
+
+        A process has `grace_s` to end after a signal.
+        """
+        self.meeting, self.timeout_s, self.grace_s = meeting, timeout_s, grace_s
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
         self.received: int | None = None  # the signal that this process was sent
         self.killed: dict[int, float] = {}  # ranks that did not end by themselves, and when
@@ -96,8 +100,8 @@ class Agent:
         """When a process that has not ended is taken for hung."""
         if rank in outcomes and outcomes[rank].kind != "running":  # it may be saving a checkpoint
             since = self._ending.setdefault(rank, time.monotonic())
-            return since + max(self.timeout_s, GRACE_S)
-        limits = [self._signalled + GRACE_S] if self._signalled else []
+            return since + max(self.timeout_s, SAVE_S)
+        limits = [self._signalled + self.grace_s + RECORD_S] if self._signalled else []
         if self._failed:
             waited = any(outcome.kind == "hung" for outcome in outcomes.values())
             trained = len(outcomes) == len(self.processes)

@@ -139,7 +139,7 @@ def run_attempt(
     that ended the run, and AttemptLost where a process was lost.
     """
     with tempfile.TemporaryDirectory(prefix="runner-") as meeting:
-        agent = Agent(Path(meeting), config.distributed.timeout_s)
+        agent = Agent(Path(meeting), config.distributed.timeout_s, config.checkpoint.grace_s)
         with meet(config, processes, len(losses)) as places:
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
             own = [replace(place, meeting=agent.meeting, losses=reasons) for place in places]
@@ -212,9 +212,9 @@ def _interrupted(folder: Path, number: int) -> Interrupted:
     with suppress(RunnerError):
         summary = Summary.read(folder)
         where = f" at step {summary.steps}"
-        if summary.status == "interrupted":
-            where += "; a checkpoint is written"
-        if any(folder.glob("checkpoints/step_*")):
+        if summary.status == "interrupted":  # as rank 0 has ended
+            where = summary.reason.removeprefix(str(Interrupted(number)))
+        elif any(folder.glob("checkpoints/step_*")):
             where += f"; to go on: {resume_argument(folder)}"
     error = Interrupted(number, where)
     _end(folder, "interrupted", str(error))

@@ -99,7 +99,8 @@ def _train(run: Run) -> None:
     step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     run.model.train()
     together = run.world is not None
-    with Interrupts(_on_a_signal(run), together) as interrupts:
+    record = partial(_record_end, run)
+    with Interrupts(_on_a_signal(run), together, run.grace_s, record) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
@@ -139,6 +140,7 @@ def _train(run: Run) -> None:
                 if progress.step >= run.guardian.due:
                     run.guardian.apply_limits(progress.step)
                 if stopping is not None:  # before a validation, which may take long
+                    interrupts.end_grace()
                     _save_and_stop(run, Interrupted(stopping))
                     raise Interrupted(stopping, _resume_hint(run))
                 _validate_and_checkpoint(run, interrupts)
@@ -147,13 +149,15 @@ def _train(run: Run) -> None:
             if run.inputs is not None:
                 run.inputs.settle()
         except KeyboardInterrupt:
+            interrupts.end_grace()
+            _leave(run, interrupts.error())
             if interrupts.cut_short:  # a second signal saves nothing
-                _leave(run, interrupts.error())
                 _save_and_stop(run)
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # either is saved, or saving has just failed
         except RunnerError as error:  # an unfinished step has changed buffers only
+            interrupts.end_grace()
             _leave(run, error)
             update.abandon()
             if run.shards is None or isinstance(error, GaveUp):  # which all come to at one step
@@ -226,9 +230,31 @@ def _on_a_signal(run: Run) -> str:
 def _resume_hint(run: Run) -> str:
     """The step at which a run was interrupted, and the command that continues it."""
     at = f" at step {run.progress.step} of {run.total_steps}"
-    if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
+    last = run.checkpointer.last
+    if run.saved_step < 0 or run.folder is None or last is None:
         return at
-    return f"{at}; a checkpoint is written; to go on: {resume_argument(run.folder)}"
+    saved = "a checkpoint is written"
+    if run.saved_step < run.progress.step:
+        saved = f"the last checkpoint is {last}"
+    return f"{at}; {saved}; to go on: {resume_argument(run.folder)}"
+
+
+def _record_end(run: Run, error: Interrupted) -> None:
+    """Record how a run ends whose step did not end in time; called by another thread.
+
+    It reads nothing of the run that a step may be changing.
+    """
+    _leave(run, error)
+    run.checkpointer.join()
+    where = f"; its step did not end within checkpoint.grace_s={run.grace_s:g}"
+    reason = f"{error}{_resume_hint(run)}{where}"
+    if run.folder is not None and run.writes:
+        with suppress(StorageError):
+            summary = Summary.read(run.folder)
+            summary.status, summary.reason, summary.steps = "interrupted", reason, run.progress.step
+            summary.checkpoint.last = run.checkpointer.last
+            summary.write(run.folder)
+    log.error("%s", reason)
 
 
 def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:

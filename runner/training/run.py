@@ -72,6 +72,7 @@ class Run(RunParts):
     test: BatchLoader | None = None  # evaluated once, when training has ended
     validate_every: int
     checkpoint_every: int
+    grace_s: float  # seconds for a step to end after a signal
     patience: int | None
     monitor: str
     higher_is_better: bool

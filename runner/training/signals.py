@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from runner.errors import Interrupted
+
+if TYPE_CHECKING:
+    import psutil
 
 log = logging.getLogger("runner")
 
@@ -22,6 +26,8 @@ ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 PATIENCE_S = 5.0  # of several processes, until one waits for data no longer
 AHEAD = ENDS[3:]
 """Those by which SLURM says that it will end the process; another one may follow at any time."""
+UNWIND = 0.75  # share of the grace period after which the step is unwound, if it can be
+RECORD_S = 5.0  # that the end of the record may take in a process that leaves by force
 
 
 class Terminated(KeyboardInterrupt):
@@ -51,14 +57,18 @@ def signals_unwind() -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, _terminate) for number in unclaimed()}
+    _command.append(True)
     try:
         yield
     finally:
+        _command.pop()
         raised.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+_command: list[bool] = []
+"""Not empty within `signals_unwind`: the process is a command of ours, and no user's program."""
 raised: list[int] = []
 """Signals for which Terminated was raised; libraries swallow it while they are imported."""
 
@@ -74,10 +84,18 @@ class Interrupts:
     The first signal is remembered and the loop ends at the next step boundary. Between `begin_wait`
     and `end_wait` (for data, which can take for ever) it raises KeyboardInterrupt, also one that
     arrived before. The second one raises it at once, unless one of both was of `AHEAD`. `notice` is
-    logged at the first one, since a step can take a while.
+    logged at the first one, since a step can take a while. A step that takes longer than `grace_s`
+    seconds after it is unwound as by a second signal; a command of ours whose main thread is within
+    a compiler or kernel then calls `record` with the error and ends without it.
     """
 
-    def __init__(self, notice: str = "", together: bool = False) -> None:
+    def __init__(
+        self,
+        notice: str = "",
+        together: bool = False,
+        grace_s: float | None = None,
+        record: Callable[[Interrupted], None] | None = None,
+    ) -> None:
         """With `together`, the processes of a run end at the same step.
 
         A signal that is repeated after some seconds cuts a wait short: data may never come.
@@ -86,8 +104,11 @@ class Interrupts:
         self.received: int | None = None
         self.waiting = False
         self.cut_short = False  # the wait for data was interrupted: the run is between two steps
+        self.forced = False  # the step is not waited for any longer
+        self.children: list[psutil.Process] = []
+        self.grace_s, self._record = grace_s, record
         self.previous: dict[int, object] = {}
-        self.notice = _Notice(notice) if notice else None
+        self.notice = _Notice(notice, self) if notice else None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -99,15 +120,17 @@ class Interrupts:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.notice is not None:
-            self.notice.stop()
+        self.end_grace()
         for number, handler in self.previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
         self.previous.clear()
+        if self.forced and _command:
+            kill_all(self.children)  # else the interpreter would wait for its compilers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = self.received is not None and not self.together
-        if again and number not in AHEAD and self.received not in AHEAD:
+        if self.forced or self.counts_again(number, self.received):
+            self.forced = True
+            self.children += descendants()  # before a compiler that is unwound loses its own
             raise KeyboardInterrupt
         if self.received is None:
             self.since = time.monotonic()
@@ -126,6 +149,30 @@ class Interrupts:
         """From here on the first signal is remembered again."""
         self.waiting = False
 
+    def counts_again(self, number: int, first: int | None) -> bool:
+        """Whether a signal that follows the first one asks for an end inside the step."""
+        return not (first is None or self.together or {number, first} & {*AHEAD})
+
+    def force(self, number: int) -> None:
+        """Unwind the step of the main thread, once it is in Python's hands."""
+        self.forced, self.received = True, self.received or number
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def end_grace(self) -> None:
+        """The step has ended; what follows it, such as a checkpoint, takes the time it takes."""
+        if self.notice is not None:
+            self.notice.stop()
+
+    def leave(self) -> NoReturn:
+        """End this process from another thread than the main one, which does not return."""
+        error = self.error()
+        if self._record is not None:  # from its own thread: the main one may have its locks
+            recorder = threading.Thread(target=self._record, args=(error,), daemon=True)
+            recorder.start()
+            recorder.join(RECORD_S)
+        kill_all([*self.children, *descendants()])
+        os._exit(error.exit_code)
+
     def _cut_short(self) -> NoReturn:
         self.waiting, self.cut_short = False, True
         raise KeyboardInterrupt
@@ -135,15 +182,35 @@ class Interrupts:
         return Interrupted(self.received or signal.SIGINT, where)
 
 
+def descendants() -> list[psutil.Process]:
+    """The processes that this one has started, and theirs, but for Python's own cleaner."""
+    import psutil
+
+    found = []
+    with suppress(psutil.Error, OSError):
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    found.append(child)
+    return found
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill what is left of them: a compiler outlives the process that waits for it."""
+    for process in processes:
+        with suppress(Exception):  # it has ended
+            process.kill()
+
+
 class _Notice:
-    """Logs a line at the first signal, from its own thread.
+    """Logs a line at the first signal, from its own thread, and limits what follows in time.
 
     A Python handler cannot: it may interrupt a line of the log or of the display, and it does not
     run while a compiler or a long kernel does. `set_wakeup_fd` is written to at once.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, interrupts: Interrupts) -> None:
+        self.text, self.interrupts = text, interrupts
         self.before = self.reads = self.writes = -1
         self.thread: threading.Thread | None = None
         self.numbers: set[int] = set()
@@ -153,7 +220,7 @@ class _Notice:
         self.reads, self.writes = os.pipe()
         os.set_blocking(self.writes, False)
         self.before = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
-        self.thread = threading.Thread(target=self._wait, name="interrupts", daemon=True)
+        self.thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
@@ -166,8 +233,27 @@ class _Notice:
         os.close(self.reads)
         self.thread = None
 
-    def _wait(self) -> None:
-        while number := os.read(self.reads, 1)[0]:
-            if number in self.numbers:
-                log.warning("%s: %s", Interrupted.named(number), self.text)
-                return
+    def _watch(self) -> None:
+        if not (first := self._next()):
+            return
+        log.warning("%s: %s", Interrupted.named(first), self.text)
+        if (grace_s := self.interrupts.grace_s) is None:
+            return
+        end = time.monotonic() + grace_s
+        number = self._next(grace_s * UNWIND)
+        if number is None:
+            self.interrupts.force(first)
+        elif self.interrupts.counts_again(number, first):
+            end = min(end, time.monotonic() + RECORD_S)
+        while number != 0 and (left := end - time.monotonic()) > 0:
+            number = self._next(left)
+        if number != 0 and _command:
+            self.interrupts.leave()
+
+    def _next(self, timeout_s: float | None = None) -> int | None:
+        """The next of the signals; 0 once the watch is over, None after the timeout."""
+        while select.select([self.reads], [], [], timeout_s)[0]:
+            number = os.read(self.reads, 1)[0]
+            if number in self.numbers or not number:
+                return number
+        return None

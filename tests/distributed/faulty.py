@@ -5,6 +5,7 @@ FAULT is `rank:point:kind:number`: the number of times that this process comes t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -71,6 +72,10 @@ def _do(kind: str) -> None:
         time.sleep(600)
     if kind == "spin":  # and no other thread of Python's runs
         re.match("(a+)+$", "a" * 99 + "b")
+    if kind == "lock":  # no signal's handler is run there
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
 class Data:

@@ -11,6 +11,7 @@ from tests.distributed import runs
 from tests.distributed.runs import digest
 
 NO_WORKERS = "data.workers=0"
+GRACE = "checkpoint.grace_s=8"
 CALLS = {"data": 60, "validation": 1, "on_report": 2, "on_validation": 1, "saving": 2}
 POINTS = ["data", "forward", "backward", "on_gradients", "on_step", *list(CALLS)[1:]]
 KINDS = ["raise", "usage", "oom", "term", "kill", "exit", "stop", "hang"]
@@ -118,18 +119,21 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         ("0:data:hang:60", ("data.workers=1",)),
         ("1:validation:hang:1", ()),
         ("1:forward:hang:6", ()),
+        ("0:forward:lock:6", ()),
+        ("1:backward:lock:6", ()),
     ],
 )
 def test_a_signal_ends_a_run_that_waits_for_one_of_them(
     tmp_path: Path, fault: str, typed: tuple[str, ...]
 ) -> None:
-    started = runs.start(tmp_path / "run", fault, *typed, "distributed.timeout_s=300")
+    started = runs.start(tmp_path / "run", fault, *typed, "distributed.timeout_s=300", GRACE)
     once = tmp_path / "run-once" / fault.replace(":", "_")
     while not once.exists():
         assert started.process.poll() is None
     started.send(signal.SIGTERM)
-    done = started.end(60)  # the grace is 30 s
+    done = started.end(60)
     assert done.code == 143, done.output
+    assert done.summary["status"] == "interrupted" or ":build:" in fault
     assert started.left() == []
 
 
