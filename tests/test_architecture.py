@@ -48,7 +48,8 @@ stability
 checks.outputs
 captures parity.flops
 distributed.facts
-training.evaluation training.evidence training.step training.test_set benchmark.result
+training.evaluation training.evidence training.grace training.step training.test_set \
+benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
 distributed.batchnorm
 distributed.parallel distributed.sharded

@@ -6,6 +6,7 @@ import logging
 import math
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from runner.data.batch import Batch
 from runner.errors import (
@@ -36,6 +37,9 @@ from runner.training.run import Run, check_run
 from runner.training.signals import Interrupts
 from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
 from runner.training.summary import Summary
+
+if TYPE_CHECKING:
+    from runner.training.grace import GracePeriod
 
 log = logging.getLogger("runner")
 
@@ -99,8 +103,8 @@ def _train(run: Run) -> None:
     step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     run.model.train()
     together = run.world is not None
-    record = partial(_record_end, run)
-    with Interrupts(_on_a_signal(run), together, run.grace_s, record) as interrupts:
+    limit = partial(_limit_step, run)
+    with Interrupts(_on_a_signal(run), together, limit) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
@@ -239,22 +243,11 @@ def _resume_hint(run: Run) -> str:
     return f"{at}; {saved}; to go on: {resume_argument(run.folder)}"
 
 
-def _record_end(run: Run, error: Interrupted) -> None:
-    """Record how a run ends whose step did not end in time; called by another thread.
+def _limit_step(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
+    """What limits the step during which a signal has arrived."""
+    from runner.training.grace import GracePeriod  # most runs end without one
 
-    It reads nothing of the run that a step may be changing.
-    """
-    _leave(run, error)
-    run.checkpointer.join()
-    where = f"; its step did not end within checkpoint.grace_s={run.grace_s:g}"
-    reason = f"{error}{_resume_hint(run)}{where}"
-    if run.folder is not None and run.writes:
-        with suppress(StorageError):
-            summary = Summary.read(run.folder)
-            summary.status, summary.reason, summary.steps = "interrupted", reason, run.progress.step
-            summary.checkpoint.last = run.checkpointer.last
-            summary.write(run.folder)
-    log.error("%s", reason)
+    return GracePeriod(run, interrupts, number, partial(_resume_hint, run))
 
 
 def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:

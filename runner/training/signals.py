@@ -8,15 +8,15 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from runner.errors import Interrupted
 
 if TYPE_CHECKING:
-    import psutil
+    from runner.training.grace import GracePeriod
 
 log = logging.getLogger("runner")
 
@@ -26,8 +26,6 @@ ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 PATIENCE_S = 5.0  # of several processes, until one waits for data no longer
 AHEAD = ENDS[3:]
 """Those by which SLURM says that it will end the process; another one may follow at any time."""
-UNWIND = 0.75  # share of the grace period after which the step is unwound, if it can be
-RECORD_S = 5.0  # that the end of the record may take in a process that leaves by force
 
 
 class Terminated(KeyboardInterrupt):
@@ -42,6 +40,11 @@ def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interr
     """The error for a signal that arrived before a run was built."""
     number = error.number if isinstance(error, Terminated) else signal.SIGINT
     return Interrupted(number, where)
+
+
+def is_command() -> bool:
+    """Whether this process is a command of ours, and no program of the user's."""
+    return bool(_command)
 
 
 def unclaimed() -> list[int]:
@@ -67,8 +70,7 @@ def signals_unwind() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_command: list[bool] = []
-"""Not empty within `signals_unwind`: the process is a command of ours, and no user's program."""
+_command: list[bool] = []  # not empty within `signals_unwind`
 raised: list[int] = []
 """Signals for which Terminated was raised; libraries swallow it while they are imported."""
 
@@ -84,17 +86,15 @@ class Interrupts:
     The first signal is remembered and the loop ends at the next step boundary. Between `begin_wait`
     and `end_wait` (for data, which can take for ever) it raises KeyboardInterrupt, also one that
     arrived before. The second one raises it at once, unless one of both was of `AHEAD`. `notice` is
-    logged at the first one, since a step can take a while. A step that takes longer than `grace_s`
-    seconds after it is unwound as by a second signal; a command of ours whose main thread is within
-    a compiler or kernel then calls `record` with the error and ends without it.
+    logged at the first one, since a step can take a while, and `watch` is called with it: its
+    grace period limits how long.
     """
 
     def __init__(
         self,
         notice: str = "",
         together: bool = False,
-        grace_s: float | None = None,
-        record: Callable[[Interrupted], None] | None = None,
+        watch: Callable[[Interrupts, int], GracePeriod] | None = None,
     ) -> None:
         """With `together`, the processes of a run end at the same step.
 
@@ -105,8 +105,8 @@ class Interrupts:
         self.waiting = False
         self.cut_short = False  # the wait for data was interrupted: the run is between two steps
         self.forced = False  # the step is not waited for any longer
-        self.children: list[psutil.Process] = []
-        self.grace_s, self._record = grace_s, record
+        self.watch = watch
+        self.grace: GracePeriod | None = None  # from the first signal on
         self.previous: dict[int, object] = {}
         self.notice = _Notice(notice, self) if notice else None
 
@@ -124,13 +124,14 @@ class Interrupts:
         for number, handler in self.previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
         self.previous.clear()
-        if self.forced and _command:
-            kill_all(self.children)  # else the interpreter would wait for its compilers
+        if self.forced and self.grace is not None and is_command():
+            self.grace.kill_children()  # else the interpreter would wait for its compilers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.forced or self.counts_again(number, self.received):
             self.forced = True
-            self.children += descendants()  # before a compiler that is unwound loses its own
+            if self.grace is not None:
+                self.grace.note_children()  # before a compiler that is unwound loses its own
             raise KeyboardInterrupt
         if self.received is None:
             self.since = time.monotonic()
@@ -153,25 +154,10 @@ class Interrupts:
         """Whether a signal that follows the first one asks for an end inside the step."""
         return not (first is None or self.together or {number, first} & {*AHEAD})
 
-    def force(self, number: int) -> None:
-        """Unwind the step of the main thread, once it is in Python's hands."""
-        self.forced, self.received = True, self.received or number
-        signal.pthread_kill(threading.main_thread().ident or 0, number)
-
     def end_grace(self) -> None:
         """The step has ended; what follows it, such as a checkpoint, takes the time it takes."""
         if self.notice is not None:
             self.notice.stop()
-
-    def leave(self) -> NoReturn:
-        """End this process from another thread than the main one, which does not return."""
-        error = self.error()
-        if self._record is not None:  # from its own thread: the main one may have its locks
-            recorder = threading.Thread(target=self._record, args=(error,), daemon=True)
-            recorder.start()
-            recorder.join(RECORD_S)
-        kill_all([*self.children, *descendants()])
-        os._exit(error.exit_code)
 
     def _cut_short(self) -> NoReturn:
         self.waiting, self.cut_short = False, True
@@ -180,26 +166,6 @@ class Interrupts:
     def error(self, where: str = "") -> Interrupted:
         """The error that the run ends with; `where` names the step."""
         return Interrupted(self.received or signal.SIGINT, where)
-
-
-def descendants() -> list[psutil.Process]:
-    """The processes that this one has started, and theirs, but for Python's own cleaner."""
-    import psutil
-
-    found = []
-    with suppress(psutil.Error, OSError):
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if "resource_tracker" not in " ".join(child.cmdline()):
-                    found.append(child)
-    return found
-
-
-def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """Kill what is left of them: a compiler outlives the process that waits for it."""
-    for process in processes:
-        with suppress(Exception):  # it has ended
-            process.kill()
 
 
 class _Notice:
@@ -237,18 +203,9 @@ class _Notice:
         if not (first := self._next()):
             return
         log.warning("%s: %s", Interrupted.named(first), self.text)
-        if (grace_s := self.interrupts.grace_s) is None:
-            return
-        end = time.monotonic() + grace_s
-        number = self._next(grace_s * UNWIND)
-        if number is None:
-            self.interrupts.force(first)
-        elif self.interrupts.counts_again(number, first):
-            end = min(end, time.monotonic() + RECORD_S)
-        while number != 0 and (left := end - time.monotonic()) > 0:
-            number = self._next(left)
-        if number != 0 and _command:
-            self.interrupts.leave()
+        if self.interrupts.watch is not None:
+            self.interrupts.grace = self.interrupts.watch(self.interrupts, first)
+            self.interrupts.grace.watch(self._next)
 
     def _next(self, timeout_s: float | None = None) -> int | None:
         """The next of the signals; 0 once the watch is over, None after the timeout."""
