@@ -17,8 +17,10 @@ from runner.checkpoint.checkpointer import Checkpointer
 OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
 GUARD = ("stability", "history", "inputs", "reader", "progress")
 OF_THE_MACHINE = ("usage/", "_hparams_", "about/")  # groups of TensorBoard
-logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says what it purges
 EVERYTHING = dict.fromkeys(("scalars", "tensors"), 0)
+OF_THE_END = ("val/best/", "faults/")
+"""Written once a process has trained: again where it was killed after the last checkpoint."""
+logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says what it purges
 
 
 def end_state(folder: Path) -> dict[str, str]:
@@ -44,15 +46,19 @@ def _rows(folder: Path) -> Iterator[str]:
 
 
 def _events(folder: Path) -> dict[str, list[Any]]:
+    """All points by tag, as TensorBoard shows them."""
     events = EventAccumulator(str(folder), size_guidance=EVERYTHING).Reload()
     tags = events.Tags()
     points: dict[str, list[Any]] = {}
     for tag in tags["scalars"]:
         points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
     for tag in tags["tensors"]:
-        tensors = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
-        points[tag] = [(step, tensor.SerializeToString()) for step, tensor in tensors]
-    return {tag: points[tag] for tag in points if not tag.startswith(OF_THE_MACHINE)}
+        points[tag] = []
+        for event in events.Tensors(tag):  # this reader purges scalars alone
+            points[tag] = [point for point in points[tag] if point[0] < event.step]
+            points[tag].append((event.step, event.tensor_proto.SerializeToString()))
+    points = {tag: points[tag] for tag in points if not tag.startswith(OF_THE_MACHINE)}
+    return {tag: own[-1:] if tag.startswith(OF_THE_END) else own for tag, own in points.items()}
 
 
 def digest(value: Any) -> str:
