@@ -24,7 +24,9 @@ def main() -> int:
         _flush()
         return code
     except RunnerError as error:
-        _print_error(str(error), lines=isinstance(error, SweepFailed))
+        # of the processes that torchrun or srun has started, the others have the same mistake
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            _print_error(str(error), lines=isinstance(error, SweepFailed))
         return error.exit_code
     except ModuleNotFoundError as error:  # of our own imports; a run reports its own
         if (package := (error.name or "runner").partition(".")[0]) == "runner":

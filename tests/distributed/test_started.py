@@ -114,6 +114,15 @@ def test_a_start_that_does_not_fit_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("key", "rank"), [("LOCAL_RANK", "0"), ("SLURM_LOCALID", "1")])
+def test_a_mistake_is_printed_once_for_all_processes_of_a_machine(key, rank, tmp_path):
+    place = {**OF_TWO, "RANK": rank, key: rank}
+    done = runs.command(tmp_path, "distributed=ddp", "optimizer.lr=-1", **place)
+    assert done.returncode == 2
+    assert ("optimizer.lr" in done.stderr) == (rank == "0")
+    assert (done.stderr == "") == (rank == "1")
+
+
 def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
     script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert find_place(script) is None
