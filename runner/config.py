@@ -53,6 +53,7 @@ FITS = {
     "classifier": ("labelled text", ("stdlib_parts", "text")),
 }
 """What a model of ours reads and the data that has it; other models read anything of numbers."""
+NO_RUN = ("none", "auto")
 NEEDS_MODEL = {kind: model for model, (_, kinds) in FITS.items() for kind in kinds}
 
 
@@ -122,7 +123,7 @@ class RunConfig:
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind
-        if job in EVALUATING and resume in ("none", "auto") and self.model.weights is None:
+        if job in EVALUATING and resume in NO_RUN and self.model.weights is None:
             fix = "name a run's folder or one of its checkpoints/step_… folders; for weights alone"
             problem = f"job={job.name} needs to know which model"
             raise ConfigError("checkpoint.resume", problem, f"{fix}, model.weights=FILE")
@@ -135,6 +136,9 @@ class RunConfig:
                 raise ConfigError(key, f"job={kind.name} needs to know {what}", f"{key}=…")
             if job is not kind and path is not None:
                 raise ConfigError(key, f"is for job={kind.name}", f"add job={kind.name}")
+        if job is JobKind.verify and self.verify.what is VerifyKind.run and resume in NO_RUN:
+            fix = "checkpoint.resume=<run folder>"
+            raise ConfigError("checkpoint.resume", "verify.what=run needs to know which run", fix)
         self._check_export()
         self._check_distributed()
         level = self.optimization

@@ -20,6 +20,7 @@ from runner.training.hook import Evaluation, Hook, Report
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
+DATA = ("path", "validation_path", "test_path")  # keys of what a run reads
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
@@ -99,7 +100,8 @@ class Recording(Hook):
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:
-            provenance.record(folder)
+            paths = [self.settings.get(f"data.{key}") for key in DATA]
+            provenance.record(folder, [str(path) for path in paths if path])
         except OSError as error:
             log.warning("no provenance.json: %s", error)
 

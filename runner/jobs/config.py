@@ -50,6 +50,7 @@ class VerifyKind(Enum):
     parity = "parity"  # whether the techniques leave the numbers right
     resume = "resume"  # whether a run that was killed continues in the same bits
     distributed = "distributed"  # whether several processes compute what one does
+    run = "run"  # whether the run that checkpoint.resume names would come out again
 
 
 @dataclass

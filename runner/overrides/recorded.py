@@ -106,7 +106,8 @@ def _kept(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
         before = {g: o for g, o in default_options().items() if g in FOREIGN} | before
     groups = now.keys() & options().keys()
     swapped = [f"{g}." for g in groups if _part({g: now[g]} | before, g) != _part(now, g)]
-    alone = ("distributed",) * (now.get("job", "train") != "train")  # is done by one process
+    trains = now.get("job", "train") == "train" or now.get("verify.what") == "run"
+    alone = () if trains else ("distributed",)  # is done by one process
     prefixes = ("security", "hydra", *alone, *swapped)
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]

@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -95,14 +95,21 @@ def literal_overrides(overrides: Any) -> list[str]:
     return [str(text) for text in texts] if isinstance(texts, list) else []
 
 
-def record(folder: Path) -> dict[str, Any]:
-    """Write `provenance.json`; a resumed run's earlier sessions stay in it, oldest first."""
+def record(folder: Path, data: Sequence[str] = ()) -> dict[str, Any]:
+    """Write `provenance.json`; a resumed run's earlier sessions stay in it, oldest first.
+
+    `data` are the files and folders that the run reads.
+    """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
         "git": git_state(),
         "versions": versions(),
     }
+    if data:
+        from runner.record.data_digest import digest_files  # only where there are any
+
+        session["data"] = digest_files(data)
     path = folder / "provenance.json"
     try:
         sessions = [*json.loads(read_record(path))["sessions"]]

@@ -50,7 +50,6 @@ class EndState:
 
     values: Values
     facts: Mapping[str, Any]
-    digest: str = ""  # of the file with the weights, of the last checkpoint
 
     def count(self) -> dict[str, int]:
         """Values by kind."""
@@ -65,15 +64,14 @@ def read_end_state(folder: Path, only: Iterable[int] | None = None) -> EndState:
     facts = {}
     if (folder / FACTS).is_file():
         facts = json.loads(read_record(folder / FACTS))
-    values, digest = dict(_rows(folder)), ""
+    values = read_rows(folder)
     parameters = set(facts.get("parameters", ()))
     for step, path in saved_steps(folder).items():
         if only is None or step in only:
             restored = load(path)
-            digest = restored.sha256
             values |= dict(_state(step, restored.model, restored.state, parameters))
     ordered = sorted(values, key=_order)
-    return EndState({item: values[item] for item in ordered}, facts, digest)
+    return EndState({item: values[item] for item in ordered}, facts)
 
 
 def _order(item: ValueKey) -> tuple[int, int]:
@@ -87,6 +85,11 @@ def saved_steps(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a run, by their steps."""
     saved = steps(folder / FOLDER)
     return {step: saved[step] for step in sorted(saved) if is_checkpoint(saved[step])}
+
+
+def read_rows(folder: Path) -> Values:
+    """The metrics of a run."""
+    return dict(_rows(folder))
 
 
 def _rows(folder: Path) -> Iterator[tuple[ValueKey, Any]]:

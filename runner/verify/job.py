@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.config import RunConfig
+from runner.config import RunConfig, config_hash
 from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
@@ -22,17 +22,18 @@ from runner.record.storage import replace_text
 from runner.record.text import json_value
 from runner.verify import distributed, resume
 from runner.verify.distributed import FP64, DistributedEquality, verify_distributed
+from runner.verify.rerun import Repetition, verify_rerun
 from runner.verify.resume import Continuation, verify_resume
 
 STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail: "bold red"}
 
 
-Verified = Parity | Continuation | DistributedEquality
+Verified = Parity | Continuation | DistributedEquality | Repetition
 
 
 def main(config: RunConfig, folder: Path) -> Verified:
     """Print the result and write `verify.json`; NotVerified where it is not what it should be."""
-    what, verify = config.verify.what, config.verify
+    what, verify, asked = config.verify.what, config.verify, config_hash(config)
     if config.optimization.level == "auto":
         from runner.benchmark.auto.resolve import resolve_config
 
@@ -45,6 +46,10 @@ def main(config: RunConfig, folder: Path) -> Verified:
     elif what is VerifyKind.distributed:
         result = verify_distributed(config, folder, verify.steps or distributed.STEPS)
         screen, complaint = show_equality(result), f"distributed: {result.first}: {result.cause}"
+    elif what is VerifyKind.run:
+        result = verify_rerun(config, folder, asked)
+        screen = show_repetition(result)
+        complaint = f"run: not the same again: {', '.join(result.differing[:1])}: {result.cause}"
     else:
         result = verify_resume(config, folder, verify.steps or resume.STEPS)
         screen = show_continuation(result)
@@ -136,6 +141,20 @@ def show_continuation(result: Continuation) -> RenderableType:
         *(("differs", name) for name in result.differing[:10]),
         *([("likely cause", result.cause)] if result.cause else []),
     ]
+    return Group(Text(heading, style="bold cyan"), _about(lines))
+
+
+def show_repetition(result: Repetition) -> RenderableType:
+    """The verdict, and what has changed since the run was recorded."""
+    counts = ", ".join(f"{count} {kind} values" for kind, count in result.compared.items())
+    lines = [("verdict", verdict(result)), ("compared", counts)]
+    if result.differing:
+        first = f"{result.differing[0]}: was {result.was}, now {result.now}"
+        lines += [("first", first), ("differ", f"{len(result.differing)} values")]
+        lines += [("likely cause", result.cause)]
+    lines += [("changed", change) for change in result.changes]
+    lines += [("note", note) for note in result.notes]
+    heading = f"{result.run}: {result.steps} steps, trained again"
     return Group(Text(heading, style="bold cyan"), _about(lines))
 
 

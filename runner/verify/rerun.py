@@ -1,0 +1,165 @@
+"""Whether a recorded run would come out again: its config, trained once more and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from runner.checkpoint.manifest import MODEL, read_manifest, shard_names
+from runner.config import RunConfig
+from runner.errors import CheckpointError, StorageError
+from runner.record.storage import read_record
+from runner.record.text import shorten
+from runner.training.summary import Summary
+from runner.verify.end_state import Values, differing, read_rows, saved_steps
+from runner.verify.processes import RunProbe, train_apart, unobserved
+
+ORDER = ("config", "data", "technique", "choice", "threads", "cpu", "device", "version", "code")
+"""What is different, the likeliest cause first."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The comparison of a recorded run with the same config trained again."""
+
+    run: str
+    steps: int
+    compared: dict[str, int]
+    differing: list[str]  # the first is of the first step
+    was: str = ""  # the first of them, in the recorded run
+    now: str = ""
+    changes: list[str] = field(default_factory=list)  # of data, versions, device, …, since then
+    cause: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is the same."""
+        return not self.differing
+
+
+def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetition:
+    """Train the config of the run that `checkpoint.resume` names, in fresh processes.
+
+    A run that ended early is trained up to its last step. Raises CheckpointError where it has no
+    record, or no step.
+    """
+    recorded = find_run(Path(config.checkpoint.resume))
+    then = _summary(recorded)
+    again = deepcopy(unobserved(config))
+    again.checkpoint.resume, again.checkpoint.enabled = "none", True
+    with TemporaryDirectory(dir=folder, prefix="verify-") as place:
+        whole = then.status == "done"
+        train_apart(again, Path(place), RunProbe(stop_at=0 if whole else then.steps))
+        return compare_runs(recorded, Path(place), then, config_hash)
+
+
+def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -> Repetition:
+    """The rows of both, and the digests of the weights that both have saved last."""
+    before, after = read_rows(recorded), read_rows(again)
+    if then.status != "done":  # it may have been cut off before a validation
+        after = {key: value for key, value in after.items() if key in before}
+    keys, notes = differing(before, after), list[str]()
+    names, was, now = [str(key) for key in keys], "", ""
+    if keys:
+        was, now = (_text(values, keys[0]) for values in (before, after))
+    own, others = _digests(recorded), _digests(again)
+    step = max(own.keys() & others.keys(), default=None)
+    if step is None:
+        notes.append("weights are not compared: there are no checkpoints of the same step")
+    elif own[step] != others[step]:
+        names.append(f"weights at step {step}")
+        was, now = was or own[step], now or others[step]
+    changes = _changes(recorded, again)
+    if config_hash != then.config_hash:
+        changes.insert(0, "config: it was changed by what was typed, or by this version's defaults")
+    if not any(key.startswith("data") for key, _ in _facts(recorded)):
+        notes.append("the run has no digest of its data: other data would go unnoticed")
+    return Repetition(
+        str(recorded),
+        then.steps,
+        {"metric": len(before), "weights": int(step is not None)},
+        names,
+        was,
+        now,
+        changes,
+        _likely_cause(changes) if names else "",
+        notes,
+    )
+
+
+def find_run(where: Path) -> Path:
+    """The folder of the run that is named, or of the one that has the named checkpoint."""
+    inside = [where, *where.resolve().parents[:2]]
+    for folder in inside:
+        if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
+            return folder
+    raise CheckpointError(f"checkpoint.resume: {where} has no summary.json and metrics.jsonl")
+
+
+def _summary(run: Path) -> Summary:
+    summary = Summary.read(run)
+    if not summary.steps:
+        raise CheckpointError(f"{run}: the run has made no step: there is nothing to compare")
+    return summary
+
+
+def _text(values: Values, key: Any) -> str:
+    return repr(values[key]) if key in values else "not there"
+
+
+def _digests(run: Path) -> dict[int, str]:
+    """Of the files with the weights, by the steps of the checkpoints."""
+    digests = {}
+    for step, path in saved_steps(run).items():
+        with suppress(CheckpointError):
+            files = read_manifest(path).files
+            names = shard_names(files) or [MODEL]
+            digests[step] = " ".join(files[name].sha256 for name in names)
+    return digests
+
+
+def _changes(recorded: Path, again: Path) -> list[str]:
+    """What else is not as it was when the run was recorded."""
+    then, now = dict(_facts(recorded)), dict(_facts(again))
+    keys = [key for key in then if key in now and then[key] != now[key]]
+    keys.sort(key=lambda key: ORDER.index(key.partition(" ")[0]))
+    return [f"{key}: was {shorten(str(then[key]), 80)}, now {shorten(str(now[key]), 80)}"
+            for key in keys]  # fmt: skip
+
+
+def _facts(run: Path) -> Iterator[tuple[str, Any]]:
+    """What a result may depend on, as the run has recorded it."""
+    with suppress(StorageError):
+        summary = Summary.read(run)
+        yield "device", summary.device.get("name")
+        yield from ((f"version {name}", v) for name, v in summary.versions.items())
+        yield from ((f"technique {row.name}", _engaged(row.engaged)) for row in summary.techniques)
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        session = json.loads(read_record(run / "provenance.json"))["sessions"][0]
+        yield "code", (session["git"] or {}).get("commit")
+        for part in ("sha256", "files", "bytes"):
+            yield f"data {part}", session["data"][part]
+    with suppress(CheckpointError, IndexError):
+        manifest = read_manifest([*saved_steps(run).values()][-1])
+        yield from (("threads", manifest.threads), ("cpu", manifest.cpu))
+        yield from ((f"choice {key}", value) for key, value in manifest.choices.items())
+
+
+def _engaged(engaged: bool) -> str:
+    return "engaged" if engaged else "not engaged"
+
+
+def _likely_cause(changes: list[str]) -> str:
+    if changes:
+        return changes[0]
+    return (
+        "nothing that was recorded differs: steps that do not give the same numbers twice "
+        "(device.deterministic=true), or code of the user's that has changed"
+    )
