@@ -132,7 +132,8 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"counts": dict(self.counts), "faults": self._rows()}
+        causes = dict(self.causes)  # of steps whose numbers have yet to reach the host
+        return {"counts": dict(self.counts), "faults": self._rows(), "causes": causes}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
@@ -140,6 +141,8 @@ class History:
         rows = [Fault(**row) for row in state["faults"]]
         self.faults = {(f.kind, f.action, normalize_message(f.message)): f for f in rows}
         self.logged = set(self.faults)
+        self.causes = dict(state.get("causes", {}))
+        self.explained = set(self.causes)
         self.unwritten = bool(rows)
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ GPT = ["data=synthetic", "data.form=tokens", "data.sequence=16", "data.samples=1
 MODES: dict[str, list[str]] = {
     "AdamW": [*SHORT, *TABLE],
     "SGD, average, micro-batch": [
-        *SHORT, *TABLE, "optimizer=sgd", "optimizer.lr=0.05", "optimizer.ema=0.9",
+        *SHORT, *POINTS, HERE, "optimizer=sgd", "optimizer.lr=0.05", "optimizer.ema=0.9",
         "training.micro_batch=6", "schedule=cosine",
     ],
     "2 data workers": [*SHORT, *POINTS, "data.workers=2", "optimization=basic"],

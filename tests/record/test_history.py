@@ -44,10 +44,12 @@ def test_it_reads_back_and_a_torn_file_tells_of_none(tmp_path: Path) -> None:
 def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
     before, after = History(tmp_path), History(tmp_path)
     before.add("leak", "grows by 5 KB", step=5, category="memory", say=False)
+    before.explain(8, "x has a NaN in sample 3")  # its numbers have not reached the host yet
     after.load(before.state())
     after.add("leak", "grows by 6 KB", step=9, category="memory", say=False)
     (fault,) = after.faults.values()
     assert (fault.count, fault.steps, after.counts) == (2, [5, 9], {"leak": 2})
+    assert after.causes == {8: "x has a NaN in sample 3"} and after.explained == {8}
 
 
 def test_many_different_faults_stay_bounded(
