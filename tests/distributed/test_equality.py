@@ -43,6 +43,7 @@ MASKED = (
     "training.batch_size=12", "training.steps=7",
 )  # fmt: skip
 MORE = ("optimizer.ema=0.9", "stability.clip_norm=0.1", "schedule=cosine")
+AMP = ("optimization=amp", "optimization.amp.dtype=bf16")
 SGD = ("optimizer=sgd", "optimizer.lr=0.01", "optimizer.options.momentum=0.9")
 
 EXACT = {
@@ -79,8 +80,8 @@ ROUNDED_RUNS = {
     "gpt": (*GPT, *SGD, DOUBLE),
     "cnn: fp32": (*CNN, *SGD, "optimization=none", ON("fused_optimizer")),
     "gpt: fp32": (*GPT, *SGD, "optimization=none", ON("fused_optimizer")),
-    "cnn: amp": (*CNN, *SGD, "optimization=amp"),
-    "gpt: amp": (*GPT, *SGD, "optimization=amp"),
+    "cnn: amp": (*CNN, *SGD, *AMP),
+    "gpt: amp": (*GPT, *SGD, *AMP),
 }
 COMPILED = {
     "cnn": (*CNN, *SGD, DOUBLE),

@@ -22,8 +22,8 @@ from tests.distributed import several
 
 ON = "optimization.{}.enabled=true".format
 ALL = ("optimizer.ema=0.9", "stability.clip_norm=0.1", "schedule=cosine")
-MLP = ("data=cancer", "model=mlp", "training.batch_size=151", *ALL)  # the last batch: odd
-TOKENS = ("data=synthetic", "data.form=tokens", "data.samples=63", "data.sequence=16")
+MLP = ("data=cancer", "model=mlp", "training.batch_size=150", *ALL)  # the last batch: 5
+TOKENS = ("data=synthetic", "data.form=tokens", "data.samples=66", "data.sequence=16")
 GPT = (*TOKENS, "model=gpt", "model.width=32", "training.batch_size=12", *ALL)
 CNN = ("data=digits", "model=cnn", "training.batch_size=128", "model.width=8", *ALL)
 CNN += ("data.validation_samples=101",)
@@ -88,6 +88,7 @@ def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, proc
     names = list(EQUAL) if processes > 2 else ["accumulation", "recompute"]
     cases = {name: (config("fsdp", processes, *EQUAL[name]), tmp_path / name) for name in names}
     found = several.together(processes, cases, look)
+    assert not [f for rank in found for f in rank.values() if isinstance(f, str)], found
     for name in names:
         alone = tmp_path / f"one {name}"
         one = several.make(config("none", 1, *EQUAL[name]), alone, None, look)
@@ -126,6 +127,27 @@ def test_a_checkpoint_goes_on_with_any_number_of_processes(tmp_path: Path) -> No
     assert "model.safetensors" not in files
     assert (tmp_path / "ddp/checkpoints/step_00000008/model.safetensors").is_file()
     assert_one_process_evaluates(whole, tmp_path / "evaluated", saved(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_two_processes_go_on_as_four_and_those_as_one(
+    tmp_path: Path, first: str, then: str
+) -> None:
+    whole = tmp_path / "one"
+    several.make(config("none", 1, *MLP), whole, None, None)
+    several.together(2, {"two": (config(first, 2, *MLP), tmp_path / "two")}, look)
+    part = f"checkpoint.resume={tmp_path / 'two/checkpoints/step_00000004'}"
+    cases = {
+        kind: (config(kind, 4, *MLP, part, "checkpoint.every=2"), tmp_path / kind)
+        for kind in (first, then)
+    }
+    found = several.together(4, cases, look)
+    assert not [f for rank in found for f in rank.values() if isinstance(f, str)], found
+    for kind in (first, then):
+        four = f"checkpoint.resume={tmp_path / kind}/checkpoints/step_00000006"
+        several.make(config("none", 1, *MLP, four), tmp_path / f"{kind} one", None, None)
+        assert_equal(saved(tmp_path / f"{kind} one"), saved(whole), NEAR)
 
 
 def assert_one_process_evaluates(run: Path, folder: Path, restored: Restored) -> None:
