@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.config import Backend, Compression, DistributedConfig, DistributedKind
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
 from runner.distributed.stacks import StackWriter
@@ -50,6 +50,8 @@ class World:
         self.host = socket.gethostname()
         own = config.backend.value if config.backend is not None else None
         self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
+        if device.type != "cuda":
+            _refuse_cuda_only(config)
         self.seconds = 0.0  # waited in the calls below
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # the run's, once set
         self.lost = False  # another process has ended: nothing is done together any more
@@ -335,6 +337,16 @@ def refuse_lost(run: Run, error: Exception) -> bool:
 def _even(samples: int, parts: int) -> list[slice]:
     ends = [-(-samples * i // parts) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def _refuse_cuda_only(config: DistributedConfig) -> None:
+    """ConfigError for what torch does on GPUs alone."""
+    if config.backend is Backend.nccl:
+        problem = "nccl is between GPUs, and there is none"
+        raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
+    if config.compression is not Compression.none:
+        problem = f"{config.compression.value} needs GPUs and nccl"
+        raise ConfigError("distributed.compression", problem, "leave it out")
 
 
 def _stay_on_this_machine() -> None:

@@ -242,7 +242,9 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]
     """As shares of the largest number of the group."""
     sizes = scales(exact)
     for item in dict.fromkeys([*exact, *other]):
-        if item.kind in COMPARED and not item.name.startswith(OPTIONS):
+        # before the first update only a fused optimizer has its state, which is zeros
+        unused = item.kind == "optimizer" and item.step == 0
+        if item.kind in COMPARED and not item.name.startswith(OPTIONS) and not unused:
             difference = _difference(other.get(item), exact.get(item))
             size = sizes.get(_group(item), 0.0)
             yield item, difference / size if size else difference

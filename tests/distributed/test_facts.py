@@ -15,9 +15,10 @@ from torch import nn
 
 from runner import RunConfig, Summary, build, train
 from runner.build import Components
-from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.config import Backend, Compression, DistributedConfig, DistributedKind
 from runner.distributed.place import Place
 from runner.distributed.world import World
+from runner.errors import ConfigError
 from runner.parity.flops import PeakFlops
 from tests import runs
 
@@ -149,3 +150,21 @@ def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
     assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 1, "gloo")
     assert len(facts["ranks"]) == 1 and "imbalance" not in facts
     assert facts["ranks"][0]["faults"] == {"exception": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        (DistributedConfig(DistributedKind.ddp, backend=Backend.nccl), "distributed.backend"),
+        (
+            DistributedConfig(DistributedKind.ddp, compression=Compression.bf16),
+            "distributed.compression",
+        ),
+    ],
+)
+def test_what_needs_gpus_is_refused_by_its_key_before_any_process_is_waited_for(
+    asked: DistributedConfig, key: str
+) -> None:
+    place = Place(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
+    with pytest.raises(ConfigError, match=key):
+        World(place, asked, torch.device("cpu"))

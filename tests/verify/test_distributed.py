@@ -13,7 +13,7 @@ from runner.distributed.config import DistributedConfig
 from runner.errors import ConfigError, NotVerified
 from runner.jobs import find
 from runner.jobs.config import JobKind
-from runner.verify.distributed import FP64, EqualityCheck, in_fp64, verify_distributed
+from runner.verify.distributed import FP64, EqualityCheck, distances, in_fp64, verify_distributed
 from runner.verify.end_state import EndState, ValueKey
 from runner.verify.processes import ReferencePrecision, prepared
 from tests import runs
@@ -113,6 +113,13 @@ def test_a_model_without_fp64_is_compared_coarsely(tmp_path: Path) -> None:
     own = ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]")
     found = verify_distributed(runs.config(*JOB, *own), tmp_path)
     assert found.equal and "not compared in fp64" in found.notes[0]
+
+
+def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference() -> None:
+    fused = {ValueKey(0, "optimizer", "state.0.step"): 0.0}
+    assert not list(distances({}, fused, {}))
+    (missing,) = distances({}, {ValueKey(4, "optimizer", "state.0.step"): 0.0}, {})
+    assert not missing.within
 
 
 def test_one_process_and_a_launcher_are_refused(
