@@ -116,7 +116,8 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
 
 @pytest.mark.parametrize("kind", list(DistributedKind)[1:])
 def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind: DistributedKind) -> None:
-    config = runs.config("data=digits", "optimization=amp", "training.steps=2")
+    amp = ("optimization=amp", "optimization.amp.dtype=bf16")
+    config = runs.config("data=digits", *amp, "training.steps=2")
     config.distributed = DistributedConfig(kind)
     place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
     world = World(place, config.distributed, torch.device("cpu"))

@@ -126,6 +126,7 @@ def make_run() -> Iterator[MakeRun]:
             choices=[],
             scope=scope,
             started=time.monotonic(),
+            grace_s=20.0,
             watch=Stopwatch(device.torch),
             reader=Reader(device.torch),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ class Patient(Hook):
     """Goes on once every worker has the batch that it owes."""
 
     def on_step(self, run: Run, step: Step) -> None:
-        assert all(pipe.poll(30) for pipe in run.train.pool.pipes)  # type: ignore[attr-defined]
+        assert all(wait([pipe], 30) for pipe in run.train.pool.sockets)  # type: ignore[attr-defined]
 
 
 def test_workers_are_chosen_from_times_recorded_and_kept_and_ready_batches_are_counted(
