@@ -66,8 +66,10 @@ def test_two_processes_that_are_right_are_within_rounding(
     ("fault", "cause"),
     [
         ("AveragedGradients", "gradients are averaged over processes where the parts weigh diff"),
-        ("WrongPart", "a process takes the wrong part of it"),
-        ("ClippedByShard", "clipping by a part of the gradient"),
+        pytest.param("WrongPart", "a process takes the wrong part of it", marks=pytest.mark.slow),
+        pytest.param(
+            "ClippedByShard", "clipping by a part of the gradient", marks=pytest.mark.slow
+        ),
         pytest.param("MeanOfMeans", "a mean of the processes' means", marks=pytest.mark.slow),
     ],
 )
@@ -78,6 +80,7 @@ def test_a_planted_fault_is_detected_and_its_cause_named(
     assert cause in compared(of_one, tmp_path, planted, "security.trusted=[distributed_breaks]")
 
 
+@pytest.mark.slow
 def test_the_job_names_batchnorm_per_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
