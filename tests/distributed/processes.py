@@ -147,6 +147,7 @@ def run_together(processes: int, configs: Mapping[str, RunConfig]) -> dict[str, 
 
 
 def _rank(rank: int, size: int, port: int, configs: dict[str, RunConfig], sender: Any) -> None:
+    multiprocessing.set_start_method(None, force=True)  # data workers are forks, as in a run
     torch.set_num_threads(1)
     place = Place(rank, size, rank, size, "127.0.0.1", port, hosted=False, by="test")
     outcomes = {}
