@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from runner.errors import RunnerError, SweepFailed
+from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
 from runner.module_path import current_folder_last
 
 TOO_NEW = (3, 14)
@@ -50,7 +50,9 @@ def _activation() -> str:
     script = os.path.join(root, ".venv", "bin", "activate")
     if os.path.exists(script) and sys.prefix != os.path.join(root, ".venv"):
         return f"activate the environment that has it: . {script}"
-    return f"install what is needed: pip install -c constraints.txt -e {root}"
+    if os.path.exists(os.path.join(root, "pyproject.toml")):
+        return f"install what is needed: pip install -c constraints.txt -e {root}"
+    return f"install what is needed: {sys.executable} -m pip install {DISTRIBUTION}"
 
 
 def _main(typed: list[str]) -> int:

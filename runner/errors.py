@@ -21,6 +21,14 @@ RunnerError                1   a fault of ours
 
 from __future__ import annotations
 
+DISTRIBUTION = "hydra-torch-runner"
+"""What pip knows us by; the module and the command are `runner`."""
+
+
+def install_command(extra: str) -> str:
+    """What to type where the packages of that extra are missing."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
 
 class RunnerError(Exception):
     """An error whose message is meant for the person who typed the command."""

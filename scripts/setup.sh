@@ -4,7 +4,8 @@
 #   set_up dev    also what the checks need
 #
 # Afterwards $root is the repository and $python the interpreter in .venv.
-# $PYTHON, if set, is the interpreter that .venv is made from.
+# $PYTHON, if set, is the interpreter that .venv is made from. pip's own settings hold (PIP_INDEX_URL,
+# PIP_EXTRA_INDEX_URL, …, pip.conf): they decide where packages come from, so also which torch.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 python=$root/.venv/bin/python
@@ -46,6 +47,16 @@ make_venv() {
     }
 }
 
+# Before gigabytes are fetched for a GPU that is not there; nothing where pip has an index of its own.
+say_torch_build() {
+    [ "$(uname -s)" = Linux ] && ! [ -e /proc/driver/nvidia ] || return 0
+    "$python" -c 'import torch' 2>/dev/null && return
+    "$python" -m pip config list 2>/dev/null | grep -Eq 'index|find-links' && return
+    printf 'setup: no NVIDIA GPU here, and pip takes the CUDA build of torch (several GB); for the\n'
+    printf '       CPU build stop this, and start again with pip looking at the index of PyTorch:\n'
+    printf '       export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu\n'
+}
+
 set_up() {
     local extra=${1:-} version stamp key quiet=--quiet
     if command -v flock >/dev/null; then # two set-ups at once would trip over each other
@@ -62,10 +73,12 @@ set_up() {
     if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
         printf 'setup: installing into .venv (takes a few minutes the first time)\n'
         if [ -t 1 ]; then quiet=; fi
-        # Without the constraints pip would take the newest torch, with several GB of CUDA libraries.
+        say_torch_build
         "$python" -m pip install $quiet --disable-pip-version-check \
             -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" ||
             fail "the installation failed; try again, if need be after removing $root/.venv"
+        "$python" -c 'from importlib.metadata import version
+print("setup: installed torch", version("torch"))'
         printf '%s\n' "$key" >"$root/.venv/.installed" # dev holds what runs need, too
         printf '%s\n' "$key" >"$stamp"
     fi

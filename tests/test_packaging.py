@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
+import hydra
 import pytest
+
+from runner.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -45,7 +52,7 @@ def install(folder: Path, *what: str) -> Path:
     python = folder / "bin/python"
     paths = {"base": str(folder), "platbase": str(folder)}
     purelib = Path(sysconfig.get_path("purelib", "venv", vars=paths))
-    (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (purelib / "shared.pth").write_text(f"{Path(hydra.__file__).parents[1]}\n")
     output(
         [*PIP, "--python", str(python), "install", "--no-deps", "--no-index"]
         + ["--no-build-isolation", *what],
@@ -96,6 +103,75 @@ def test_the_wheel_holds_every_module_data_file_and_config_file(wheel: Path) -> 
     with ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == package | conf
+
+
+def test_messages_name_the_distribution_and_extras_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION != "runner"  # which is somebody else's on the index
+    sources = [*(ROOT / "runner").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    text = "\n".join(path.read_text() for path in sources)
+    assert not re.findall(r"(?<!torch-)\brunner\[[a-z]+\]", text)
+    named = {*re.findall(rf"{DISTRIBUTION}\[([a-z]+)\]", text)}
+    named |= {*re.findall(r"""install_command\(["']([a-z]+)["']\)""", text)}
+    assert named and named <= set(project["optional-dependencies"])
+
+
+BACKEND = """
+import zipfile
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        about = "Metadata-Version: 2.1\\nName: thing\\nVersion: 1.0\\nRequires-Dist: torch>=2.11\\n"
+        wheel.writestr("thing-1.0.dist-info/METADATA", about)
+        tag = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr("thing-1.0.dist-info/WHEEL", tag)
+        wheel.writestr("thing-1.0.dist-info/RECORD", "")
+    return name
+"""
+
+
+def _torch_wheel(folder: Path, version: str) -> None:
+    """A wheel of that name and version with nothing in it."""
+    folder.mkdir(exist_ok=True)
+    about = f"torch-{version}.dist-info"
+    with ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+@pytest.mark.slow
+def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path: Path) -> None:
+    _torch_wheel(tmp_path / "plain", "2.13.0")
+    _torch_wheel(tmp_path / "cpu", "2.13.0+cpu")
+    for name, settings, expected in (
+        ("one", f"{tmp_path}/plain", "2.13.0"),
+        ("both", f"{tmp_path}/plain {tmp_path}/cpu", "2.13.0+cpu"),
+    ):
+        root = tmp_path / name
+        (root / "scripts").mkdir(parents=True)
+        shutil.copy(ROOT / "scripts/setup.sh", root / "scripts")
+        shutil.copy(ROOT / "constraints.txt", root)  # the pin of the project
+        (root / "backend.py").write_text(BACKEND)
+        (root / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            '[project]\nname = "thing"\nversion = "1.0"\ndependencies = ["torch>=2.11"]\n'
+        )
+        script = f"set -eu; . {root}/scripts/setup.sh; set_up"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": settings},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"setup: installed torch {expected}\n" in done.stdout
+        assert "several GB" not in done.stdout  # pip has a place of its own to look at
 
 
 def test_a_checkout_needs_no_installation(composed: str) -> None:

@@ -23,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from runner.device import memory
 from runner.device.device import Device
+from runner.errors import DISTRIBUTION
 from runner.techniques import compiler
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -98,8 +99,8 @@ def declared() -> tuple[list[str], str]:
     except OSError:
         pass
     try:
-        wheel = metadata.metadata("runner")["Requires-Python"]
-        return metadata.requires("runner") or [], str(wheel or "")
+        wheel = metadata.metadata(DISTRIBUTION)["Requires-Python"]
+        return metadata.requires(DISTRIBUTION) or [], str(wheel or "")
     except metadata.PackageNotFoundError:
         return [], ""
 

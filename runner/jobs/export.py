@@ -20,7 +20,7 @@ from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.data.batch import Inputs, call, count, rows
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing_file import parse_preprocessing
-from runner.errors import ConfigError, RunnerError, StorageError
+from runner.errors import ConfigError, RunnerError, StorageError, install_command
 from runner.jobs.config import ExportKind
 from runner.jobs.pipeline import RawInputModel, has_pipeline, raw_inputs
 from runner.record.storage import replace_text, write_file
@@ -51,7 +51,7 @@ def check(kind: ExportKind) -> None:
     missing = [name for name in ONNX if find_spec(name) is None]
     if kind is ExportKind.onnx and missing:
         problem = f"onnx needs {', '.join(missing)}, not installed"
-        raise ConfigError(KEY, problem, "pip install 'runner[onnx]'")
+        raise ConfigError(KEY, problem, install_command("onnx"))
 
 
 def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:

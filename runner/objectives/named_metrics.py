@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runner.data.batch import Sizes
-from runner.errors import ConfigError
+from runner.errors import ConfigError, install_command
 from runner.objectives import model_output
 from runner.techniques.base import Choice
 
@@ -139,7 +139,7 @@ def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
         from torchmetrics import Metric, classification, regression
     except ImportError as error:
         problem = f"needs torchmetrics, which cannot be imported: {error}"
-        raise ConfigError(KEY, problem, "pip install 'runner[metrics]'") from None
+        raise ConfigError(KEY, problem, install_command("metrics")) from None
     if sizes.task == "regression":
         classes = {n: c for n, c in vars(regression).items() if _is_class(c, Metric)}
         return classes, {"num_outputs": sizes.classes or 1}

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.data.config import OPTIONS as DATA
-from runner.errors import ConfigError, StorageError
+from runner.errors import ConfigError, StorageError, install_command
 from runner.models.config import OPTIONS as MODELS
 from runner.overrides import aliases
 from runner.overrides.groups import nearest, options
@@ -33,8 +33,9 @@ SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA, "model": MODELS}
 UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
 DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
 PLUGINS = (
-    "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; the "
-    "extra runner[slurm]), hydra-ray-launcher (runner[ray]) or hydra-optuna-sweeper"
+    "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; "
+    f"{install_command('slurm')}), hydra-ray-launcher ({install_command('ray')}) or "
+    "hydra-optuna-sweeper"
 )
 NEED_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"

@@ -19,10 +19,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from runner import __version__
 from runner.record.storage import read_record, replace_text
 
 PACKAGES = (
-    "runner",
     "torch",
     "numpy",
     "hydra-core",
@@ -40,6 +40,7 @@ LARGEST_PACK = 2**26  # bytes of packed-refs
 def versions() -> dict[str, str]:
     """Python, the platform and the packages a result can depend on, those that are installed."""
     installed = {"python": platform.python_version(), "platform": platform.platform()}
+    installed["runner"] = __version__
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)

@@ -79,7 +79,7 @@ ORDERS = (
     "data=tabular", "data.target='zurück'", "data.encoding=cp1252", "data.thousands=point",
     "model=mlp", "model.width=8", "checks.table.constant=drop", *USUAL,
 )  # fmt: skip
-needs_onnx = pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs runner[onnx]")
+needs_onnx = pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs the extra onnx")
 
 
 def write_orders(path: Path, encoding: str, cities: str, size: int) -> Path:

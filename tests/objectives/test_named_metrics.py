@@ -186,5 +186,7 @@ def test_without_the_extra_it_is_one_line_that_names_the_key_and_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    with pytest.raises(ConfigError, match=r"^objective.metrics: needs .*pip install 'runner\[metr"):
+    with pytest.raises(
+        ConfigError, match=r"^objective.metrics: needs .*pip install 'hydra-torch-runner\[metr"
+    ):
         build_named_metrics(["F1Score"], THREE, -100)

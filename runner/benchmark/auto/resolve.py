@@ -22,7 +22,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-import runner
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto.candidates import (
     FREE,
@@ -233,7 +232,7 @@ def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
     """Build the run at `none`, make some steps of a copy of it, and discard it."""
     with opened(_arm_config(config, ()), given=fresh(given)) as run:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
-        versions = {**provenance.versions(), "runner": runner.__version__}
+        versions = provenance.versions()
         facts = [config_hash(config), shapes, machine(), run.device.name, versions]
         key = sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
         return RunEstimate(run.total_steps, _time_steps(run), _find_reasons(run, config), key)
