@@ -23,10 +23,9 @@ from runner.data.dataset import Dataset, has_rare_class
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
-from runner.data.parts import Parts, find_parts, open_part
-from runner.data.paths import existing
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import Opening, Preprocessing, check_predicts
+from runner.data.tensors import Tensors
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
@@ -45,9 +44,7 @@ from runner.record.recorder import Recorder
 from runner.record.storage import read_file
 from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
-from runner.security.registry import resolve
 from runner.stability.controller import StabilityController
-from runner.tables import check_data_table
 from runner.techniques.application import apply_techniques
 from runner.techniques.base import Choice, RunBuilder, Technique
 from runner.techniques.config import Optimization
@@ -60,6 +57,7 @@ from runner.training.run import Run
 from runner.training.timing import Stopwatch
 
 if TYPE_CHECKING:
+    from runner.data.parts import Parts
     from runner.distributed.world import World
     from runner.optim.whole_step import StepGraph
 
@@ -130,7 +128,6 @@ class _Build:
             allocator.keep_to_one_heap(scope)
         if given.model is None:  # initial weights come from here; steps are seeded one by one
             seed_everything(config.seed)
-        self.look_up = partial(resolve, trusted=config.security.names)
         self.policy = FilePolicy.of(config.security, own_trees(folder))
         self.choices = list(given.chosen)
 
@@ -138,6 +135,12 @@ class _Build:
     def first(self) -> bool:
         """Whether this process writes the record of the run."""
         return self.world is None or self.world.first
+
+    def look_up(self, target: str, key: str) -> Any:
+        """The class or function that the config names at `key`, if it may be used."""
+        from runner.security.registry import resolve
+
+        return resolve(target, key, self.config.security.names)
 
     def run(self) -> Run:
         """The steps in order; comments say why one comes after another."""
@@ -179,14 +182,24 @@ class _Build:
         rule = fitted.split if fitted else self.recorded_split()
         opening = Opening(self.policy, fitted, evaluates, labelled=not predicts, rule=rule)
         self.whole = opening.whole(config.data)
-        parts = Parts() if self.given.data is not None else find_parts(config.data, opening)
-        if not self.whole:
-            trains = "validation" in parts.paths
-            opening = replace(opening, folder=parts.folder, trains=trains)
+        parts: Parts | None = None
+        if self.given.data is None and "path" in vars(config.data):
+            from runner.data.parts import find_parts
+
+            parts = find_parts(config.data, opening)
+            if not self.whole:
+                trains = "validation" in parts.paths
+                opening = replace(opening, folder=parts.folder, trains=trains)
         data = self.given.data or open_data(config.data, self.look_up, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
-        self.open_parts(parts, opening, fitted or Preprocessing.of(config.data, data))
-        self.data, self.table_report = check_data_table(data, table, self.parts)
+        self.parts = dict[str, Dataset]()
+        if parts is not None:
+            self.open_parts(parts, opening, fitted or Preprocessing.of(config.data, data))
+        self.data, self.table_report = data, list[Hook]()
+        if data.choices or (isinstance(data, Tensors) and data.named_columns()):
+            from runner.tables import check_data_table
+
+            self.data, self.table_report = check_data_table(data, table, self.parts)
         own = config.data._target_ is not None
         self.data.sizes, chosen = adapt_sizes(config.objective, self.data.sizes, own)
         standardised = [c for c in chosen if c.key == "data.target"]
@@ -197,7 +210,8 @@ class _Build:
 
     def open_parts(self, parts: Parts, opening: Opening, fitted: Preprocessing) -> None:
         """Validation and test samples that lie apart; training alone is to touch the test set."""
-        self.parts = dict[str, Dataset]()
+        from runner.data.parts import open_part
+
         self.choices += parts.choices
         for part, path in {} if self.whole else parts.paths.items():
             if part != "test" or self.config.job.kind is JobKind.train:
@@ -564,7 +578,8 @@ def _first_weights(
     if not resumes:
         if path is None:
             return []
-        from runner.models.weights import start_from  # only where a file is read
+        from runner.data.paths import existing  # only where a file is read
+        from runner.models.weights import start_from
 
         return [start_from(model, existing(path, WEIGHTS), config.model.weights_except, policy)]
     if WEIGHTS in before:

@@ -21,7 +21,6 @@ from runner.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.hooks.progress import ProgressDisplay
 from runner.hooks.recording import Faults, Recording
 from runner.hooks.resources import Resources
-from runner.security.registry import assembled
 from runner.training.hook import Hook
 from runner.training.run import Run
 
@@ -125,6 +124,8 @@ def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
     """A hook of the user's: `package.Class`, or `{_target_: package.Class, argument: …}`."""
     if isinstance(item, dict) and "_target_" not in item:
         raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
+    from runner.security.registry import assembled
+
     hook = assembled({"_target_": item} if isinstance(item, str) else item, look_up, key)
     if not isinstance(hook, Hook):
         raise ConfigError(key, f"{type(hook).__name__} is no Hook", "inherit from runner.Hook")

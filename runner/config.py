@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any
@@ -41,7 +41,6 @@ from runner.overrides.groups import FOREIGN
 from runner.record.config import MonitoringConfig
 from runner.security import secrets
 from runner.security.config import SecurityConfig
-from runner.security.registry import nested, permit
 from runner.stability.config import StabilityConfig
 from runner.sweep.config import SweepConfig
 from runner.techniques.config import Optimization
@@ -111,15 +110,18 @@ class RunConfig:
             (f"{g}._target_", getattr(self, g)._target_) for g in groups
         ]
         for group in FOREIGN:
-            targets += nested(getattr(self, group).arguments, group)
+            targets += nested_targets(getattr(self, group).arguments, group)
         extra = [target for target in self.optimization.extra if target not in made]
         targets += [("optimization.extra", target) for target in extra]
         for i, hook in enumerate(self.debug.hooks):
             tree = {"_target_": hook} if isinstance(hook, str) else hook
-            targets += nested(tree, f"debug.hooks.{i}")
-        for key, target in targets:
-            if target is not None:
-                permit(str(target), key, self.security.names)
+            targets += nested_targets(tree, f"debug.hooks.{i}")
+        named = [(key, str(target)) for key, target in targets if target is not None]
+        if named:
+            from runner.security.registry import permit
+
+            for key, target in named:
+                permit(target, key, self.security.names)
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind
@@ -234,6 +236,19 @@ NOT_OF_THE_RUN = (
     "security",
 )
 OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
+
+
+def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every `_target_` inside the arguments of a class, by its key."""
+    if isinstance(arguments, Mapping):
+        for name, value in arguments.items():
+            if name == "_target_":
+                yield f"{key}._target_", value
+            else:
+                yield from nested_targets(value, f"{key}.{name}")
+    elif isinstance(arguments, list | tuple):
+        for i, value in enumerate(arguments):
+            yield from nested_targets(value, f"{key}.{i}")
 
 
 def config_hash(config: RunConfig) -> str:

@@ -17,9 +17,9 @@ from runner.checks.config import TableConfig
 from runner.data.batch import RowNames
 from runner.data.dataset import Dataset
 from runner.data.tensors import Tensors
+from runner.findings import Severity
 from runner.record.storage import replace_text
 from runner.record.text import json_safe
-from runner.security.trust import Severity
 from runner.techniques.base import Choice
 from runner.training.hook import Hook
 from runner.training.run import Run
@@ -35,7 +35,7 @@ NO_ROWS = np.zeros(0, np.int64)
 
 def check_data_table(
     data: Dataset, config: TableConfig, parts: dict[str, Dataset] | None = None
-) -> tuple[Dataset, list[TableReport]]:
+) -> tuple[Dataset, list[Hook]]:
     """The data without what `config` leaves out, and the hook that records it, if there is one.
 
     Validation rows that lie apart, in `parts`, are checked with them; columns are left out of all

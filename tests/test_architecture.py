@@ -31,7 +31,7 @@ CONFIGS = (
     "sweep",
 )
 LAYERS = f"""
-errors masking module_path
+errors findings masking module_path
 bounds count_limits fork_server
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
@@ -43,6 +43,7 @@ data.batch data.nested objectives.base
 training.hook techniques.base
 training.run
 techniques.compiler objectives.deferred_logits \
+objectives.chunked_cross_entropy \
 models.modes training.metrics training.recovery training.resume training.summary training.timing \
 stability
 checks.outputs

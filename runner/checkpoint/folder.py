@@ -22,8 +22,8 @@ from typing import Any
 from runner.checkpoint import manifest
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
+from runner.findings import Trust
 from runner.record import storage
-from runner.security.trust import Trust
 
 log = logging.getLogger("runner")
 

@@ -13,11 +13,11 @@ from runner.checkpoint.folder import STEP, Check, Restored, candidates
 from runner.checkpoint.manifest import read_manifest, shard_names
 from runner.checkpoint.shards import merge_shards
 from runner.errors import CheckpointError
+from runner.findings import Trust
 from runner.record import storage
 from runner.security.files.loader import admit_folder, read_state, read_tensors
 from runner.security.files.policy import FilePolicy
 from runner.security.files.provenance import is_own
-from runner.security.trust import Trust
 
 
 def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = None) -> Restored:

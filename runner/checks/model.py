@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from runner.findings import Reason, Severity
 from runner.record.text import escape_control_chars
-from runner.security.trust import Reason, Severity
 from runner.training.hook import Hook
 from runner.training.run import Run
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from runner.checks.config import CheckPolicy, TableConfig
 from runner.data.batch import Column, RowNames
 from runner.errors import DataError
-from runner.security.trust import Reason, Severity
+from runner.findings import Reason, Severity
 from runner.techniques.base import Choice
 
 MIN_ROWS = 20  # below which a column may be of one value by chance

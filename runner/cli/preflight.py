@@ -20,7 +20,6 @@ from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
-from runner.overrides.recorded import Resumed, with_recorded
 from runner.overrides.spelling import normalize_overrides
 from runner.record import hydra_files
 from runner.record.text import quote_for_hydra
@@ -30,6 +29,7 @@ from runner.security.config_files import ConfigFiles
 from runner.security.paths import check_place, keep_within
 
 if TYPE_CHECKING:
+    from runner.overrides.recorded import Resumed
     from runner.sweep.state import Session
 
 OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
@@ -110,9 +110,13 @@ def _check(request: Request) -> None:
     def compose(overrides: Sequence[str]) -> DictConfig:
         return untyped([text for text in overrides if text != MODE], hydra_too=True)
 
-    resumed = with_recorded(flags.overrides, flags.sweeps)
-    request.resumed = resumed.run
-    overrides = resumed.overrides
+    resumed: Resumed | None = None
+    overrides = flags.overrides
+    if any("checkpoint.resume" in text for text in overrides):
+        from runner.overrides.recorded import with_recorded
+
+        resumed = with_recorded(overrides, flags.sweeps)
+        request.resumed, overrides = resumed.run, resumed.overrides
     if any("replay.path=" in text for text in overrides):
         from runner.cli.resume import with_captured
 
@@ -132,7 +136,7 @@ def _check(request: Request) -> None:
 def _check_run(
     request: Request,
     composed: DictConfig,
-    resumed: Resumed,
+    resumed: Resumed | None,
     compose: Callable[[Sequence[str]], DictConfig],
 ) -> None:
     """Check one run, and add the folder that it continues in to its overrides."""
@@ -176,10 +180,10 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
 
 
 def _resume_folder(
-    request: Request, resumed: Resumed, planned: Path, config: RunConfig
+    request: Request, resumed: Resumed | None, planned: Path, config: RunConfig
 ) -> Path | None:
     """The folder to continue in, or None for a fresh one."""
-    if resumed.folder is not None:
+    if resumed is not None and resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder
     if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto":

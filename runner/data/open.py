@@ -11,7 +11,6 @@ from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import ConfigError
-from runner.security.registry import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
 OPENERS = {
@@ -39,6 +38,7 @@ def open_data(
     """
     if config._target_ is not None:
         from runner.data.user_dataset import UserDataset
+        from runner.security.registry import assembled, construct
 
         factory = resolve(config._target_, "data._target_")
         dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.data.batch import Column, ColumnUse, Sizes
-from runner.data.paths import existing
 from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
@@ -127,6 +126,8 @@ class Opening:
 
     def root(self, config: Any) -> Path:
         """The file or folder of the samples; ConfigError where there is none."""
+        from runner.data.paths import existing
+
         return existing(config.path) / self.folder
 
     def whole(self, config: DataConfig) -> bool:

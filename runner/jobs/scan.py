@@ -20,6 +20,7 @@ from rich.text import Text
 
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
+from runner.findings import Reason, Severity, Trust
 from runner.record.console import console, plain_text, print_stdout, takes_live_display
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
@@ -29,7 +30,7 @@ from runner.security.files.formats import is_loadable
 from runner.security.files.policy import FilePolicy
 from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.paths import own_trees
-from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
+from runner.security.trust import OTHER, Assessment, enough, way_in
 from runner.training.signals import Interrupts
 
 JSON = "scan.json"

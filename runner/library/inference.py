@@ -20,12 +20,12 @@ from runner.data.batch import Inputs, call
 from runner.data.nested import named_leaves
 from runner.device import allocator
 from runner.errors import OutOfMemory, UsageError
+from runner.findings import Reason, Severity
 from runner.library.arguments import check_model_arguments, device_of, moved, samples, take_rows
 from runner.library.optimize import Optimized
 from runner.models import modes
 from runner.models.preserved_state import preserve_random_state
 from runner.random_state import exclusive_random_state
-from runner.security.trust import Reason, Severity
 from runner.training.recovery import is_out_of_memory, release_references
 
 WHO = "safe_inference"

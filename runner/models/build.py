@@ -16,7 +16,6 @@ from runner.data.batch import Sizes
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
-from runner.security.registry import assembled, construct
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
     if config._target_ is None:
         model = _ours(config, sizes)
     else:
+        from runner.security.registry import assembled, construct
+
         factory = resolve(config._target_, "model._target_")
         arguments = assembled(config.arguments, resolve, "model")
         model = construct(factory, arguments, sizes.for_constructor(), "model")

@@ -17,9 +17,9 @@ from runner.checkpoint import reading
 from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
+from runner.findings import Severity, Trust
 from runner.record.text import escape_control_chars
 from runner.security.files.policy import FilePolicy
-from runner.security.trust import Severity, Trust
 
 if TYPE_CHECKING:
     from runner.security.files.loader import Opened

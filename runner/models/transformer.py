@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.errors import DataError
-from runner.objectives.deferred_logits import OutputLayer
+from runner.objectives.chunked_cross_entropy import OutputLayer
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 NEIGHBOURHOOD = 5  # tokens that the classifier's convolution sees at once

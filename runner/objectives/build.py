@@ -15,7 +15,6 @@ from runner.data.config import AS_CLASSES
 from runner.errors import ConfigError
 from runner.objectives.base import Objective
 from runner.objectives.config import KINDS, ObjectiveConfig
-from runner.security.registry import assembled, construct
 from runner.techniques.base import Choice
 
 Resolve = Callable[[str, str], Any]
@@ -144,6 +143,8 @@ def pairwise_loss(config: ObjectiveConfig) -> str:
 
 
 def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve) -> Objective:
+    from runner.security.registry import assembled, construct
+
     loss = resolve(target, KEY)
     arguments = assembled(config.arguments, resolve, "objective")
     if isinstance(loss, type):

@@ -13,7 +13,6 @@ from torch import nn
 
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
-from runner.optim.optimizer_state import fill_momentum
 from runner.optim.origin import without_compiler
 
 Optimizer = torch.optim.Optimizer
@@ -110,7 +109,10 @@ def build_optimizer(
     except (TypeError, ValueError, RuntimeError) as error:
         problem = f"{cls.__name__} refuses: {error}"
         raise ConfigError("optimizer", problem, "check its options") from error
-    fill_momentum(optimizer)
+    if cls is torch.optim.SGD:
+        from runner.optim.optimizer_state import fill_momentum
+
+        fill_momentum(optimizer)
     return optimizer
 
 

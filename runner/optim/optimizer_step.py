@@ -18,13 +18,13 @@ from runner.optim.gradients import (
     gradient_values,
     tensor_norms,
 )
-from runner.optim.optimizer_state import Optimizer, align_state, compatible_state
 from runner.optim.origin import runs_torchs_step, without_compiler
 from runner.stability.config import StabilityConfig
 
 if TYPE_CHECKING:
     from runner.distributed.sharded import Shards
     from runner.optim.clip import Clip
+    from runner.optim.optimizer_state import Optimizer
 
 
 class OptimizerStep:
@@ -345,6 +345,8 @@ class OptimizerStep:
             raise ValueError("optimizer.ema or the loss scale was switched since")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
             raise ValueError("an average has not its weight's shape")
+        from runner.optim.optimizer_state import align_state, compatible_state
+
         fits = compatible_state(self.optimizer, state["optimizer"])
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         with without_compiler():

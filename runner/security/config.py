@@ -9,6 +9,8 @@ from enum import Enum
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError, SecurityError
 
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
+"""A plain dotted name."""
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 

@@ -42,9 +42,8 @@ from runner.security.cli_overrides import (
     leaves,
     parse,
 )
-from runner.security.config import SecurityConfig, SecurityLevel
+from runner.security.config import NAME, SecurityConfig, SecurityLevel
 from runner.security.paths import check_below, check_place
-from runner.security.registry import NAME
 
 FILE_BYTES = 1 << 16
 RESOLUTIONS = 5_000  # references that are followed while one config is resolved

@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
@@ -23,6 +23,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from runner.errors import ConfigError, SecurityError
+from runner.security.config import NAME
 
 SOURCES = {
     "torch.nn": ("nn/modules/*.py", "nn/parameter.py", "nn/parallel/data_parallel.py"),
@@ -47,7 +48,6 @@ NEVER_TRUSTED = sys.stdlib_module_names | {
 }
 EVERYTHING = "*"
 """In place of a package, under security=off: any name passes."""
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
 INSTANTIATE = ("_target_", "_args_", "_partial_", "_convert_")
 """Keys of Hydra's instantiate; values are plain containers here, whatever `_convert_` says."""
 
@@ -152,19 +152,6 @@ def construct(
         if arguments:
             error.add_note(f"{name} got {', '.join(f'{key}.{k}' for k in arguments)}")
         raise
-
-
-def nested(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every `_target_` inside the arguments of a class, by its key."""
-    if isinstance(arguments, Mapping):
-        for name, value in arguments.items():
-            if name == "_target_":
-                yield f"{key}._target_", value
-            else:
-                yield from nested(value, f"{key}.{name}")
-    elif isinstance(arguments, list | tuple):
-        for i, value in enumerate(arguments):
-            yield from nested(value, f"{key}.{i}")
 
 
 def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
 from typing import Any
 
 from runner.errors import SecurityError
+from runner.findings import Reason, Severity, Trust
 from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
@@ -18,43 +18,6 @@ log = logging.getLogger("runner")
 SCHEMA = 1
 OTHER = "other"  # the format of a file that nothing here ever loads
 SHOWN_DIGESTS = 4  # in one message
-
-
-class Severity(IntEnum):
-    """How bad a finding is."""
-
-    NOTE = 0
-    WARNING = 1
-    REFUSAL = 2
-
-    @property
-    def word(self) -> str:
-        """What people and JSON call it where nothing is refused: in models, tables and batches."""
-        return "fault" if self is Severity.REFUSAL else self.name.lower()
-
-
-class Trust(IntEnum):
-    """How far a file may be trusted; the order is that of the names."""
-
-    REFUSED = 0  # hostile, malformed, or of a kind that is code
-    UNTRUSTED = 1  # nothing is wrong with it, and its digest is unknown
-    CHECKED = 2  # its digest is in a manifest that this runner wrote
-    PINNED = 3  # its digest is in security.pinned
-
-
-@dataclass(frozen=True)
-class Reason:
-    """A finding: in a file, a model, or data."""
-
-    code: str  # stable, for programs: zip.overlap, pickle.global, weights.not_finite
-    severity: Severity
-    where: str  # a member, an offset, a tensor, a column
-    evidence: str  # what was seen, in one line
-    way_out: str = ""  # what to do about it
-
-    def __str__(self) -> str:
-        tail = f"; {self.way_out}" if self.way_out else ""
-        return f"{self.where}: {self.evidence}{tail}" if self.where else f"{self.evidence}{tail}"
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import Any
 
 from runner.errors import ConfigError
 from runner.models.preserved_state import NotRestorable
-from runner.security.registry import construct
 from runner.techniques.base import RunBuilder, Technique, TechniqueStatus
 from runner.techniques.config import Optimization
 
@@ -57,6 +56,8 @@ def _extra(
     for target in asked.extra:
         technique = given.get(target)
         if technique is None:
+            from runner.security.registry import construct
+
             technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
         if not isinstance(technique, Technique):
             raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.device import allocator, capabilities, numerics, process
+from runner.device import allocator, capabilities
 from runner.device.device import Device
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import System
@@ -50,6 +50,8 @@ def apply(knobs: System, draft: RunBuilder) -> str | None:
         if knobs.cudnn_benchmark and torch.are_deterministic_algorithms_enabled():
             notes["cudnn_benchmark"] = "device.deterministic: it picks kernels by timing"
         elif knobs.cudnn_benchmark:
+            from runner.device import numerics
+
             numerics.set_cudnn_benchmark(True, draft.scope)
             notes["cudnn_benchmark"] = None
     if all(notes.values()):
@@ -73,6 +75,8 @@ def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, s
         return most, f"{reason}; device.deterministic: other processes are not considered"
     if most == 1:
         return 1, f"{reason}, but torch has only one thread here"
+    from runner.device import process
+
     busy = process.busy_cores()
     threads = process.free_threads(most, busy)
     if threads < most:

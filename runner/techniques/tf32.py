@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from runner.device.device import Device
-from runner.device.numerics import set_tf32
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Tf32
 from runner.training.run import Run
@@ -22,7 +21,9 @@ def apply(knobs: Tf32, draft: RunBuilder) -> str | None:
     """Allow TF32 in matmul and cuDNN, until the run closes."""
     if draft.tf32_asked is not None:
         return f"device.tf32={str(draft.tf32_asked).lower()} decides"
-    set_tf32(True, draft.scope)
+    from runner.device import numerics
+
+    numerics.set_tf32(True, draft.scope)
     return None
 
 

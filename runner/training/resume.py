@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.checkpoint.content import check_state, state_error
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
 from runner.data.config import LOADING
@@ -118,6 +117,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
     the run's folder is changed, if the state is not one that `save` writes or does not fit.
     """
+    from runner.checkpoint.content import check_state
+
     restored = run.checkpointer.restore(where, check_state)
     if restored is None:
         return False
@@ -163,6 +164,8 @@ def _named(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except MISFITS as error:
+        from runner.checkpoint.content import state_error
+
         raise state_error(str(path), _reason(error)) from error
 
 
@@ -218,6 +221,8 @@ def _last_good(run: Run) -> Restored | None:
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     where: Path | None = None  # the newest
     second: tuple[tuple[bool, bool], Restored] | None = None
+    from runner.checkpoint.content import check_state
+
     while True:
         try:
             restored = run.checkpointer.restore(where, check_state)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from runner.checkpoint.content import check_state
 from runner.checkpoint.snapshot import Copier
 from runner.errors import CheckpointError
 from runner.training.evaluation import evaluate
@@ -38,6 +37,8 @@ def _best_weights(run: Run) -> Iterator[int]:
     step, best = run.progress.step, run.checkpointer.best
     restored = None
     if best is not None and run.folder is not None and run.progress.best_step != step:
+        from runner.checkpoint.content import check_state
+
         try:
             restored = run.checkpointer.restore(run.folder / best, check_state)
         except CheckpointError as error:

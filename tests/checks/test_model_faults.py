@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from runner.checks.model import check_model
-from runner.security.trust import Severity
+from runner.findings import Severity
 from runner.techniques.recompute import Recomputed, RecomputePolicy
 
 FAULT, WARNING, NOTE = Severity.REFUSAL, Severity.WARNING, Severity.NOTE

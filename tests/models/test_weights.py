@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from runner import build, compose, train
 from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
+from runner.findings import Trust
 from runner.jobs.evaluate import main as evaluate
 from runner.models.stored import KEY, Shard, StoredWeights
 from runner.models.weights import fit_to, start_from
 from runner.replay.reopen import reopened
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
-from runner.security.trust import Trust
 from runner.training.run import Run
 from runner.training.summary import Summary
 

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from runner.errors import CheckpointError, SecurityError
+from runner.findings import Reason, Severity
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.loader import open_file
 from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.rules import ZIP_RULES, FileRule, Zip
 from runner.security.files.sandbox import Sandbox
-from runner.security.trust import Reason, Severity
 from tests.security.files import (
     benign,
     bombs,

@@ -20,6 +20,7 @@ from torch import nn
 from runner.checkpoint import reading as checkpoints
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError
+from runner.findings import Severity, Trust
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
@@ -29,7 +30,7 @@ from runner.security.files.provenance import is_own, judge
 from runner.security.files.sandbox import Sandbox
 from runner.security.paths import own_trees
 from runner.security.sealed import sealed
-from runner.security.trust import Assessment, FileFacts, Severity, Trust, require
+from runner.security.trust import Assessment, FileFacts, require
 from tests.security.files.archives import Member, archive, saved
 from tests.security.files.benign import same
 from tests.security.planted import Mark, checkpoint, facts_of

@@ -20,6 +20,7 @@ import markdown as python_markdown
 import pytest
 from rich.console import Console, RenderableType
 
+from runner.findings import Reason, Severity, Trust
 from runner.jobs import scan
 from runner.overrides.groups import CONF
 from runner.record import markdown as md
@@ -41,7 +42,7 @@ from runner.report import comparison as comparing
 from runner.report import page, table
 from runner.report import run as run_report
 from runner.security.config import SecurityLevel
-from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
+from runner.security.trust import Assessment, FileFacts
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 from runner.training.summary import CheckpointPaths, Summary

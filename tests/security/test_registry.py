@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from runner.composing import compose
+from runner.config import nested_targets
 from runner.errors import ConfigError, SecurityError
 from runner.security.registry import (
     SOURCES,
     assembled,
     construct,
     inside,
-    nested,
     resolve,
     torch_names,
 )
@@ -203,7 +203,9 @@ def test_what_the_constructor_raises_passes_through_with_the_keys_that_it_got() 
 
 def test_a_class_among_the_arguments_is_made_first_and_only_if_it_is_trusted(package: str) -> None:
     arguments = {"net": {"_target_": f"{package}.nets.Net", "width": 3}, "sizes": [1, 2]}
-    assert list(nested(arguments, "model")) == [("model.net._target_", f"{package}.nets.Net")]
+    assert list(nested_targets(arguments, "model")) == [
+        ("model.net._target_", f"{package}.nets.Net")
+    ]
     made = assembled(arguments, lambda target, key: resolve(target, key, [package]), "model")
     assert made["net"].got == (3, 2, 1)
     assert made["sizes"] == [1, 2]

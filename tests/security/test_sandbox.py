@@ -14,12 +14,12 @@ import psutil
 import pytest
 import torch
 
+from runner.findings import Severity, Trust
 from runner.security.files import sandbox as module
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder, list_items
-from runner.security.trust import Severity, Trust
 from tests.security.planted import Mark, checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no sandbox")

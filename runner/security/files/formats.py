@@ -9,7 +9,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from runner.security.trust import Reason, Severity
+from runner.findings import Reason, Severity
 
 Data = bytes | mmap.mmap
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from runner.errors import CheckpointError, SecurityError
+from runner.findings import Reason, Severity, Trust
 from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.files.encode import TIED
@@ -26,7 +27,7 @@ from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.provenance import is_own, judge, known_trust
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder
-from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust, require
+from runner.security.trust import Assessment, FileFacts, require
 
 STRICT = FilePolicy(SecurityLevel.strict)  # no pickle, whatever a config allows
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from runner.findings import Reason, Severity
 from runner.security.files import values
 from runner.security.files.formats import CONVERT, DAMAGED, Refused, identify, printable
 from runner.security.files.policy import FileLimits
 from runner.security.files.rules import check_zip
-from runner.security.trust import Reason, Severity
 
 NEEDS_PICKLE = "torch.weights_only"  # the code of what only an unrestricted unpickler may load
 LOADER_MESSAGE = re.compile(

@@ -10,12 +10,13 @@ import re
 from pathlib import Path
 
 from runner.errors import CheckpointError
+from runner.findings import Reason, Severity, Trust
 from runner.record.text import escape_control_chars
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import is_model_name
 from runner.security.files.policy import FilePolicy
 from runner.security.sealed import read_sealed
-from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust
+from runner.security.trust import OTHER, Assessment
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of checkpoints and captures

@@ -23,10 +23,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
 
+from runner.findings import Reason, Severity
 from runner.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.security.files.formats import printable
 from runner.security.files.policy import FileLimits
-from runner.security.trust import Reason, Severity
 
 START_S = 120.0  # on a busy machine with a cold disk
 WALL = 10.0  # wall time to CPU time that a file may take

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Self
 
 from runner.errors import CheckpointError, SecurityError
+from runner.findings import Reason, Severity, Trust
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
 from runner.security.files.policy import FilePolicy
 from runner.security.files.provenance import MANIFEST, judge, known_trust
 from runner.security.files.sandbox import Sandbox
-from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity, Trust
+from runner.security.trust import OTHER, Assessment, FileFacts
 
 DEPTH = 64
 SPECIAL = "a pipe, socket or device"

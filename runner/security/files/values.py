@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.findings import Reason, Severity
 from runner.security.files.formats import SAVE_AGAIN, Refused, printable
 from runner.security.files.policy import FileLimits
-from runner.security.trust import Reason, Severity
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set)
