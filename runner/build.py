@@ -136,7 +136,7 @@ class _Build:
         """Whether this process writes the record of the run."""
         return self.world is None or self.world.first
 
-    def look_up(self, target: str, key: str) -> Any:
+    def resolve_target(self, target: str, key: str) -> Any:
         """The class or function that the config names at `key`, if it may be used."""
         from runner.security.registry import resolve
 
@@ -190,7 +190,7 @@ class _Build:
             if not self.whole:
                 trains = "validation" in parts.paths
                 opening = replace(opening, folder=parts.folder, trains=trains)
-        data = self.given.data or open_data(config.data, self.look_up, opening)
+        data = self.given.data or open_data(config.data, self.resolve_target, opening)
         table = replace(config.checks.table, enabled=config.checks.table.enabled and not self.whole)
         self.parts = dict[str, Dataset]()
         if parts is not None:
@@ -215,7 +215,7 @@ class _Build:
         self.choices += parts.choices
         for part, path in {} if self.whole else parts.paths.items():
             if part != "test" or self.config.job.kind is JobKind.train:
-                how = self.config.data, fitted, self.look_up, opening
+                how = self.config.data, fitted, self.resolve_target, opening
                 self.parts[part], choices = open_part(part, path, *how)
                 self.choices += choices
 
@@ -291,7 +291,7 @@ class _Build:
             sizes = self.data.sizes
             if sizes.task == "classification" and pairwise_loss(self.config.objective):
                 sizes = replace(sizes, classes=1)
-            model = build_model(self.config.model, sizes, self.look_up)
+            model = build_model(self.config.model, sizes, self.resolve_target)
         refuse_lazy(model)
         self.choices += self.data.match_dtype(model)
         self.choices += _first_weights(
@@ -313,7 +313,7 @@ class _Build:
             weights = None if weights is None else weights.to(self.device.torch)
             self.choices += choice
         self.objective = self.given.objective or build_objective(
-            config.objective, self.data.sizes, self.look_up, weights
+            config.objective, self.data.sizes, self.resolve_target, weights
         )
         if config.objective.metrics:
             from runner.objectives.named_metrics import build_named_metrics
@@ -378,7 +378,7 @@ class _Build:
 
     def optimizer_class(self) -> type[Optimizer]:
         """The class that the config names."""
-        return optimizer_class(self.config.optimizer, self.model, self.look_up)
+        return optimizer_class(self.config.optimizer, self.model, self.resolve_target)
 
     def build_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer:
         """A fresh optimizer over the model's weights."""
@@ -388,7 +388,7 @@ class _Build:
         """Each technique in order; a smaller micro-batch of the resumed run is recorded."""
         draft, recorded = self.draft, self.recorded
         self.techniques, self.engagements = apply_techniques(
-            self.config.optimization, draft, self.given.techniques, self.look_up
+            self.config.optimization, draft, self.given.techniques, self.resolve_target
         )
         if self.world is not None:  # last: a shard of a layer holds what techniques made of it
             from runner.distributed.parallel import parallelise
@@ -489,7 +489,7 @@ class _Build:
     def build_hooks(self) -> list[Hook]:
         """Everything that watches the run, in the order in which it is entered."""
         recorded = self.folder if self.first else None
-        hooks = build_hooks(self.config, self.debug, self.settings, recorded, self.look_up)
+        hooks = build_hooks(self.config, self.debug, self.settings, recorded, self.resolve_target)
         if self.world is not None:
             from runner.distributed.facts import Processes
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from runner.device import capabilities, cgroup, memory
@@ -23,7 +22,7 @@ from runner.device.device import select
 from runner.doctor import environment
 from runner.doctor.environment import DoctorCheck, Status, size
 from runner.errors import StorageError, UsageError
-from runner.record.console import plain_text, print_stdout
+from runner.record.console import facts_table, print_stdout
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
 
@@ -152,13 +151,7 @@ def show(report: DoctorReport) -> RenderableType:
 
 
 def _section(heading: str, rows: Iterable[tuple[str, object]]) -> list[RenderableType]:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
-    table.add_column(ratio=1, overflow="fold")
-    for name, value in rows:
-        if value not in (None, ""):
-            cell = value if isinstance(value, Text) else plain_text(str(value))
-            table.add_row(plain_text(name), cell)
+    table = facts_table((name, value, "") for name, value in rows if value not in (None, ""))
     return [Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))]
 
 

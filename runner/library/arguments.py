@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,11 +16,40 @@ from runner.data.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
 from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import tensors, tree_map
-from runner.errors import UsageError
+from runner.errors import RunnerError, UsageError
 from runner.optim.optimizer import Optimizer, unfit
+from runner.record.text import shorten
 from runner.techniques.base import Choice
 
 Loss = Callable[[Any, Any], Tensor]
+
+
+class Closeable(ABC):
+    """A context manager that is closed when it is left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Undo every global switch."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextmanager
+def translate_model_errors(who: str, inputs: Any, fix: str = "") -> Iterator[None]:
+    """Raise UsageError for what the model raises within, called with `inputs`."""
+    try:
+        yield
+    except RunnerError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{who}: the model failed on {describe(inputs)}: {type(error).__name__}: "
+            f"{shorten(str(error), 300)}{fix}"
+        ) from error
 
 
 def as_batch(batch: Any, who: str) -> Batch:

@@ -15,7 +15,7 @@ from runner.build import Components, build
 from runner.composing import compose
 from runner.data.batch import Inputs, Sizes
 from runner.data.nested import tensors
-from runner.errors import RunnerError, UsageError
+from runner.errors import UsageError
 from runner.library.arguments import (
     InMemory,
     Loss,
@@ -25,10 +25,10 @@ from runner.library.arguments import (
     device_overrides,
     moved,
     samples,
+    translate_model_errors,
 )
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
-from runner.record.text import shorten
 from runner.techniques.base import TechniqueStatus
 from runner.training.evidence import collect_evidence, technique_statuses
 from runner.training.recovery import halve_micro_batch
@@ -85,16 +85,8 @@ class LazyRun:
         if self.run is None:
             if self.closed:
                 raise UsageError(f"{self.who}: it was closed; make another one")
-            try:
-                with stash_gradients(self.model):  # some techniques try a step out
-                    self.run = self._build(inputs, target)
-            except RunnerError:
-                raise
-            except Exception as error:
-                raise UsageError(
-                    f"{self.who}: the model failed on {describe(inputs)}: "
-                    f"{type(error).__name__}: {shorten(str(error), 300)}"
-                ) from error
+            with translate_model_errors(self.who, inputs), stash_gradients(self.model):
+                self.run = self._build(inputs, target)  # some techniques try a step
         return self.run
 
     def statuses(self) -> list[TechniqueStatus]:

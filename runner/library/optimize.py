@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from runner.data.batch import Inputs, call, count
 from runner.data.nested import tensors, tree_map
 from runner.errors import UsageError
-from runner.library.arguments import Loss, as_batch, check_model_arguments, device_of, moved
+from runner.library.arguments import (
+    Closeable,
+    Loss,
+    as_batch,
+    check_model_arguments,
+    device_of,
+    moved,
+)
 from runner.library.lazy_run import LazyRun, run_contexts
 from runner.models import modes
 from runner.models.preserved_state import large_parameters, preserve_state
@@ -56,7 +63,7 @@ def optimize(
 
 
 @final
-class Optimized:
+class Optimized(Closeable):
     """Called as the model is; `model` is the model itself, with its own parameters and keys.
 
     The model's attributes and methods are there too. Some techniques flip switches of the whole
@@ -123,12 +130,6 @@ class Optimized:
     def close(self) -> None:
         """Undo every global switch; the model is as before, and this can no longer be called."""
         self.lazy.close()
-
-    def __enter__(self) -> Optimized:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def optimize_model(
@@ -204,7 +205,7 @@ def optimize_training_loop(
 
 
 @final
-class TrainingLoop:
+class TrainingLoop(Closeable):
     """Called with a batch, makes a step. Close it when done, or use it as a context manager."""
 
     def __init__(self, lazy: LazyRun) -> None:
@@ -242,9 +243,3 @@ class TrainingLoop:
         """Undo every global switch; model and optimizer are as if this had never been."""
         release_random_state(self)
         self.lazy.close()
-
-    def __enter__(self) -> TrainingLoop:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -27,6 +27,7 @@ from runner.data.order import split
 from runner.data.user_dataset import UserDataset
 from runner.errors import DataError, UsageError
 from runner.library.arguments import (
+    Closeable,
     InMemory,
     Loss,
     as_batch,
@@ -89,7 +90,7 @@ def create_training_pipeline(
 
 
 @final
-class TrainingPipeline:
+class TrainingPipeline(Closeable):
     """A run, ready; close it when done, or use it as a context manager."""
 
     def __init__(self, run: Run) -> None:
@@ -110,12 +111,6 @@ class TrainingPipeline:
     def close(self) -> None:
         """Undo every global switch, and wait for files being written."""
         self.run.scope.close()
-
-    def __enter__(self) -> TrainingPipeline:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def with_components(config: RunConfig, model: nn.Module, data: Any, rename: bool) -> RunConfig:

@@ -18,14 +18,15 @@ from runner.composing import compose
 from runner.data.batch import Inputs, call
 from runner.data.nested import tensors
 from runner.device.device import Device, select
-from runner.errors import RunnerError, UsageError
+from runner.device.memory import peak as peak_memory
+from runner.errors import UsageError
 from runner.library.arguments import (
     check_model_arguments,
-    describe,
     device_of,
     device_overrides,
     moved,
     samples,
+    translate_model_errors,
 )
 from runner.library.lazy_run import mean_output, run_contexts, stash_gradients
 from runner.library.memory import table_text
@@ -33,7 +34,6 @@ from runner.library.optimize import Optimized
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.parity.flops import NAMES, PeakFlops, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
-from runner.record.text import shorten
 from runner.report.format import share, size
 
 MOST_OPERATORS = 10
@@ -112,13 +112,18 @@ def profile_model(
         inputs = moved(example_input, where)
         forward = partial(call, model, inputs)
         measured = partial(_call, forward, module, backward)
-        _warm_up(measured, max(1, warmup), inputs)
+        fix = "; give a tensor, a tuple (by position) or a dict (by name)"
+        with translate_model_errors("profile_model", inputs, fix):
+            for _ in range(max(1, warmup)):
+                measured()
         seconds = _measure_times(measured, device, runs)
         operators = _measure_operators(measured, device)
         given = [*module.parameters(), *module.buffers(), *tensors(inputs)]
         memory = {"activations": _activation_bytes(forward, given)}
         if device.kind == "cuda":
-            memory["peak"] = _peak_bytes(measured, device.torch)
+            with peak_memory(device) as held:
+                measured()
+            memory["peak"] = held.on_device - held.on_device_before
         flops = call_flops(measured, grad=backward)
         dtype = _product_dtype(model, module, device)
         peak = peak_flops(device, dtype)
@@ -156,20 +161,6 @@ def _call(forward: Callable[[], Any], module: nn.Module, backward: bool) -> None
         module.zero_grad()
 
 
-def _warm_up(measured: Callable[[], None], calls: int, inputs: Inputs) -> None:
-    try:
-        for _ in range(calls):
-            measured()
-    except RunnerError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"profile_model: the model failed on example_input, {describe(inputs)}: "
-            f"{type(error).__name__}: {shorten(str(error), 300)}; give a tensor, a tuple (by "
-            "position) or a dict (by name)"
-        ) from error
-
-
 def _product_dtype(model: Any, module: nn.Module, device: Device) -> torch.dtype:
     """The type that products run in."""
     run = model.lazy.run if isinstance(model, Optimized) else None
@@ -204,14 +195,6 @@ def _measure_operators(measured: Callable[[], None], device: Device) -> dict[str
     times = {e.key: getattr(e, attribute) / 1e3 / PROFILED_CALLS for e in profiler.key_averages()}
     slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
     return {name: ms for name, ms in slowest if ms}
-
-
-def _peak_bytes(measured: Callable[[], None], device: torch.device) -> int:
-    """The most that a call adds, by the GPU's allocator."""
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    measured()
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _activation_bytes(forward: Callable[[], Any], given: list[Tensor]) -> int:

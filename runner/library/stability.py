@@ -22,7 +22,14 @@ from runner.captures.writer import write_capture
 from runner.composing import compose
 from runner.data.batch import count
 from runner.errors import CheckpointError, GaveUp, UsageError
-from runner.library.arguments import Loss, as_batch, check_loss, check_model_arguments, moved
+from runner.library.arguments import (
+    Closeable,
+    Loss,
+    as_batch,
+    check_loss,
+    check_model_arguments,
+    moved,
+)
 from runner.library.guarded_optimizer import GuardedOptimizer
 from runner.library.lazy_run import LazyRun
 from runner.models.preserved_state import preserve_random_state
@@ -74,7 +81,7 @@ class StabilitySummary:
 
 
 @final
-class Stability:
+class Stability(Closeable):
     """Guards the steps of one model and one optimizer.
 
     `config` is an option of the `stability` group (`default`, `strict`, `off`), overrides of it
@@ -172,12 +179,6 @@ class Stability:
             self._write()
             self.guarded.close()
         self.closed = True
-
-    def __enter__(self) -> Stability:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _guard(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
         """Prepare once for this model and optimizer."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from runner.data.tensors import Tensors
 from runner.errors import CheckpointError, DataError, UsageError
 from runner.jobs.evaluate import build_trained
 from runner.jobs.predict import Columns, predictions
+from runner.library.arguments import Closeable
 from runner.overrides.recorded import with_recorded
 from runner.record.text import quote_for_hydra
 from runner.security.files.policy import FilePolicy
@@ -62,7 +63,7 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     return Trained(config, preprocessing, policy)
 
 
-class Trained:
+class Trained(Closeable):
     """A model that predicts, with what was fitted on its training data.
 
     A context manager: the model is built for the first data, and `close` undoes what it switched.
@@ -72,12 +73,6 @@ class Trained:
         self.config, self.preprocessing = config, preprocessing
         self._policy, self._scope = policy, ExitStack()
         self._run: Run | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give back what the run has taken; a later `predict` builds it again."""

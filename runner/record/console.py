@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from runner.masking import masked
@@ -95,6 +96,17 @@ def plain_text(value: object, style: str = "") -> Text:
     A bare `str` in a table of rich's is markup, in which `[red]` vanishes and `[link=…]` is a link.
     """
     return Text(escape_control_chars(str(value)), style)
+
+
+def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Table:
+    """Names and values side by side; the third of each row is the style of its value."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", min_width=width, max_width=32, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
+    for name, value, style in rows:
+        cell = value if isinstance(value, Text) else plain_text(value, style)
+        table.add_row(plain_text(name), cell)
+    return table
 
 
 def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None:

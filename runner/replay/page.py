@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from runner.record.console import plain_text
+from runner.record.console import facts_table, plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.text import json_value
 from runner.replay.findings import Ratio, Replay, StepPhase, TensorStats
@@ -57,12 +56,8 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
 
 def screen(replay: Replay) -> RenderableType:
     """The report for a terminal, but for its tables; names in a capture forge no lines."""
-    about = Table.grid(padding=(0, 2))
-    about.add_column(style="dim", min_width=11)
-    about.add_column(ratio=1, overflow="fold")
-    for name, value in facts(replay):
-        loud = name == "where" and replay.reproduced
-        about.add_row(Text(name), plain_text(value, "bold red" if loud else ""))
+    cause = "bold red" if replay.reproduced else ""
+    about = facts_table(((*row, cause if row[0] == "where" else "") for row in facts(replay)), 11)
     parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
     for step in replay.advice:
         parts += [Text(), plain_text(step)]

@@ -11,12 +11,11 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from runner.record import history
 from runner.record import markdown as md
-from runner.record.console import plain_text
+from runner.record.console import facts_table, plain_text
 from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
@@ -56,12 +55,9 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
     for heading, rows in _sections(summary, folder, faults, full=False):
         if not rows or (summary.status == "failed" and heading not in USEFUL):
             continue
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
-        table.add_column(ratio=1, overflow="fold")
-        for name, value in rows:
-            best = heading == "result" and "best" in value
-            table.add_row(plain_text(name), plain_text(value, "bold green" if best else ""))
+        result = heading == "result"
+        styles = ("bold green" if result and "best" in value else "" for _, value in rows)
+        table = facts_table((*row, style) for row, style in zip(rows, styles, strict=True))
         parts += [Text(), Text(heading, style="bold cyan"), Padding(table, (0, 0, 0, 2))]
     if folder is not None:
         commands = {"look at it:    ": f"tensorboard --logdir {_logdir(folder)}"}

@@ -17,7 +17,7 @@ from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
 from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.reference import check_parity
-from runner.record.console import plain_text, print_stdout
+from runner.record.console import facts_table, plain_text, print_stdout
 from runner.record.storage import replace_text
 from runner.record.text import json_value
 from runner.verify import distributed, resume
@@ -102,20 +102,12 @@ def show_parity(result: Parity) -> RenderableType:
     lines.append(("precision", f"{result.precision}, compared with {result.reference}", ""))
     lines += [("note", note, "") for note in result.notes]
     lines += [("not judged", omission, "") for omission in result.not_judged]
-    about = Table.grid(padding=(0, 2))
-    about.add_column(style="dim", min_width=12)
-    about.add_column(ratio=1, overflow="fold")
-    for name, value, style in lines:
-        about.add_row(plain_text(name), plain_text(value, style))
     title = Text(f"parity over {result.steps} steps", style="bold cyan")
-    return Group(title, about, Text(), _worst_of_each_kind(result.rows))
+    return Group(title, facts_table(lines, 12), Text(), _worst_of_each_kind(result.rows))
 
 
 def _worst_of_each_kind(rows: list[ParityRow]) -> Table:
-    table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("tensors", "step", "worst error", "explained"):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("in", overflow="fold")
+    table = _kinds_table("tensors", "step", "worst error", "explained", "in")
     for kind in dict.fromkeys(row.kind for row in rows):
         group = [row for row in rows if row.kind == kind]
         worst = max(group, key=lambda row: row.error / row.bound if row.bound else row.error)
@@ -141,7 +133,7 @@ def show_continuation(result: Continuation) -> RenderableType:
         *(("differs", name) for name in result.differing[:10]),
         *([("likely cause", result.cause)] if result.cause else []),
     ]
-    return Group(Text(heading, style="bold cyan"), _about(lines))
+    return _about(heading, lines)
 
 
 def show_repetition(result: Repetition) -> RenderableType:
@@ -155,7 +147,7 @@ def show_repetition(result: Repetition) -> RenderableType:
     lines += [("changed", change) for change in result.changes]
     lines += [("note", note) for note in result.notes]
     heading = f"{result.run}: {result.steps} steps, trained again"
-    return Group(Text(heading, style="bold cyan"), _about(lines))
+    return _about(heading, lines)
 
 
 def show_equality(result: DistributedEquality) -> RenderableType:
@@ -166,24 +158,26 @@ def show_equality(result: DistributedEquality) -> RenderableType:
         off = f"off by {result.distance:.1e} of its size, rounding explains {result.limit:.1e}"
         lines += [("first", f"{result.first}: {off}"), ("likely cause", result.cause)]
     lines += [("note", note) for note in result.notes]
-    table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
-    for name in ("values", "step", "worst distance", "limit"):
-        table.add_column(name, justify="right", overflow="fold")
-    table.add_column("of", overflow="fold")
+    table = _kinds_table("values", "step", "worst distance", "limit", "of")
     for row in result.rows:
         style = "" if row.distance <= row.limit else "bold red"
         kind = row.kind if row.precision == FP64 else f"{row.kind}, own precision"
         numbers = f"{row.distance:.1e}", f"{row.limit:.1e}"
         cells = kind, f"{row.compared}", f"{row.step}", *numbers, row.name
         table.add_row(*(plain_text(cell, style) for cell in cells))
-    return Group(Text(heading, style="bold cyan"), _about(lines), Text(), table)
+    return Group(_about(heading, lines), Text(), table)
 
 
-def _about(lines: list[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", min_width=12)
-    table.add_column(ratio=1, overflow="fold")
-    for name, value in lines:
-        style = ("bold red" if value == "FAIL" else "green") if name == "verdict" else ""
-        table.add_row(plain_text(name), plain_text(value, style))
+def _kinds_table(*headings: str) -> Table:
+    """A row for each kind: numbers, then names."""
+    table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
+    for heading in headings[:-1]:
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column(headings[-1], overflow="fold")
     return table
+
+
+def _about(heading: str, lines: list[tuple[str, str]]) -> Group:
+    style = "bold red" if ("verdict", "FAIL") in lines else "green"
+    rows = ((name, value, style if name == "verdict" else "") for name, value in lines)
+    return Group(Text(heading, style="bold cyan"), facts_table(rows, 12))
