@@ -1,4 +1,4 @@
-"""What guards and debug tools add to a step, each beside the same run without.
+"""What guards, checks and debug tools add to a step, each beside the same run without.
 
     python scripts/bench_debug.py [tiny] [cnn] [gpt] [--threads N] [--rounds N] [--steps N]
                                   [--only NAME,NAME] [--json FILE]
@@ -39,6 +39,7 @@ TOOLS: dict[str, tuple[list[str], list[str]]] = {
     # name: (what it is compared with, what it is)
     "control": ([], []),
     "stability=default": (NO_GUARD, []),
+    "checks of batches": (["checks=off"], []),
     "gradients, each 50": ([], ["debug=gradients", "debug.every=50"]),
     "memory, each 50": ([], ["debug=memory", "debug.every=50"]),
     "profile, outside its windows": ([], ["debug=profile", "debug.max_iterations=1"]),

@@ -16,11 +16,10 @@ from runner.data.batch import Batch
 from runner.masking import masked
 from runner.replay.attempt import is_same, is_spike
 from runner.replay.attribution import COMPILING, Make, TechniqueSearch
-from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Blame, Cause, Replay, StepPhase, largest_weight
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
-from runner.replay.trace import bad_weights, trace_step
+from runner.replay.trace import bad_weights, trace_compiled, trace_step
 from runner.training.run import Run
 
 log = logging.getLogger("runner")

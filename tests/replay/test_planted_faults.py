@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from runner.objectives.custom import Custom as CustomLoss
-from runner.replay.compiled import trace_compiled
 from runner.replay.findings import StepPhase
-from runner.replay.trace import trace_step
+from runner.replay.trace import trace_compiled, trace_step
 from runner.training.run import Run
 from tests import runs
 from tests.replay.planted_faults import (

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from runner.replay.attempt import make_attempt
-from runner.replay.compiled import trace_compiled
 from runner.replay.findings import StepPhase
 from runner.replay.spike import explain_spike
-from runner.replay.trace import trace_step
+from runner.replay.trace import trace_compiled, trace_step
 from runner.training.step import forward_backward
 from tests.replay.faulty_models import Fuses, OnlyCompiled, Through
 from tests.replay.replays import POISON, ROWS, Captured, line_of, opened
