@@ -39,9 +39,11 @@ def once(overrides: list[str], cache: str) -> tuple[float, dict[str, Any]]:
         ]  # fmt: skip
         start = time.perf_counter()
         subprocess.run(
-            command, check=True, capture_output=True,
+            command,
+            check=True,
+            capture_output=True,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-        )  # fmt: skip
+        )
         wall = time.perf_counter() - start
         summary = json.loads((Path(folder) / "summary.json").read_text())
     rows = [t["evidence"] for t in summary["techniques"] if "seconds" in t["evidence"]]

@@ -25,15 +25,18 @@ from pathlib import Path
 from typing import Any
 
 MODELS = {
-    "tiny": ["data=digits", "model=mlp", "training.batch_size=32"],
-    "cnn": ["data=synthetic", "data.form=images", "data.samples=512", "model=cnn",
-            "training.batch_size=64"],
-    "gpt": ["data=stdlib_text", "model=gpt", "training.batch_size=8"],
-}  # fmt: skip
+    "tiny": "data=digits model=mlp training.batch_size=32".split(),
+    "cnn": """
+    data=synthetic data.form=images data.samples=512 model=cnn training.batch_size=64
+    """.split(),
+    "gpt": "data=stdlib_text model=gpt training.batch_size=8".split(),
+}
 STEPS = {"tiny": 400, "cnn": 100, "gpt": 100}
 WARM = 10
-QUIET = ["training.validate_every=1000000", "monitoring.progress=false", "optimization=basic",
-         "checkpoint=off"]  # fmt: skip
+QUIET = """
+    training.validate_every=1000000 monitoring.progress=false optimization=basic
+    checkpoint=off
+    """.split()
 NO_GUARD = ["stability=off", "debug.capture.enabled=false"]
 TOOLS: dict[str, tuple[list[str], list[str]]] = {
     # name: (what it is compared with, what it is)
@@ -83,10 +86,13 @@ def measure(kind: str, name: str, steps: int, rounds: int) -> dict[str, Any]:
         before = after
     low, high = median_interval(ratios, 0.05)
     return {
-        "us": statistics.median(plain), "added_us": statistics.median(added),
-        "ratio": statistics.median(ratios), "low": low, "high": high,
+        "us": statistics.median(plain),
+        "added_us": statistics.median(added),
+        "ratio": statistics.median(ratios),
+        "low": low,
+        "high": high,
         "once_s": statistics.median(beside),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -127,8 +133,9 @@ def main() -> None:
             print(
                 f"| {kind} | {name} | {row['us'] / 1e3:.3g} ms | {row['added_us']:+.1f} µs "
                 f"| {row['ratio']:.3f} | {row['low']:.3f} to {row['high']:.3f} "
-                f"| {row['once_s']:+.2f} s |", flush=True,
-            )  # fmt: skip
+                f"| {row['once_s']:+.2f} s |",
+                flush=True,
+            )
     if wanted.json:
         wanted.json.write_text(json.dumps(found, indent=1) + "\n")
 

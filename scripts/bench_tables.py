@@ -35,8 +35,9 @@ def write(path: Path, rows: int) -> None:
     rng = np.random.default_rng(0)
     columns = {f"decimal{i}": rng.normal(size=rows).round(6) for i in range(16)}
     columns |= {f"whole{i}": rng.integers(0, 1000, rows) for i in range(3)}
-    columns |= {f"text{i}": np.array(["red", "green", "blue"])[rng.integers(0, 3, rows)]
-                for i in range(2)}  # fmt: skip
+    columns |= {
+        f"text{i}": np.array("red green blue".split())[rng.integers(0, 3, rows)] for i in range(2)
+    }
     csv.write_csv(pyarrow.table(columns), path)
 
 

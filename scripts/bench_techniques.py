@@ -57,7 +57,7 @@ VARIANTS = {
     "whole_step + amp": ["optimization=amp", ON.format("whole_step"), ON.format("fused_optimizer")],
     "recompute": ["optimization=none", ON.format("recompute"), "optimization.recompute.what=full"],
     "memory_efficient": ["optimization=memory_efficient"],
-}  # fmt: skip
+}
 TURN_S = 0.4  # seconds of steps that a turn should take
 
 
@@ -165,10 +165,13 @@ def measure(model: str, names: list[str], rounds: int) -> dict[str, Any]:
         speed = ratios[variant.name] or [1.0]
         low, high = median_interval(speed, 0.05)
         rows[variant.name] = {
-            "speed": statistics.median(speed), "low": low, "high": high,
-            "step_ms": 1e3 * statistics.median(variant.laps), "first_s": variant.first,
+            "speed": statistics.median(speed),
+            "low": low,
+            "high": high,
+            "step_ms": 1e3 * statistics.median(variant.laps),
+            "first_s": variant.first,
             **variant.end,
-        }  # fmt: skip
+        }
     return rows
 
 

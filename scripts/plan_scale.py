@@ -193,10 +193,13 @@ class Planner:
         average = local_bytes(p for p in model.parameters() if p.requires_grad and ema)
         peak = peak_bytes(step, model, (inputs, target), sharded)
         figures = {
-            "parameters": sum(p.numel() for p in model.parameters()), "weights": weights,
-            "gradients": gradients, "optimizer": moments, "average": average,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "weights": weights,
+            "gradients": gradients,
+            "optimizer": moments,
+            "average": average,
             "peak": peak + moments + average,
-        }  # fmt: skip
+        }
         whole += (moments + average) * (mesh.size() if sharded else 1)
         calls = collectives.calls if sharded else collectives.calls + buckets(model, config)
         counted = flops.get_total_flops()

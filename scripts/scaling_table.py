@@ -41,19 +41,19 @@ from runner.techniques.base import Evidence, RunBuilder, Technique  # noqa: E402
 from runner.training.hook import Step  # noqa: E402
 from runner.training.run import Run  # noqa: E402
 
-COMMON = [
-    "device=cpu", "device.threads=1", "optimization=none", "checkpoint=off", "optimizer=sgd",
-    "optimizer.lr=0.01", "optimizer.options.momentum=0.9", "optimizer.ema=0.9",
-    "stability.clip_norm=0.1", "monitoring.progress=false", "training.validate_every=1000000",
-]  # fmt: skip
+COMMON = """
+    device=cpu device.threads=1 optimization=none checkpoint=off optimizer=sgd
+    optimizer.lr=0.01 optimizer.options.momentum=0.9 optimizer.ema=0.9
+    stability.clip_norm=0.1 monitoring.progress=false training.validate_every=1000000
+    """.split()
 MODELS = {
-    "mlp": ["data=cancer", "model=mlp", "training.batch_size=64"],
-    "cnn": ["data=digits", "model=cnn", "model.width=8", "training.batch_size=127"],
-    "gpt": [
-        "data=synthetic", "data.form=tokens", "data.samples=64", "data.sequence=16", "model=gpt",
-        "model.width=32", "training.batch_size=23",
-    ],
-}  # fmt: skip
+    "mlp": "data=cancer model=mlp training.batch_size=64".split(),
+    "cnn": "data=digits model=cnn model.width=8 training.batch_size=127".split(),
+    "gpt": """
+    data=synthetic data.form=tokens data.samples=64 data.sequence=16 model=gpt
+    model.width=32 training.batch_size=23
+    """.split(),
+}
 Cell = tuple[dict[str, Tensor], float]  # the weights in fp64, steps a second
 
 

@@ -69,8 +69,11 @@ def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
     odd = """name='../x' "device.threads=1" """
     measured = arms("none", "NONE: basic", "comparison: ultra", odd.strip().replace("../", "x."))
     assert [arm.folder for arm in measured] == [
-        "none", "NONE-2", "comparison-2", "name=-x.x-device.threads=1",
-    ]  # fmt: skip
+        "none",
+        "NONE-2",
+        "comparison-2",
+        "name=-x.x-device.threads=1",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,11 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     measured = run(machine, replace(ENDLESS, looks=(8, 12)), ending(machine, {"small": 7}))
     assert measured.ended["small"].status == "oom"
     assert {name: len(turns) for name, turns in measured.turns.items()} == {
-        BASE: 12, "control": 12, "small": 7, "large": 12
-    }  # fmt: skip
+        BASE: 12,
+        "control": 12,
+        "small": 7,
+        "large": 12,
+    }
     assert measured.blocks == 12
     assert measured.stopped == "all 12 blocks of the plan are made"
     assert measured.estimates["small"].ratio == pytest.approx(1.02, rel=0.05)

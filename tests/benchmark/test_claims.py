@@ -182,12 +182,12 @@ def test_a_users_own_claim_is_one_yaml_block(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
-    text = [
-        "data=stdlib_text", "data.sequence=512", "data.validation_samples=2", "model=gpt",
-        "model.width=32", "model.depth=1", "training.batch_size=4", "optimization=custom",
-        "training.steps=2", "device.threads=1",
-        "optimization.attention.enabled=true", "checkpoint=off",
-    ]  # fmt: skip
+    text = """
+        data=stdlib_text data.sequence=512 data.validation_samples=2 model=gpt
+        model.width=32 model.depth=1 training.batch_size=4 optimization=custom
+        training.steps=2 device.threads=1 optimization.attention.enabled=true
+        checkpoint=off
+        """.split()
     peaks = {}
     for kernel in ("plain", "flash"):
         with opened(*text, f"optimization.attention.kernel={kernel}") as run:

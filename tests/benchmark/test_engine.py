@@ -51,9 +51,12 @@ def test_planted_speedups_are_recovered_and_nothing_else_is_claimed(tmp_path: Pa
 
 def test_a_slower_start_is_paid_back_after_so_many_steps() -> None:
     world = World(
-        SPEEDUPS, noise=0.0, setups={"none": 9.0, CONTROL: 3.0, "basic": 13.0},
-        compiles={"basic": 8.0}, settles={"none": 1.0, CONTROL: 1.0, "basic": 5.0},
-    )  # fmt: skip
+        SPEEDUPS,
+        noise=0.0,
+        setups={"none": 9.0, CONTROL: 3.0, "basic": 13.0},
+        compiles={"basic": 8.0},
+        settles={"none": 1.0, CONTROL: 1.0, "basic": 5.0},
+    )
     result = measured(world)
     basic = result.arm("basic")
     assert (basic.setup_seconds, basic.compile_seconds) == (13.0, 8.0)
@@ -108,9 +111,11 @@ def test_a_control_that_differs_from_itself_raises_the_floor_and_is_a_note() -> 
 
 def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_notes() -> None:
     world = World(
-        SPEEDUPS, others=0.3, holds=lambda name, on: "it is none" if name == "amp" else "",
+        SPEEDUPS,
+        others=0.3,
+        holds=lambda name, on: "it is none" if name == "amp" else "",
         problems={"basic": ["the loss does not move"]},
-    )  # fmt: skip
+    )
     result = measured(world)
     assert any("other processes took 30% of the CPUs" in note for note in result.notes)
     assert result.arm("amp").notes == ["1 of 1 techniques did not engage: amp"]

@@ -19,10 +19,10 @@ from runner.checkpoint.reading import load
 from runner.errors import CheckpointError
 from runner.record.storage import write_file
 
-OVERRIDES = [
-    "data=cancer", "model.width=8", "training.steps=6", "checkpoint.every=3", "checkpoint.keep=9",
-    "device.threads=1", "monitoring=quiet", "optimization=basic", "training.validate_every=6",
-]  # fmt: skip
+OVERRIDES = """
+    data=cancer model.width=8 training.steps=6 checkpoint.every=3 checkpoint.keep=9
+    device.threads=1 monitoring=quiet optimization=basic training.validate_every=6
+    """.split()
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -23,9 +23,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_csv(folder / "people.csv", people(200))
     done = runs.command(
-        folder, "data=tabular", "data.path=people.csv", "data.target=buys", "model=mlp", *SHORT,
-        "hydra.run.dir=run", *runs.QUICK,
-    )  # fmt: skip
+        folder,
+        *"data=tabular data.path=people.csv data.target=buys model=mlp".split(),
+        *SHORT,
+        "hydra.run.dir=run",
+        *runs.QUICK,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 

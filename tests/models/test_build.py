@@ -75,14 +75,17 @@ def test_sizes_come_from_the_data(
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [
-        (Gpt(), IMAGES,
-         r"gpt is for language_modelling, .*classification.*_features=64.*model=mlp or model=cnn"),
+        (
+            Gpt(),
+            IMAGES,
+            r"gpt is for language_modelling, .*classification.*_features=64.*=mlp or model=cnn",
+        ),
         (Cnn(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
         (Mlp(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
         (Mlp(), Sizes("classification", 4), r"mlp needs classes.*in_features=4; .*model\._target_"),
         (Mlp(), Sizes("segmentation"), r"gives no sizes; name a model of your own"),
     ],
-)  # fmt: skip
+)
 def test_data_that_does_not_fit_is_an_error_that_names_what_does(
     config: ModelConfig, sizes: Sizes, says: str
 ) -> None:

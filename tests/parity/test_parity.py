@@ -19,16 +19,16 @@ from tests import runs
 QUIET = ["optimization=none"]
 MODELS = {
     "mlp": ["model.width=32"],
-    "cnn": ["model=cnn", "model.width=8", "model.stages=2", "model.blocks=1"],
-    "gpt": [
-        "data=stdlib_text", "data.sequence=32", "model=gpt", "model.width=32", "model.depth=2",
-        "model.heads=2", "training.batch_size=8",
-    ],
-    "classifier": [
-        "data=stdlib_parts", "data.sequence=32", "model=classifier", "model.width=32",
-        "model.heads=2", "training.batch_size=16",
-    ],
-}  # fmt: skip
+    "cnn": "model=cnn model.width=8 model.stages=2 model.blocks=1".split(),
+    "gpt": """
+    data=stdlib_text data.sequence=32 model=gpt model.width=32 model.depth=2
+    model.heads=2 training.batch_size=8
+    """.split(),
+    "classifier": """
+    data=stdlib_parts data.sequence=32 model=classifier model.width=32 model.heads=2
+    training.batch_size=16
+    """.split(),
+}
 DROPPING = [*MODELS["mlp"], "model.dropout=0.2"]
 BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 PARTS = ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=6"]
@@ -168,9 +168,12 @@ def test_parity_leaves_no_global_switch_behind() -> None:
         import torch._inductor.config as inductor
 
         return [
-            inductor.fallback_random, torch.get_num_threads(), torch.is_autocast_enabled("cpu"),
-            torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32,
-        ]  # fmt: skip
+            inductor.fallback_random,
+            torch.get_num_threads(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+        ]
 
     before = switches()
     judged(MODELS["mlp"], [*BF16, *FUSED])

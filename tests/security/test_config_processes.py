@@ -57,8 +57,9 @@ def test_nothing_in_the_current_folder_stands_in_for_a_module(folder: Path) -> N
 
 @pytest.mark.slow
 def test_a_job_of_a_sweep_picks_nothing_up_either(folder: Path) -> None:
-    done = run(folder, "-m", "seed=0", "data=cancer", "training.steps=2", "optimization=none",
-               "device=cpu")  # fmt: skip
+    done = run(
+        folder, *"-m seed=0 data=cancer training.steps=2 optimization=none device=cpu".split()
+    )
     assert done.returncode == 0, done.stderr
     assert ran(folder) == ""
 
@@ -77,8 +78,9 @@ def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path) -> Non
 
 
 def test_security_off_says_so_in_the_log_and_only_once(tmp_path: Path) -> None:
-    done = runs.command(tmp_path, "security=off", "data=cancer", "training.steps=2",
-                        "optimization=none", "device=cpu")  # fmt: skip
+    done = runs.command(
+        tmp_path, *"security=off data=cancer training.steps=2 optimization=none device=cpu".split()
+    )
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "outputs").rglob("run.log")
     assert log.read_text().count("security=off") == 1

@@ -153,8 +153,10 @@ def test_an_ordinary_file_passes(body: str, typed: list[str]) -> None:
 
 def test_groups_search_paths_and_whole_configs_of_one_s_own_pass() -> None:
     ask(["--config-dir=mine", "optimizer=fast"], {"mine/optimizer/fast.yaml": "# fast\nlr: 0.5\n"})
-    ask(["hydra.searchpath=[file://mine]", "experiment=own"],
-        {"mine/experiment/own.yaml": EXPERIMENT + "seed: 5\n"})  # fmt: skip
+    ask(
+        ["hydra.searchpath=[file://mine]", "experiment=own"],
+        {"mine/experiment/own.yaml": EXPERIMENT + "seed: 5\n"},
+    )
     ask(["--config-path=mine"], {"mine/config.yaml": "defaults: [/schema@_here_: run, "
         "{/schema/data@data: digits}, {/schema/model@model: mlp}, _self_]\nseed: 9\n"})  # fmt: skip
 

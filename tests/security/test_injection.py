@@ -131,7 +131,7 @@ def failed_comparison() -> comparing.Comparison:
     ]
     return poisoned(
         comparing.Comparison("title", rows, reference="one", notes=["note"], command="python")
-    )  # fmt: skip
+    )
 
 
 def scanned() -> scan.Scan:
@@ -299,10 +299,13 @@ Net.__qualname__ = Net.__name__ = HOSTILE
 def test_a_hostile_class_forges_no_line_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "evil_pkg.py").write_text(HOSTILE_PACKAGE)
     done = runs.command(
-        tmp_path, "data=cancer", "device=cpu", "optimization=none", "training.steps=3",
-        "model._target_=evil_pkg.Net", "security.trusted=[evil_pkg]",
-        "debug.capture.enabled=false",
-    )  # fmt: skip
+        tmp_path,
+        *"""
+        data=cancer device=cpu optimization=none training.steps=3
+        model._target_=evil_pkg.Net security.trusted=[evil_pkg]
+        debug.capture.enabled=false
+        """.split(),
+    )
     assert done.returncode == 1, done.stderr
     said = done.stdout + done.stderr
     assert "evil" in said

@@ -17,8 +17,10 @@ from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.summary import Summary
 
-QUICK = ["data=cancer", "training.steps=300", "monitoring=quiet", "device=cpu",
-         "optimization=none", "debug.capture.enabled=false"]  # fmt: skip
+QUICK = """
+    data=cancer training.steps=300 monitoring=quiet device=cpu optimization=none
+    debug.capture.enabled=false
+    """.split()
 LONG = [*QUICK, "training.steps=1000000", "training.validate_every=1000000"]
 
 

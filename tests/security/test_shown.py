@@ -66,18 +66,23 @@ def test_a_refusal_tells_a_value_by_its_name(
 
 @pytest.mark.parametrize(
     ("key", "told"),
-    [("optimizer.name", "torch.optim has no '${oc.env:SHORT}'"),
-     ("training.monitor", "there is no metric '${oc.env:SHORT}'")],
-)  # fmt: skip
+    [
+        ("optimizer.name", "torch.optim has no '${oc.env:SHORT}'"),
+        ("training.monitor", "there is no metric '${oc.env:SHORT}'"),
+    ],
+)
 def test_what_ends_a_run_tells_a_short_value_by_its_name_too(
     key: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["runner"])
     monkeypatch.setenv("SHORT", "p@ss")
-    typed_in = ["data=cancer", "device=cpu", "optimization=none", "training.steps=1",
-                f"{key}=${{oc.env:SHORT}}", "security.environment=[SHORT]",
-                "hydra.run.dir=outputs/mine"]  # fmt: skip
+    typed_in = [
+        *"data=cancer device=cpu optimization=none training.steps=1".split(),
+        f"{key}=${{oc.env:SHORT}}",
+        "security.environment=[SHORT]",
+        "hydra.run.dir=outputs/mine",
+    ]
     folder = Path("outputs/mine")
     folder.mkdir(parents=True)  # so that it stays
     assert launch(check(read_arguments(typed_in))) == 2

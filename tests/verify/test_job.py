@@ -35,9 +35,7 @@ def test_a_level_that_is_right_passes_and_is_recorded(
     assert found["techniques"] == ["system", "fused_optimizer"]
     assert found["steps"] == 3
     kinds = {row["kind"] for row in found["rows"]}
-    assert kinds == {
-        "loss", "grad_norm", "gradient", "update", "parameter", "output",
-    }  # fmt: skip
+    assert kinds == set("loss grad_norm gradient update parameter output".split())
     assert "what begins after 3 steps" in found["not_judged"]
     out = capsys.readouterr().out
     assert "explained by precision" in out

@@ -36,11 +36,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "runner" / "auto"
 
 
-LONG = [
-    "optimization=auto", "model.width=512", "training.steps=400000", "training.batch_size=256",
-    "optimization.auto.budget_s=60", "optimization.auto.without=[compile,whole_step]",
-    "checkpoint=off",
-]  # fmt: skip
+LONG = """
+    optimization=auto model.width=512 training.steps=400000 training.batch_size=256
+    optimization.auto.budget_s=60 optimization.auto.without=[compile,whole_step]
+    checkpoint=off
+    """.split()
 
 
 @pytest.mark.slow
