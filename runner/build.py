@@ -18,7 +18,7 @@ from runner.captures.run_captures import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config
-from runner.data.config import UNCOUNTED
+from runner.data.config import UNCOUNTED, BadSamples
 from runner.data.dataset import Dataset, has_rare_class
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
@@ -155,6 +155,10 @@ class _Build:
         self.make_loaders()
         run = self.make_run()
         run.inputs = batch_checks(self.config, run, self.train)
+        if self.config.data.bad_samples is BadSamples.drop:
+            from runner.training.left_out import LeftOut
+
+            run.left_out = LeftOut(run, self.config.data)
         for loader in (run.train, run.validation, *([] if run.test is None else [run.test])):
             loader.report_lost_workers(partial(record_lost_worker, run))
         self.scope.callback(run.recorder.close)
@@ -346,6 +350,15 @@ class _Build:
         how |= {"shuffle": shuffle, "repeat": True, "augment": True, "labels": labels}
         return self.loader(indices=self.data.train, **how)
 
+    def samples(self, count: int) -> Any:
+        """The first so many that are trained on."""
+        chosen = self.data.train[:count]
+        if self.config.data.bad_samples is BadSamples.stop:
+            return self.data.fetch(chosen, None)
+        from runner.data.usable import fetch_usable
+
+        return fetch_usable(self.data, chosen, None, self.data.train).batch
+
     def start_builder(self) -> None:
         """The RunBuilder, which techniques read and change."""
         config, data = self.config, self.data
@@ -365,7 +378,7 @@ class _Build:
             threads_asked=config.device.threads,
             data=config.data,
             in_memory=data.in_memory,
-            sample=lambda count: to_device(data.fetch(data.train[:count], None)),
+            sample=lambda count: to_device(self.samples(count)),
             loader=lambda how: self.training_set(config=how),
             total_steps=self.total_steps,
             scope=self.scope,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
         run.history,
         run.folder,
         run.device.torch,
-        first_batch=partial(train.fetch, (0, 0)),
+        first_batch=train.first,
         indices=train.indices,
         prescan=prescan,
     )

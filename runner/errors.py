@@ -4,6 +4,7 @@ RunnerError                1   a fault of ours
 ├── UsageError             2   the request cannot be met as it stands
 │   ├── ConfigError        2   a config key is wrong; names the key and the fix
 │   ├── DataError          2   a sample, file or label is wrong; names the file, row or key
+│   │   └── BadSample      2   one of a batch, which may be left out
 │   ├── DeviceError        2   the device asked for is not there
 │   └── OutOfMemory        2   it takes more memory than there is
 ├── SecurityError          3   refused: not trusted
@@ -52,6 +53,15 @@ class ConfigError(UsageError):
 
 class DataError(UsageError):
     """A sample, file or label is wrong; the message names the file, row or key."""
+
+
+class BadSample(DataError):
+    """One sample of a batch cannot be used; the message says what to do."""
+
+    def __init__(self, place: int, problem: str, rest: str = "") -> None:
+        self.place = place  # in the batch
+        self.problem = problem  # names the sample
+        super().__init__(problem + rest)
 
 
 class DeviceError(UsageError):

@@ -108,23 +108,25 @@ class TableReport(Hook):
         """Record the findings as the run begins; a resumed run has them already."""
         for choice in self.bad:
             # the count comes first: it is what must not be cut off
-            self._record(run, "bad_samples", f"{choice.value} as bad samples: {choice.reason}")
+            message = f"{choice.value} as bad samples: {choice.reason}"
+            count = int(str(choice.value).partition(" ")[0].replace(",", ""))
+            self._record(run, "bad_samples", message, count=count)
         if self.findings is not None:
             for reason, action in zip(self.findings.reasons, self.findings.actions, strict=True):
                 severity = "info" if reason.severity is Severity.NOTE else "warning"
                 kind = reason.code.replace(".", "_")
-                self._record(run, kind, f"table: {reason}", action, severity)
+                self._record(run, kind, f"table: {reason}", severity, action=action)
             if run.folder is not None:
                 _write(run.folder / FILE, self.findings)
         yield
 
     def _record(
-        self, run: Run, kind: str, message: str, action: str = "", severity: str = "warning"
+        self, run: Run, kind: str, message: str, severity: str = "warning", **how: Any
     ) -> None:
         if any(f.kind == kind and f.message == message for f in run.history.faults.values()):
             return
         step = run.progress.step
-        run.history.add(kind, message, step=step, category="data", severity=severity, action=action)
+        run.history.add(kind, message, step=step, category="data", severity=severity, **how)
 
 
 def _write(path: Path, findings: TableFindings) -> None:

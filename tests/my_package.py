@@ -101,6 +101,18 @@ class Line:
         return x, (x * torch.arange(7)).sum() / 7
 
 
+class Torn(Line):
+    """The line; of ten samples the first so many, by a number of theirs, cannot be read."""
+
+    def __init__(self, tenths: int = 1) -> None:
+        self.tenths = tenths
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index * 7 % 10 < self.tenths:
+            raise ValueError(f"sample {index} is torn")
+        return super().__getitem__(index)
+
+
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
     return (output.squeeze(-1) - target).abs().mean()
 

@@ -57,7 +57,7 @@ distributed.parallel distributed.sharded
 overrides
 config
 composing
-training.length tables build_hooks distributed.join
+training.length training.left_out tables build_hooks distributed.join
 build
 doctor parity
 replay benchmark

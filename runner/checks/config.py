@@ -47,7 +47,7 @@ class InputsConfig:
     def __post_init__(self) -> None:
         for name in ("form", "not_finite", "range", "labels", "constant"):
             if getattr(self, name) is CheckPolicy.drop:
-                fix = "use skip; of tables, data.bad_samples=drop leaves rows out beforehand"
+                fix = "use skip; data.bad_samples=drop leaves out samples that cannot be read"
                 raise ConfigError(f"checks.inputs.{name}", "a batch is skipped as a whole", fix)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.data.batch import Sizes
+from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
 from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
 from runner.data.paths import existing, suggestion
 from runner.data.preprocessing import PLAIN, Opening
 from runner.data.tensors import Tensors, scale_of
+from runner.data.usable import leave_out
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
@@ -38,10 +39,7 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     content = read_arrays(path, opening.policy or FilePolicy())
     x = _pick(content, path, config.inputs, "data.inputs")
     where, fitted = f"{path}: {config.inputs!r}", opening.fitted
-    _check_values(x, where, ids=x.dtype.kind in "iu" and x.ndim == 2)
-    inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
-    if fitted is not None:
-        _check_trained(shape, fitted.sizes, where)
+    bad, total = _bad_values(x, where, ids=x.dtype.kind in "iu" and x.ndim == 2), len(x)
     if opening.labelled or fitted is None:
         y = _pick(content, path, config.target, "data.target")
         if len(x) != len(y):
@@ -49,14 +47,23 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
             raise DataError(f"{path}: {problem}; the first dimension of both is the sample")
         asked = config.task if fitted is None else fitted.sizes.task
         task, reason = _task(x, y, asked)
+        whole = y.dtype.kind in "iu" and task != "regression"
+        bad = {**_bad_values(y, f"{path}: {config.target!r}", ids=whole), **bad}
+    kept, left_out = leave_out(bad, total, config)
+    rows = RowNames(numbers=kept)
+    if bad:
+        x = x[kept]
+    inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
+    if fitted is not None:
+        _check_trained(shape, fitted.sizes, where)
+    if opening.labelled or fitted is None:
         where = f"{path}: {config.target!r}"
-        _check_values(y, where, ids=y.dtype.kind in "iu" and task != "regression")
-        target, sizes = _target(inputs, replace(shape, task=task), y, where)
+        target, sizes = _target(inputs, replace(shape, task=task), y[kept] if bad else y, where)
     else:
         target, sizes = np.zeros(len(inputs), np.int64), fitted.sizes
     strata = target if opening.labelled and sizes.task == "classification" else None
     *parts, rule = opening.split(len(inputs), config, str(path), strata)
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Choice, ...] = left_out
     if fitted is not None:
         if (sizes.classes or 0) > (fitted.sizes.classes or 0):
             problem = (
@@ -74,7 +81,8 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
             sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
-    return Tensors(*tensors, sizes, (parts[0], parts[1]), (*choices, *rule))
+    parted = parts[0], parts[1]
+    return Tensors(*tensors, sizes, parted, (*choices, *rule), rows=rows if bad else None)
 
 
 def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:
@@ -103,16 +111,17 @@ def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
     return array
 
 
-def _check_values(array: np.ndarray, what: str, ids: bool) -> None:
-    """Refuse values that are not finite, and ids that are negative or far too large."""
+def _bad_values(array: np.ndarray, what: str, ids: bool) -> dict[int, str]:
+    """Samples with values that are not finite, or with ids that are negative or far too large."""
     flat = array.reshape(len(array), -1)
     bad = ~np.isfinite(flat)
     if ids:
         bad |= (flat < 0) | (flat >= MOST)
-    if len(rows := np.flatnonzero(bad.any(1))):
-        value = flat[rows[0], bad[rows[0]].argmax()]
-        problem = f"not in 0 to {MOST:,}, as labels and ids are" if ids else "not finite"
-        raise DataError(f"{what}: sample {rows[0]} has {value}, which is {problem}")
+    problem = f"not in 0 to {MOST:,}, as labels and ids are" if ids else "not finite"
+    return {
+        row: f"{what}: sample {row} has {flat[row, bad[row].argmax()]}, which is {problem}"
+        for row in np.flatnonzero(bad.any(1)).tolist()
+    }
 
 
 def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.data.nested import named_leaves, tree_map
-from runner.errors import DataError
+from runner.errors import BadSample, DataError
 
 Nest = Any
 """A tensor, or a tuple or dict of nests."""
@@ -18,21 +18,22 @@ Nest = Any
 LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 
 
-def as_pair(sample: Any, index: int) -> tuple[Nest, Nest]:
+def as_pair(sample: Any, index: int, place: int = 0) -> tuple[Nest, Nest]:
     """Inputs and target of one sample, as tensors.
 
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
-    of `LABEL_KEYS`.
+    of `LABEL_KEYS`. Raises BadSample, which has its place in the batch, for anything else.
     """
     key = next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
     if key is not None:
         inputs: Any = {k: v for k, v in sample.items() if k != key}
-        return _tensors(inputs, "inputs", index), _tensors(sample[key], str(key), index)
+        at = index, place
+        return _tensors(inputs, "inputs", *at), _tensors(sample[key], str(key), *at)
     if not isinstance(sample, tuple | list) or len(sample) < 2:
         fix = f"return (inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
-        raise DataError(f"data: sample {index} is {_describe(sample)}; {fix}")
+        raise BadSample(place, f"data: sample {index} is {_describe(sample)}", f"; {fix}")
     inputs = sample[0] if len(sample) == 2 else tuple(sample[:-1])
-    return _tensors(inputs, "inputs", index), _tensors(sample[-1], "target", index)
+    return _tensors(inputs, "inputs", index, place), _tensors(sample[-1], "target", index, place)
 
 
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
@@ -57,11 +58,11 @@ def main_leaf(inputs: Nest) -> Tensor:
     return leaves.get("input_ids", next(iter(leaves.values())))
 
 
-def _tensors(value: Any, key: str, index: int) -> Nest:
+def _tensors(value: Any, key: str, index: int, place: int) -> Nest:
     if isinstance(value, dict):
-        return {k: _tensors(v, f"{key}.{k}", index) for k, v in value.items()}
+        return {k: _tensors(v, f"{key}.{k}", index, place) for k, v in value.items()}
     if isinstance(value, tuple):
-        return tuple(_tensors(v, f"{key}[{i}]", index) for i, v in enumerate(value))
+        return tuple(_tensors(v, f"{key}[{i}]", index, place) for i, v in enumerate(value))
     if isinstance(value, bool | int | np.integer | np.bool_):
         return torch.tensor(int(value))
     if isinstance(value, float | np.floating):
@@ -72,7 +73,8 @@ def _tensors(value: Any, key: str, index: int) -> Nest:
         tensor = value
     if not isinstance(tensor, Tensor):
         fix = "return a tensor from __getitem__, float32 where it holds floats, such as x.float()"
-        raise DataError(f"data: sample {index}: {key} is {_describe(tensor)}; {fix}")
+        problem = f"data: sample {index}: {key} is {_describe(tensor)}"
+        raise BadSample(place, problem, f"; {fix}")
     return tensor.detach()
 
 

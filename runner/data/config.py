@@ -44,7 +44,7 @@ class BadSamples(Enum):
     """What is done about samples that cannot be used."""
 
     stop = "stop"  # the first one is an error that names it
-    drop = "drop"  # they are counted, named and left out, before the split
+    drop = "drop"  # they are counted, named and left out
 
 
 class Missing(Enum):
@@ -93,7 +93,7 @@ class DataConfig:
     folds: int | None = bounded(None, min=2)  # parts of a cross-validation, in place of validation
     fold: int | None = bounded(None, min=0)  # which of them is held out: 0 to folds - 1
     split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
-    bad_samples: BadSamples = BadSamples.stop  # rows of a table that cannot be used
+    bad_samples: BadSamples = BadSamples.stop  # what becomes of samples that cannot be used
     most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
     shuffle: bool = True
     # balanced: training draws each class equally often, rare samples repeatedly; same epoch length
@@ -119,9 +119,6 @@ class DataConfig:
             problem = "draws samples in a random order, and data.shuffle=false"
             raise ConfigError("data.sampler", f"{self.sampler} {problem}", "leave one of them out")
         table = self.kind in ("tabular", "text") and self._target_ is None
-        if self.bad_samples is BadSamples.drop and not table:
-            problem = "drop is for tables, whose rows are all read beforehand"
-            raise ConfigError("data.bad_samples", problem, "use stop, and mend what it names")
         self._check_split(table)
         self._check_folds()
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from runner.data.batch import Batch, Sizes
-from runner.data.config import Images
+from runner.data.config import BadSamples, Images
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.preprocessing import PLAIN, Opening
-from runner.errors import ConfigError, DataError
+from runner.data.usable import FIX, lacks_resources
+from runner.errors import BadSample, ConfigError
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class ImageFolder(Dataset):
         files, labels, names, skipped = labelled_files(root, opening, takes, f"images ({kinds})")
         self.files, self.target = files, torch.from_numpy(labels)
         self.rows = relative_names(root, files)
-        for number in np.linspace(0, len(files) - 1, min(HEADS, len(files))).astype(int):
+        heads = min(HEADS, len(files)) if config.bad_samples is BadSamples.stop else 0
+        for number in np.linspace(0, len(files) - 1, heads).astype(int):
             with self._named_errors(files[number]):
                 _open(files[number]).close()
         self.train, self.validation, self.choices = opening.split(
@@ -75,15 +77,17 @@ class ImageFolder(Dataset):
 
     @staticmethod
     @contextmanager
-    def _named_errors(path: Path) -> Iterator[None]:
+    def _named_errors(path: Path, place: int = 0) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a decoder may raise anything on bytes that are wrong
-            problem = f"cannot be decoded as an image ({type(error).__name__}: {error})"
-            raise DataError(f"{path}: {problem}; replace or remove the file") from None
+            if lacks_resources(error):
+                raise
+            problem = f"{path}: cannot be decoded as an image ({type(error).__name__}: {error})"
+            raise BadSample(place, problem, f"; replace or remove the file, or {FIX}") from None
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """Read, decode and crop; a file that cannot be decoded is a DataError with its name."""
+        """Read, decode and crop; a file that cannot be decoded is a BadSample with its name."""
         from PIL import ImageOps
 
         channels = self.sizes.in_channels or 1
@@ -92,7 +96,7 @@ class ImageFolder(Dataset):
             rng = None
             if seeds is not None and self.augments:
                 rng = np.random.Generator(np.random.PCG64(int(seeds[row])))
-            with self._named_errors(self.files[index]), _open(self.files[index]) as file:
+            with self._named_errors(self.files[index], row), _open(self.files[index]) as file:
                 image = ImageOps.exif_transpose(file).convert(self.mode)
             batch[row] = np.asarray(self._crop(image, rng)).reshape(batch.shape[1:])
         images = torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +15,7 @@ from runner.data.batch import Sizes
 from runner.data.collate import Nest, main_leaf
 from runner.data.labels import NO_LOSS, TASKS
 from runner.data.paths import suggestion
-from runner.errors import DataError
+from runner.errors import BadSample, DataError
 from runner.techniques.base import Choice
 
 MOST_SAMPLES = 10_000  # read for the largest label or id
@@ -23,18 +24,21 @@ MOST_SECONDS = 30.0
 Sample = Callable[[int], tuple[Nest, Nest]]
 
 
-def infer_sizes(dataset: Any, name: str, sample: Sample) -> tuple[Sizes, tuple[Choice, ...]]:
+def infer_sizes(
+    dataset: Any, name: str, sample: Sample, drops: bool = False
+) -> tuple[Sizes, tuple[Choice, ...]]:
     """The sizes of the data set, and how those that had to be counted were found.
 
     The data set's attributes `sizes` (a dict of any of them), `classes` (a count or the names) and
     `vocab` go first; where `sizes` has a `task`, no sample is read. Else: float [C, H, W] is
     an image, other floats are features, whole numbers [length] are tokens; a whole number as target
-    is a class, a target like the tokens is the next tokens, and a float one is regression.
+    is a class, a target like the tokens is the next tokens, and a float one is regression. With
+    `drops` a sample that cannot be read says nothing.
     """
     stated = _stated(dataset, name)
     if "task" in stated:
         return Sizes(**stated), ()
-    inputs, target = sample(0)
+    inputs, target = _first_usable(sample, len(dataset) if drops else 1)
     x = main_leaf(inputs)
     task = _task(x, target, name)
     sizes = {**_input_sizes(x), **stated, "task": task}
@@ -42,12 +46,19 @@ def infer_sizes(dataset: Any, name: str, sample: Sample) -> tuple[Sizes, tuple[C
     counted += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices: tuple[Choice, ...] = ()
     if counted:
-        largest, reason = _largest(dataset, name, sample, counted, task)
+        largest, reason = _largest(dataset, name, sample, counted, task, drops)
         choices = tuple(Choice(f"data.{key}", n + 1, reason) for key, n in largest.items())
         sizes.update({key: n + 1 for key, n in largest.items()})
     if task != "classification":
         sizes.setdefault("classes", sizes.get("vocab") or max(1, target.numel()))
     return Sizes(**sizes), choices
+
+
+def _first_usable(sample: Sample, most: int) -> tuple[Nest, Nest]:
+    for index in range(most - 1):
+        with suppress(BadSample):
+            return sample(index)
+    return sample(most - 1)
 
 
 def _stated(dataset: Any, name: str) -> dict[str, Any]:
@@ -98,7 +109,7 @@ def _task(x: Tensor, target: Nest, name: str) -> str:
 
 
 def _largest(
-    dataset: Any, name: str, sample: Sample, counted: list[str], task: str
+    dataset: Any, name: str, sample: Sample, counted: list[str], task: str, drops: bool
 ) -> tuple[dict[str, int], str]:
     """The largest label or token id, and where it was found."""
     n, names = len(dataset), " and ".join(counted)
@@ -114,7 +125,12 @@ def _largest(
             # a guess from some of them would be another one on a busy day
             problem = f"reading {n:,} samples for {names} takes more than {MOST_SECONDS:.0f} s"
             raise DataError(f"data: {problem}; give {name} an attribute {names}")
-        inputs, target = sample(index)
+        try:
+            inputs, target = sample(index)
+        except BadSample:
+            if drops:
+                continue
+            raise
         if "vocab" in counted:
             ids = [main_leaf(inputs)] + [target] * (task == "language_modelling")
             largest["vocab"] = max(largest["vocab"], *(int(x.max()) for x in ids if x.numel()))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from runner.errors import ConfigError, DataError
+from runner.errors import BadSample, ConfigError, DataError
 
 TASKS = ("classification", "language_modelling", "regression")
 NO_LOSS = -100  # torch's own default for a target that carries no loss
@@ -38,7 +38,7 @@ def check_classes(names: Sequence[str], what: str) -> None:
 
 
 def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:
-    """Refuse whole numbers outside 0 … below-1. -100 passes: as a target, it carries no loss.
+    """Raise BadSample for numbers outside 0 … below-1; -100 passes: a target without loss.
 
     On the CPU, so that it costs microseconds and no wait for a device.
     """
@@ -46,7 +46,8 @@ def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix:
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
         value = target[tuple(where)].item()
-        raise DataError(f"{what} {indices[where[0]]}: {value} is not in 0 to {below - 1}; {fix}")
+        problem = f"{what} {indices[where[0]]}: {value} is not in 0 to {below - 1}"
+        raise BadSample(where[0], problem, f"; {fix}")
 
 
 def class_name(value: object) -> str:

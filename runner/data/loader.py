@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runner.data.batch import Batch
-from runner.data.config import DataConfig
+from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset
 from runner.data.nested import tensors, tree_map
 from runner.data.order import BatchSampler
@@ -20,6 +20,7 @@ from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
+    from runner.data.usable import UsableFetch
     from runner.data.workers import Key, Workers
     from runner.errors import WorkerLost
 
@@ -88,7 +89,12 @@ def make_loader(
             choices.append(Choice(f"data.{key}", False, reason))
     move = mover(device, pin, aside)
     placements = [*([move] if move else []), *placements]
-    loader = BatchLoader(source, order, repeat, placements, [*source.choices, *choices])
+    usable = None
+    if config.bad_samples is BadSamples.drop:
+        from runner.data.usable import UsableFetch
+
+        usable = UsableFetch(source, order)
+    loader = BatchLoader(source, order, repeat, placements, [*source.choices, *choices], usable)
     if workers:
         from runner.data.workers import Workers
 
@@ -121,8 +127,10 @@ class BatchLoader:
         repeat: bool,
         placements: Sequence[Callable[[Batch], Batch]],
         choices: list[Choice],
+        usable: UsableFetch | None = None,
     ) -> None:
-        self.fetch, self.repeat = Fetch(source, order), repeat
+        self.fetch: Fetch | UsableFetch = usable or Fetch(source, order)
+        self.repeat, self.usable = repeat, usable
         self.pool: Workers | None = None
         self.persistent = True  # workers live for more than an epoch
         self.placements, self.choices = placements, choices
@@ -133,9 +141,11 @@ class BatchLoader:
         """Batches from step `start` on; ends after an epoch unless the loader repeats."""
         epochs = self._epochs(start)
         if self.pool is None:
-            batches: Iterator[Batch] = (self.fetch(key) for keys in epochs for key in keys)
+            batches: Iterator[Any] = (self.fetch(key) for keys in epochs for key in keys)
         else:
             batches = self._from_workers(epochs, self.pool)
+        if self.usable is not None:
+            batches = map(self.usable.take, batches)
         if self.inspector is not None:  # before the device has it
             batches = map(self.inspector.inspect, count(start), batches)
         yield from map(self._placed, batches) if self.placements else batches
@@ -146,12 +156,27 @@ class BatchLoader:
 
     def at(self, step: int) -> Batch:
         """The batch of that step, fetched here; workers and iterators are not disturbed."""
-        return self._placed(self.fetch(divmod(step, self.steps_per_epoch)))
+        return self._placed(self.first(step))
+
+    def first(self, step: int = 0) -> Batch:
+        """The batch of that step as it was fetched, on the CPU."""
+        fetched: Any = self.fetch(divmod(step, self.steps_per_epoch))
+        batch: Batch = fetched if self.usable is None else fetched.batch
+        return batch
 
     def indices(self, step: int) -> list[int]:
         """Which samples of the data set that batch holds."""
-        chosen: list[int] = self.fetch.order.batch(*divmod(step, self.steps_per_epoch))[0].tolist()
-        return chosen
+        key = divmod(step, self.steps_per_epoch)
+        chosen = self.fetch.order.batch(*key)[0]
+        if self.usable is not None:
+            chosen = self.usable.kept(key, chosen)
+        indices: list[int] = chosen.tolist()
+        return indices
+
+    @property
+    def empty(self) -> bool:
+        """Whether no sample is left of the batch handed over last, which is a stand-in."""
+        return self.usable is not None and not len(self.usable.last.kept)
 
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds, over all processes."""

@@ -12,17 +12,16 @@ from typing import Any
 
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
 from runner.data.paths import nearest, suggestion
+from runner.data.usable import KEY, NAMED, examples
 from runner.errors import ConfigError, DataError
 from runner.record.provenance import changed_command
 from runner.record.text import quote_for_hydra
 from runner.techniques.base import Choice
 
-KEY = "data.bad_samples"
 GAPS = "data.missing"
 TYPES = "data.types"
 IGNORE = "data.ignore"
 LONGEST = 40  # characters of a cell or a name, in a message
-NAMED = 5  # names, or rows of one kind, in a message
 KINDS = 10  # kinds of bad rows, in a message
 MOST_DROPPED = 0.5  # of the rows, by a command that is suggested
 COMMAND = 2_000  # characters; a longer command is left out
@@ -177,9 +176,7 @@ class Problems:
                 yield f"{count}, {limit}: {self._examples(rows)}"
 
     def _examples(self, rows: Mapping[int, str]) -> str:
-        texts = [f"{self.word} {number}{rows[number]}" for number in sorted(rows)[:NAMED]]
-        more = f"; and {len(rows) - NAMED:,} more" if len(rows) > NAMED else ""
-        return "; ".join(texts) + more
+        return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
 
     def _fix(self, rows: bool) -> str:
         changes = self._changes()

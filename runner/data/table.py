@@ -31,8 +31,9 @@ from runner.data.dates import READABLE, describe_form, parse_time
 from runner.data.labels import class_name
 from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
-from runner.data.problems import GAPS, IGNORE, KEY, NAMED, TYPES, Problems
+from runner.data.problems import GAPS, IGNORE, TYPES, Problems
 from runner.data.table_files import Content, Kind, Select, read_content
+from runner.data.usable import KEY, NAMED
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 

@@ -17,7 +17,8 @@ from runner.data.folders import labelled_files, relative_names
 from runner.data.labels import check_classes, trained_labels
 from runner.data.preprocessing import PLAIN, Opening
 from runner.data.table import read_table, split_values
-from runner.errors import ConfigError, DataError
+from runner.data.usable import lacks_resources, leave_out
+from runner.errors import ConfigError
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
@@ -80,7 +81,7 @@ def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     if passages and config.split_by is not None and opening.divides(config):
         problem = f"is for a column of a table, and {path} is a folder"
         raise ConfigError("data.split", problem, "use data.split=stratified or random")
-    read = _from_folders(path, opening) if passages else _from_table(config, opening)
+    read = _from_folders(path, config, opening) if passages else _from_table(config, opening)
     texts, labels, classes, rows, choices, by = read
     sequence = config.sequence
     if opening.fitted is None:
@@ -126,10 +127,21 @@ def _from_table(config: Text, opening: Opening) -> Labelled:
     return contents, labels, target.words, table.rows, table.choices, by
 
 
-def _from_folders(root: Path, opening: Opening) -> Labelled:
+def _from_folders(root: Path, config: Text, opening: Opening) -> Labelled:
     files, labels, names, skipped = labelled_files(root, opening, lambda file: True, "files")
-    texts = [file.read_bytes() for file in files]
-    for file, content in zip(files, texts, strict=True):
-        if not content.strip():
-            raise DataError(f"{file}: the text is empty; fill or remove the file")
-    return texts, labels, names, relative_names(root, files), skipped, None
+    texts, bad = list[bytes](), dict[int, str]()
+    for number, file in enumerate(files):
+        content = b""
+        try:
+            content, problem = file.read_bytes(), "the text is empty"
+        except OSError as error:
+            if lacks_resources(error):
+                raise
+            problem = f"cannot be read ({error.strerror})"
+        if content.strip():
+            texts.append(content)
+        else:
+            bad[number] = f"{file}: {problem}"
+    kept, choices = leave_out(bad, len(files), config)
+    rows = relative_names(root, [files[number] for number in kept])
+    return texts, labels[kept], names, rows, (*skipped, *choices), None

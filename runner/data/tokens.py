@@ -13,7 +13,7 @@ from runner.data.config import Tokens
 from runner.data.dataset import Dataset
 from runner.data.paths import check_link, existing
 from runner.data.preprocessing import PLAIN, Opening
-from runner.errors import ConfigError, DataError
+from runner.errors import BadSample, ConfigError, DataError
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
@@ -64,8 +64,8 @@ class TokenWindows(Dataset):
             row, column = np.argwhere((windows >= self.vocab) | (windows < 0))[0]
             position = stream.start + int(starts[row] + column)
             problem = f"the id at position {position:,} is {windows[row, column]}"
-            fix = f"data.vocab={self.vocab}; is that right, and data.dtype?"
-            raise DataError(f"{stream.name}: {problem}, and {fix}")
+            fix = f", and data.vocab={self.vocab}; is that right, and data.dtype?"
+            raise BadSample(int(row), f"{stream.name}: {problem}", fix)
         ids = torch.from_numpy(windows)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 

@@ -14,14 +14,15 @@ import torch
 
 from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
-from runner.data.config import DataConfig
+from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.nested import named_leaves, tree_map
 from runner.data.order import sample_seeds
 from runner.data.preprocessing import PLAIN, Opening
-from runner.errors import ConfigError, DataError, RunnerError
+from runner.data.usable import lacks_resources
+from runner.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
 
 TIMED = 4  # samples; the first one opens and imports
@@ -51,7 +52,8 @@ class UserDataset(Dataset):
         self.dataset = dataset
         self.train, self.validation, choices = opening.split(len(dataset), config, target)
         if opening.fitted is None:
-            self.sizes, inferred = infer_sizes(dataset, target, self._timed_sample)
+            drops = config.bad_samples is BadSamples.drop
+            self.sizes, inferred = infer_sizes(dataset, target, self._timed_sample, drops)
             choices = (*choices, *inferred)
         else:
             self.sizes = opening.fitted.sizes
@@ -59,7 +61,7 @@ class UserDataset(Dataset):
         if self.sample_seconds is not None:  # infer_sizes read one
             for index in range(1, min(TIMED, len(dataset))):
                 if self.sample_seconds < SLOW_S:
-                    with suppress(DataError):  # it is raised when its batch is fetched
+                    with suppress(BadSample):  # it is raised when its batch is fetched
                         self._timed_sample(index)
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
@@ -105,7 +107,8 @@ class UserDataset(Dataset):
             seeds = sample_seeds(0, 0, indices)
         numbers = indices.tolist()
         with _global_generators():
-            samples = [self._sample(i, s) for i, s in zip(numbers, seeds.tolist(), strict=True)]
+            pairs = zip(numbers, seeds.tolist(), strict=True)
+            samples = [self._sample(*pair, place) for place, pair in enumerate(pairs)]
         inputs = tree_map(stack([sample[0] for sample in samples], numbers, "inputs"), self._cast)
         target = tree_map(stack([sample[1] for sample in samples], numbers, "target"), self._cast)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
@@ -117,7 +120,7 @@ class UserDataset(Dataset):
                 check_range(values, below, indices, f"data: {what} of sample", fix)
         return inputs, target
 
-    def _sample(self, index: int, seed: int) -> tuple[Nest, Nest]:
+    def _sample(self, index: int, seed: int, place: int = 0) -> tuple[Nest, Nest]:
         low = seed & 0xFFFF_FFFF  # NumPy's takes no more
         random.seed(seed)
         np.random.seed(low)
@@ -128,8 +131,10 @@ class UserDataset(Dataset):
             raise
         except Exception as error:
             problem = f"data: sample {index}: {type(error).__name__}: {error}"
-            raise DataError(f"{problem}\n{traceback.format_exc()}") from error
-        return as_pair(sample, index)
+            if lacks_resources(error):
+                raise DataError(f"{problem}\n{traceback.format_exc()}") from error
+            raise BadSample(place, problem, f"\n{traceback.format_exc()}") from error
+        return as_pair(sample, index, place)
 
 
 @contextmanager

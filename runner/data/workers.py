@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from runner.data import shared_batch
-from runner.data.batch import Batch
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.training.signals import ENDS
 
@@ -63,7 +62,7 @@ class Workers:
 
     def __init__(
         self,
-        fetch: Callable[[Key], Batch],
+        fetch: Callable[[Key], Any],
         count: int,
         ahead: int,
         timeout_s: float,
@@ -80,7 +79,7 @@ class Workers:
         self.asked = self.ready = 0  # batches the loop asked for; those that were fetched by then
         self.stack = -1  # a file without a name, in which a worker that hangs writes where
 
-    def batches(self, keys: Iterator[Key]) -> Iterator[Batch]:
+    def batches(self, keys: Iterator[Key]) -> Iterator[Any]:
         """The batches of these keys, in their order; each worker prepares up to `ahead`.
 
         Raises DataError for an exception in a worker, and WorkerLost when more of them died or hung
@@ -148,7 +147,7 @@ class Workers:
         except OSError as error:
             log.debug("data worker %d was not asked: %s", worker, error)
 
-    def _receive(self, worker: int) -> Batch:
+    def _receive(self, worker: int) -> Any:
         """The next batch that the worker owes, from it or from those that replace it."""
         self.asked += 1
         self.ready += bool(wait([self.sockets[worker]], 0))
@@ -163,8 +162,7 @@ class Workers:
             self.owed[worker].popleft()
             if isinstance(result, _Failure):
                 raise DataError(result.message)
-            batch: Batch = result
-            return batch
+            return result
 
     def _answer(self, worker: int) -> tuple[int, Any]:
         end, process = self.sockets[worker], self.processes[worker]
@@ -258,7 +256,7 @@ def _kill(processes: list[Any], sockets: list[socket.socket], stack: int, owner:
         os.close(stack)
 
 
-def _serve(end: socket.socket, fetch: Callable[[Key], Batch], parent: int, stack: int = -1) -> None:
+def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: int = -1) -> None:
     """Answer each key with a batch, until the other side is gone."""
     # signals may go to the whole process group; the main process decides what they mean
     for number in ENDS:
@@ -277,7 +275,7 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Batch], parent: int, stack
             return
         asked_in, *numbers = REQUEST.unpack(request)
         key = (numbers[0], numbers[1])
-        result: Batch | _Failure
+        result: Any
         try:
             result = fetch(key)
         except RunnerError as error:

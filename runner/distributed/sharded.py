@@ -129,20 +129,22 @@ class Shards:
         return {**update, "optimizer": {**optimizer, "state": state}, "average": average}
 
     def in_parts(
-        self, batch: Batch, samples: int, size: int, compute: Callable[[Batch], T]
+        self, batch: Batch, samples: int, size: int, own: int, compute: Callable[[Batch], T]
     ) -> list[T]:
         """What `compute` returns for each part of what this process has of so many samples.
+
+        It has `own` of them, and no more than the batch where some are left out.
 
         It is called as often as by the others, who each give their shards of the weights; a part
         is a micro-batch, whose size fits in training.
         """
-        parts = self.world.parts(samples, size)
-        own = [part.stop > part.start for part in parts]
+        parts = self.world.parts(samples, size, own)
+        filled = [part.stop > part.start for part in parts]
         results = [
             compute(rows(batch, part if mine else slice(0, 1)))
-            for part, mine in zip(parts, own, strict=True)
+            for part, mine in zip(parts, filled, strict=True)
         ]
-        return [each for each, mine in zip(results, own, strict=True) if mine]
+        return [each for each, mine in zip(results, filled, strict=True) if mine]
 
     def moved(self) -> int:
         """How many of the model's shards are no longer in the memory that is updated."""

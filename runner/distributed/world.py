@@ -117,13 +117,14 @@ class World:
         """Samples in the largest of the processes' parts."""
         return -(-samples // self.size)
 
-    def parts(self, samples: int, micro_batch: int) -> list[slice]:
+    def parts(self, samples: int, micro_batch: int, own: int) -> list[slice]:
         """The micro-batches of this process's part of a batch: as many as any has.
 
-        Where its part has too few samples one is empty.
+        Where its part, or the `own` samples that are left of it, are too few, one is empty.
         """
         mine = self.part(samples)
-        return _even(mine.stop - mine.start, max(1, -(-self.largest(samples) // micro_batch)))
+        own = min(own, mine.stop - mine.start)
+        return _even(own, max(1, -(-self.largest(samples) // micro_batch)))
 
     def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
         """Raise ConfigError where a training batch has fewer samples than there are processes."""
@@ -166,12 +167,13 @@ class World:
     def whole_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
         """The weight of a batch over all processes, from that of the `own` samples.
 
-        Its own may be another's sample, which counts for nothing.
+        Where there is none of its own, the weight is another's, which counts for nothing.
         """
         if not isinstance(weight, Tensor):
             return weight / own * samples
         mine = self.part(samples)
-        return self.total(weight.clone() if mine.stop > mine.start else torch.zeros_like(weight))
+        counts = own and mine.stop > mine.start
+        return self.total(weight.clone() if counts else torch.zeros_like(weight))
 
     def measure(
         self, update: OptimizerStep, loss: Tensor, veto: Tensor | None

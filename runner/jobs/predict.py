@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from runner.config import RunConfig
-from runner.data.batch import Sizes, call, count
+from runner.data.batch import Sizes, call
 from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader
 from runner.errors import StorageError
@@ -59,15 +59,16 @@ def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns
     `probability <class>` of each.
     """
     loader = loader or run.validation
-    source, order = loader.fetch.source, loader.fetch.order.indices
-    at = 0
     with inference(run) as forward:
-        for batch in loader.batches(0):
+        for number, batch in enumerate(loader.batches(0)):
+            if run.left_out is not None:
+                run.left_out.note(loader)
+            if loader.empty:
+                continue
             parts = in_parts(run, batch, lambda part: logits(call(forward, part[0])).cpu())
-            samples = order[at : at + count(batch[1])]
-            at += len(samples)
+            samples = np.array(loader.indices(number))
             answers = _predicted(torch.cat(parts), run.sizes)
-            yield {**_names(source, samples, answers), **answers}
+            yield {**_names(loader.fetch.source, samples, answers), **answers}
 
 
 def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:

@@ -76,10 +76,11 @@ class History:
         error: BaseException | None = None,
         capture: str = "",
         say: bool = True,
+        count: int = 1,
     ) -> Fault:
         """Take note, and say so the first time; nothing is written before `write`."""
         message, action = masked(message), masked(action)
-        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.counts[kind] = self.counts.get(kind, 0) + count
         self.unwritten = True
         key = (kind, action, normalize_message(message))
         fault = self.faults.get(key)
@@ -93,7 +94,7 @@ class History:
             self.logged.add(key)
             then = f"; {action}" if action else ""
             log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
-        fault.count += 1
+        fault.count += count
         fault.last_step = step
         if len(fault.steps) < STEPS:
             fault.steps.append(step)

@@ -210,6 +210,8 @@ class StabilityController:
         return kinds
 
     def _kind(self, step: int, loss: float, norm: float, skipped: bool) -> BadStepKind | None:
+        if skipped and norm == 0.0 and step in self.vetoed:
+            return None  # it was not made
         if math.isfinite(loss) and math.isfinite(norm):
             if not skipped or step in self.vetoed:
                 return None

@@ -42,14 +42,15 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
         run.world.share_buffers(run.model)
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
-            compute = partial(_tally, run, forward)
+            compute, samples = partial(_tally, run, forward), loader.samples(number)
+            if run.left_out is not None:
+                run.left_out.note(loader)
             if run.shards is None:
                 tallies = in_parts(run, batch, compute)
             else:
-                tallies = run.shards.in_parts(
-                    batch, loader.samples(number), run.micro_batch, compute
-                )
-            if run.world is None or _has_own(run.world, loader.samples(number)):
+                own = 0 if loader.empty else count(batch[1])
+                tallies = run.shards.in_parts(batch, samples, run.micro_batch, own, compute)
+            if not loader.empty and (run.world is None or _has_own(run.world, samples)):
                 totals = reduce(_add, tallies, totals)
     if run.world is not None:
         totals = reduce(_add, run.world.gather(totals), {})

@@ -60,7 +60,7 @@ def build_summary(
         command=provenance.command(),
         name=run.name,
         wall_seconds=time.monotonic() - run.started,
-        choices=list(run.choices),
+        choices=[*run.choices, *([] if run.left_out is None else run.left_out.choices())],
         git=provenance.git_state() or {},
         model_check=run.model_check,
         columns=run.columns,

@@ -116,13 +116,14 @@ def _train(run: Run) -> None:
                 batch = next(batches)
                 interrupts.end_wait()
                 number = progress.step + 1
-                if run.inputs is not None:
+                empty = run.left_out is not None and run.left_out.note(run.train)
+                if run.inputs is not None and not empty:
                     batch = run.inputs.admit(number, batch)
                     run.guardian.vetoed += run.inputs.take_vetoed()
                 watch.split("data")
 
                 try:
-                    step, verdict = make_step(run, batch, watchers)
+                    step, verdict = make_step(run, batch, watchers, empty)
                 except Exception as error:
                     _capture_failed_step(run, number, batch, error)
                     raise

@@ -66,6 +66,9 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     size = largest_part(samples, run.micro_batch)
     at = f"step {run.progress.step + 1}"
     starved = "Expected more than 1 value per channel" in str(error)
+    if starved and run.train.usable is not None and run.train.usable.last.bad:
+        left = "one sample left of its batch or micro-batch, and BatchNorm needs 2 or more"
+        raise ConfigError("data.bad_samples", f"{at} has {left}", "use a larger batch")
     if starved and not (size < samples and run.history.counts.get("out_of_memory")):
         _refuse_single_sample(at, samples, run.micro_batch)
         return False

@@ -95,6 +95,7 @@ def _state(run: Run) -> dict[str, Any]:
         "history": run.history.state(),
         "stability": run.guardian.state(),
         "inputs": inputs,
+        "bad_samples": {} if run.left_out is None else run.left_out.state(),
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -131,6 +132,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         run.guardian.load(state["stability"], run.progress.step)
         if run.inputs is not None and state.get("inputs") is not None:
             run.inputs.load(state["inputs"])
+        if run.left_out is not None:
+            run.left_out.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
     from runner.training.hook import Evaluation, Hook, Verdict
+    from runner.training.left_out import LeftOut
     from runner.training.metrics import Reader
     from runner.training.timing import Stopwatch
 
@@ -91,6 +92,7 @@ class Run(RunParts):
     whole: StepGraph | None = None  # makes steps in one graph
     inputs: BatchValidator | None = None  # checks each batch before its step
     captures: Captures | None = None  # writes bad steps for job=replay
+    left_out: LeftOut | None = None  # counts bad samples, which data.bad_samples=drop leaves out
 
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name

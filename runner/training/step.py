@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 
-def make_step(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> tuple[Step, Verdict]:
-    """Make one step with its update; return it with the worst verdict of `hooks`."""
+def make_step(
+    run: Run, batch: Batch, hooks: Sequence[Hook] = (), empty: bool = False
+) -> tuple[Step, Verdict]:
+    """Make one step with its update; return it with the worst verdict of `hooks`.
+
+    An `empty` batch has no usable sample, in no process: its step changes nothing.
+    """
+    if empty and run.left_out is not None:
+        return run.left_out.no_step(), Verdict.KEEP
     due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
     if due:
         return _hooked_step(run, batch, due)
@@ -174,8 +181,11 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         parts = split(own, run.micro_batch)
     else:
         samples = run.train.samples(run.progress.step)
+        own = 0 if run.train.empty else own
+        if run.train.usable is not None:  # how many samples the others have left is not known
+            whole = torch.as_tensor(whole, dtype=torch.float32, device=run.device.torch)
         whole = world.whole_weight(whole, own, samples)
-        parts = world.parts(samples, run.micro_batch)
+        parts = world.parts(samples, run.micro_batch, own)
     total = torch.zeros((), device=run.device.torch)
     for number, which in enumerate(parts, 1):
         empty = which.start == which.stop

@@ -261,8 +261,6 @@ def test_token_files_that_are_none_are_refused(tmp_path: Path) -> None:
             tokens(Tokens(path=str(path), vocab=5))
     with pytest.raises(ConfigError, match="data.dtype"):
         tokens(Tokens(path=str(path), vocab=5, dtype="float32"))
-    with pytest.raises(ConfigError, match=r"data.bad_samples: drop is for tables"):
-        Tokens(path=str(path), vocab=9, **DROP)
 
 
 # -- arrays ----------------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ EXACT = {
         *MLP, "objective.class_weights=balanced", "training.micro_batch=5", DOUBLE,
     ),
     "mlp: balanced": (*MLP, "data.sampler=balanced", DOUBLE),
+    "left out": (  # whole batches, and all that one process has of others
+        *runs.OURS, "data._target_=my_package.Torn", "+data.tenths=6", "data.bad_samples=drop",
+        "data.most_bad=0.9", "model=mlp", "training.batch_size=6", "training.micro_batch=2",
+        "training.steps=26", *MORE, DOUBLE,
+    ),
     "cnn": (*CNN, *MORE, DOUBLE),
     "cnn: recompute": (*CNN, ON("recompute"), ON("channels_last"), DOUBLE),
     "gpt": (*GPT, *MORE, DOUBLE),

@@ -16,16 +16,23 @@ from runner.training.run import Run
 
 
 class Points:
-    """Two classes of points with noise from torch, Python and NumPy; those in `poison` are NaN."""
+    """Two classes of points with noise from torch, Python and NumPy.
 
-    def __init__(self, samples: int = 160, poison: tuple[int, ...] = ()) -> None:
-        self.samples, self.poison = samples, {*poison}
+    Those in `poison` are NaN; those in `bad` cannot be read.
+    """
+
+    def __init__(
+        self, samples: int = 160, poison: tuple[int, ...] = (), bad: tuple[int, ...] = ()
+    ) -> None:
+        self.samples, self.poison, self.bad = samples, {*poison}, {*bad}
         self.sizes = {"task": "classification", "in_features": 6, "classes": 2}
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index in self.bad:
+            raise OSError(f"point {index} is torn")
         noise = torch.randn(6) + float(np.random.randn()) * 0.1 + random.random() * 0.1
         inputs = noise + 2.0 * (index % 2)
         return (inputs * float("nan") if index in self.poison else inputs), index % 2

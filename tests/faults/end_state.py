@@ -31,6 +31,7 @@ def end_state(folder: Path) -> dict[str, str]:
     parts: dict[str, Any] = {"step": restored.step, "weights": restored.model}
     parts |= {key: state["update"][key] for key in OF_THE_UPDATE}
     parts |= {"random": state["random"], "guard": {key: state[key] for key in GUARD}}
+    parts["bad samples"] = state.get("bad_samples")
     parts |= {"checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir())}
     parts |= {"metrics.jsonl": list(_rows(folder)), "TensorBoard": _events(folder)}
     summary = json.loads((folder / "summary.json").read_text())

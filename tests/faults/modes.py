@@ -21,6 +21,9 @@ MODES: dict[str, list[str]] = {
         "training.micro_batch=6", "schedule=cosine",
     ],
     "2 data workers": [*SHORT, *POINTS, "data.workers=2", "optimization=basic"],
+    "bad samples": [
+        *SHORT, *POINTS, "data.workers=2", "data.bad_samples=drop", "+data.bad=[3,10,18,77,90]",
+    ],
     "BatchNorm, dropout, draws": [
         *SHORT, *POINTS, HERE, "+debug.hooks=[{_target_: crash_package.Draws}]",
     ],

@@ -1,0 +1,91 @@
+"""Samples that a run leaves out of its batches, as all of its processes count them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from runner.data.config import DataConfig
+from runner.data.loader import BatchLoader
+from runner.data.usable import UsableFetch, check_share, left_out
+from runner.record.storage import replace_text
+from runner.techniques.base import Choice
+from runner.training.hook import Step
+from runner.training.run import Run
+
+log = logging.getLogger("runner")
+
+FILE = "debug/bad_samples.json"
+
+
+class LeftOut:
+    """Records bad samples; part of a run with `data.bad_samples=drop`."""
+
+    def __init__(self, run: Run, config: DataConfig) -> None:
+        self.run, self.config = run, config
+
+    def note(self, loader: BatchLoader) -> bool:
+        """Record those of the batch that came last; whether no process has any other sample of it.
+
+        Raises DataError where they are more than `data.most_bad`, in all processes at one step.
+        """
+        run, usable = self.run, loader.usable
+        if usable is None:
+            return False
+        bad, empty = usable.last.bad, loader.empty
+        if run.world is not None:
+            gathered = run.world.gather((bad, empty))
+            bad = {index: text for each, _ in gathered for index, text in each.items()}
+            empty = all(none for _, none in gathered)
+        for problem in (new := usable.add(bad)):
+            run.history.add(
+                "bad_samples", problem, step=run.progress.step, category="data",
+                action="left out of its batch",
+            )  # fmt: skip
+        if new:
+            parts = dict(self._parts())
+            every = {(n, i): text for n, x in parts.items() for i, text in x.bad.items()}
+            check_share(every, sum(len(x.order.indices) for x in parts.values()), self.config)
+        return empty
+
+    def no_step(self) -> Step:
+        """In place of a step whose batch has no usable sample: nothing changes."""
+        number = self.run.progress.step + 1
+        self.run.guardian.vetoed.append(number)
+        self.run.watch.split("forward")
+        zero = torch.zeros((), device=self.run.device.torch)
+        return Step(number, zero * float("nan"), zero, torch.ones_like(zero))
+
+    def choices(self) -> list[Choice]:
+        """What the summary says of them, by part; all are listed in a file of the run's folder."""
+        rows = {name: usable for name, usable in self._parts() if usable.bad}
+        run, listed = self.run, {name: usable.bad for name, usable in rows.items()}
+        if rows and run.writes and run.folder is not None:
+            path = run.folder / FILE
+            try:
+                path.parent.mkdir(exist_ok=True)
+                replace_text(path, json.dumps(listed, indent=1) + "\n")
+            except OSError as error:
+                log.debug("no %s: %s", FILE, error)
+        found = [(name, left_out(each.bad, len(each.order.indices))) for name, each in rows.items()]
+        return [Choice(row.key, f"{row.value} of {name}", row.reason) for name, row in found]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {name: dict(usable.bad) for name, usable in self._parts()}
+
+    def load(self, kept: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for name, usable in self._parts():
+            usable.bad = dict(kept.get(name, {}))
+
+    def _parts(self) -> Iterator[tuple[str, UsableFetch]]:
+        run = self.run
+        loaders = {"training": run.train, "validation": run.validation, "test": run.test}
+        for name, loader in loaders.items():
+            if loader is not None and loader.usable is not None:
+                yield name, loader.usable
