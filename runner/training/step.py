@@ -182,8 +182,9 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     else:
         samples = run.train.samples(run.progress.step)
         own = 0 if run.train.empty else own
-        if run.train.usable is not None:  # how many samples the others have left is not known
-            whole = torch.as_tensor(whole, dtype=torch.float32, device=run.device.torch)
+        if run.left_out is not None and not isinstance(whole, Tensor):  # others may have less left
+            dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
+            whole = torch.tensor(whole, dtype=dtype, device=run.device.torch)
         whole = world.whole_weight(whole, own, samples)
         parts = world.parts(samples, run.micro_batch, own)
     total = torch.zeros((), device=run.device.torch)

@@ -28,17 +28,12 @@ from runner.jobs.predict import predictions
 from runner.training.evaluation import evaluate
 from tests.faults import processes
 from tests.faults.modes import typed
-from tests.runs import OURS, TESTS, opened
+from tests.runs import OURS, opened
 
 Load = Callable[..., BatchLoader]
 DROP = "data.bad_samples=drop"
 TORN = (*OURS, "data._target_=my_package.Torn", DROP, "data.most_bad=0.9", "model=mlp")
 BAD = {4, 9, 17, 30, 31}
-
-
-@pytest.fixture(autouse=True)
-def _user_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TESTS))
 
 
 class Noise:
@@ -83,6 +78,7 @@ def test_what_is_left_of_a_batch_are_its_other_samples_in_their_order(
     assert found.keys() == BAD and "torn 4" in found[4]
 
 
+@pytest.mark.usefixtures("my_package")
 def test_a_batch_of_which_nothing_is_left_changes_nothing_and_is_skipped(tmp_path: Path) -> None:
     typed = (*TORN, "+data.tenths=6", "training.batch_size=4", "training.steps=40",
              "monitoring.every=1", "data.workers=0")  # fmt: skip
@@ -109,6 +105,7 @@ def test_a_batch_of_which_nothing_is_left_changes_nothing_and_is_skipped(tmp_pat
         assert counts == {"bad_samples": bad}
 
 
+@pytest.mark.usefixtures("my_package")
 def test_a_validation_is_that_of_the_samples_that_are_left() -> None:
     with opened(*TORN, "+data.tenths=6", "training.batch_size=4", "data.workers=0") as run:
         metrics = evaluate(run).metrics
@@ -122,6 +119,7 @@ def test_a_validation_is_that_of_the_samples_that_are_left() -> None:
         assert named.tolist() == held_out
 
 
+@pytest.mark.usefixtures("my_package")
 def test_too_large_a_share_ends_the_run_and_names_some() -> None:
     typed = (*OURS, "data._target_=my_package.Torn", DROP, "model=mlp", "+data.tenths=2")
     with opened(*typed) as run, pytest.raises(DataError) as caught:

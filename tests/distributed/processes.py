@@ -71,7 +71,7 @@ class _Watch(Hook):
         self.outcome, self.seed = outcome, 0
 
     def on_step(self, run: Run, step: Step) -> None:
-        self.outcome.losses.append(float(step.loss))
+        self.outcome.losses.append(float(step.loss.nan_to_num()))  # of a step that was not made
         self.outcome.norms.append(float(step.grad_norm))
         self.seed = torch.initial_seed()
 
