@@ -18,7 +18,7 @@ def main(config: RunConfig, folder: Path, given: Components | None = None) -> Su
             return train(run)
         finally:
             if run.writes:
-                report.write(Summary.read(folder), folder)
+                report.write_recorded(folder)
 
 
 def chosen(config: RunConfig, folder: Path) -> Components | None:

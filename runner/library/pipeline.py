@@ -102,7 +102,7 @@ class TrainingPipeline(Closeable):
             return train(self.run)
         finally:
             if self.folder is not None and (self.folder / "summary.json").exists():
-                report.write(Summary.read(self.folder), self.folder)
+                report.write_recorded(self.folder)
 
     def evaluate(self) -> dict[str, float]:
         """The metrics of the model as it is, over the validation set (`val/accuracy`, …)."""

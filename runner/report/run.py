@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from runner.errors import StorageError
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import facts_table, plain_text
@@ -99,6 +100,14 @@ def write(summary: Summary, folder: Path) -> None:
     try:
         replace_text(folder / "report.md", markdown(summary, folder))
     except OSError as error:
+        log.warning("no report.md: %s", error)
+
+
+def write_recorded(folder: Path) -> None:
+    """The same of the summary there; where that cannot be read, the run ends as it would have."""
+    try:
+        write(Summary.read(folder), folder)
+    except StorageError as error:
         log.warning("no report.md: %s", error)
 
 

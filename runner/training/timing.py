@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,6 +17,8 @@ from runner.training.summary import StepTime, Throughput
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
 UNUSUAL = ("whole_step", "waiting")  # shown where there are any
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
+RANKED = 2**13  # steps, evenly spread, that percentiles are of
+TIMED = 2**10  # steps whose events on the device are kept, the newest ones
 SAMPLED = 50  # on an accelerator, each n-th step is timed on the device as well
 FEWEST, MOST = 5, 11  # marks of a step that is not one graph; more are many micro-batches
 
@@ -35,7 +38,7 @@ class Stopwatch:
         self.samples = 0
         self.now = 0.0
         self.started = 0.0
-        self.events: list[list[tuple[str, torch.Event]]] = []
+        self.events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=TIMED)
         self.marks: list[tuple[str, torch.Event]] = []  # at the end of which phase
         self.running = False  # between start and stop
         self.sampling = False
@@ -94,10 +97,11 @@ class Stopwatch:
 
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
         """Percentiles, rates and shares over the steps after the first few."""
-        steps = np.asarray(self.steps[SETTLING:] or self.steps)
-        if not len(steps):
+        if not self.steps:
             return Throughput()
-        p50, p95 = np.percentile(steps, [50, 95]).tolist()
+        steps = np.frombuffer(self.steps, np.float32)  # a view: copies would grow with the run
+        steps = steps[SETTLING:] if len(steps) > SETTLING else steps
+        p50, p95 = np.percentile(steps[:: -(-len(steps) // RANKED)], [50, 95]).tolist()
         total = float(steps.sum(dtype=np.float64))
         rate = self.samples / total if len(self.steps) > SETTLING else 0.0
         split = {

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from runner import Hook, build, compose, train
-from runner.errors import ConfigError
+from runner.build import Components
+from runner.errors import ConfigError, StorageError
+from runner.jobs.train import main as train_job
 from runner.training.hook import Step
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -82,6 +84,28 @@ def test_a_run_goes_on_where_no_file_can_be_opened(
     said = [r.message for r in caplog.records if r.message.endswith("; the run continues")]
     assert [text.split(": ")[1] for text in said] == ["Resources", "Recording"]  # each once
     assert all("Too many open files" in text for text in said)
+
+
+class Starves(Hook):
+    """From step 5 on no file can be opened."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 5:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1]))
+
+
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(
+    tmp_path: Path,
+) -> None:
+    config = compose([*QUICK, "checkpoint.every=5", "training.validate_every=60"])
+    try:
+        with pytest.raises(StorageError, match=r"3 checkpoints in a row .* Too many open files"):
+            train_job(config, tmp_path, Components(hooks=[Starves()]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
 
 
 # stopping and leaks, each in a process of its own: there the heap has no room left by others
