@@ -169,7 +169,7 @@ class BatchLoader:
         key = divmod(step, self.steps_per_epoch)
         chosen = self.fetch.order.batch(*key)[0]
         if self.usable is not None:
-            chosen = self.usable.kept(key, chosen)
+            chosen = self.usable.remaining(key, chosen)
         indices: list[int] = chosen.tolist()
         return indices
 

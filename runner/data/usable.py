@@ -78,7 +78,7 @@ class UsableFetch:
         self.last = Usable((None, None), fetched.kept, fetched.bad)
         return fetched.batch
 
-    def kept(self, key: tuple[int, int], indices: np.ndarray) -> np.ndarray:
+    def remaining(self, key: tuple[int, int], indices: np.ndarray) -> np.ndarray:
         """Which of a batch's samples are left; it may be fetched once more for that."""
         last = [*self.last.kept.tolist(), *self.last.bad]
         if sorted(last) == sorted(indices.tolist()):
