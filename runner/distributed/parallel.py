@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.distributed.collectives import count_collectives
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.world import refuse_lost
 from runner.errors import RestartAll, UsageError
@@ -96,7 +97,9 @@ class DataParallel(Technique):
         draft.forward = self.module
         named = draft.model.named_parameters()
         world.trained = [(n, p) for n, p in named if p.requires_grad and not unused]
-        world.no_sync, world.alone = self.module.no_sync, draft.model
+        world.alone = draft.model
+        if world.config.no_sync:
+            world.no_sync = self.module.no_sync
 
     def engaged(self, run: Run) -> Evidence:
         """Its buckets, and whether all processes have the same gradients."""
@@ -114,9 +117,10 @@ class DataParallel(Technique):
             reason,
             {
                 "buckets": len(buckets),
-                "bucket_bytes": sum(buckets),
                 "backward_comm_ms": round(comm / 1e6, 2),
                 "overlap_ms": round(overlap / 1e6, 2),
+                "bucket_bytes": sum(buckets),
+                **count_collectives(run),
             },
         )
 
