@@ -1,4 +1,4 @@
-"""Which collectives a step calls, as the dispatcher sees them."""
+"""Which collectives a step calls, and over how many bytes, as the dispatcher sees them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from runner.techniques.probe import OperatorObserver
 from runner.training.step import forward_backward
@@ -22,26 +23,31 @@ NAMES = {
 }
 
 
-def count_collectives(run: Run) -> dict[str, Any]:
-    """Calls of each collective in a whole step, and the bytes of weights that it gathers.
+def count_collectives(run: Run) -> dict[str, dict[str, int]]:
+    """Calls of each collective in a whole step, and the bytes that they leave in a process.
 
     The step is made over the first batch, by all processes, and its update is not: forward and
     backward of every micro-batch, and the sum that the step's decision rests on.
     """
     calls: Counter[str] = Counter()
-    gathered = 0
+    sizes: Counter[str] = Counter()
 
     def note(operator: Any, output: Any) -> None:
-        nonlocal gathered
         namespace, _, name = operator.name().partition("::")
         if namespace == "c10d":
-            calls[NAMES.get(name, name)] += 1
-        if namespace == "c10d" and name == "_allgather_base_":
-            gathered += output[0].nbytes
+            name = NAMES.get(name, name)
+            calls[name] += 1
+            sizes[name] += _bytes(output)
 
     with torch.compiler.set_stance("force_eager"), OperatorObserver(note):
         _step(run)
-    return {"collectives": dict(calls), **({"gathered_bytes": gathered} if gathered else {})}
+    return {"collectives": dict(calls), "collective_bytes": dict(sizes)}
+
+
+def _bytes(output: Any) -> int:
+    if isinstance(output, Tensor):
+        return output.nbytes
+    return sum(map(_bytes, output)) if isinstance(output, list | tuple) else 0
 
 
 def _step(run: Run) -> None:

@@ -6,7 +6,6 @@ import multiprocessing
 import pickle
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,9 +175,7 @@ def _rank(rank: int, size: int, port: int, cases: dict[str, Case], sender: Any) 
     outcomes = {}
     try:
         for name, (config, folder) in cases.items():
-            world.config, world.kind = config.distributed, config.distributed.kind.value
-            world.shards, world.alone, world.no_sync = None, None, nullcontext
-            world.trained = []
+            world.config = config.distributed
             try:
                 outcomes[name] = run_one(config, folder, world)
             except Exception as error:

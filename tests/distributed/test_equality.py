@@ -102,6 +102,7 @@ COMPILED = {
 }
 ODD = {
     "whole step": (*GPT, "training.steps=2", "optimization=none", ON("whole_step")),
+    "compressed": (*GPT, *SGD, "optimization=none", "distributed.compression=bf16"),
     "dropout": (*MLP, "model.dropout=0.3"),
     "own statistics": (*CNN, "distributed.sync_batchnorm=false"),
     "one sample": ("data=cancer", "model=mlp", "training.batch_size=1"),
@@ -187,8 +188,19 @@ def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(
         low, full = together["gpt: amp"].facts["fsdp"], together["gpt: fp32"].facts["fsdp"]
         assert (low["modules_in_16_bits"], full["modules_in_16_bits"]) == (4, 0)
         assert low["collectives"] == full["collectives"]
-        assert low["gathered_bytes"] < 0.6 * full["gathered_bytes"]
+        bytes_ = [facts["collective_bytes"]["all_gather"] for facts in (low, full)]
+        assert bytes_[0] < 0.6 * bytes_[1]
         assert together["cnn: amp"].facts["fsdp"]["modules_in_16_bits"] == 0  # BatchNorm in each
+
+
+@pytest.mark.usefixtures("my_package")
+def test_gradients_in_bf16_take_half_of_the_bytes(outcomes: Outcomes) -> None:
+    full, low = outcomes("rounded", 2)["gpt: fp32"], outcomes("odd", 2)["compressed"]
+    assert low.techniques["gradient_compression"] == (True, ""), low.techniques
+    assert low.facts["gradient_compression"] == {"hook": "bf16_compress"}
+    sent, all_ = (outcome.facts["ddp"]["collective_bytes"]["all_reduce"] for outcome in (low, full))
+    assert low.same and sent < 0.6 * all_
+    assert 0 < distances(low, full)["loss"] < 1e-2
 
 
 @pytest.mark.slow
