@@ -28,6 +28,7 @@ from runner.errors import ConfigError, UsageError
 from runner.optim.origin import is_torchs
 from runner.techniques.base import Evidence, Technique
 from runner.techniques.probe import entered, repeated_blocks
+from runner.training.recovery import MICRO_BATCH
 
 if TYPE_CHECKING:
     from runner.techniques.base import RunBuilder
@@ -172,7 +173,8 @@ class Sharded(Technique):
     """The repeated blocks are sharded one by one, and what is left of the model as one more.
 
     Of several micro-batches the last one's backward alone sends gradients: until then a process
-    holds those of the whole model (`distributed.no_sync=false`: of its rows alone, and each sends).
+    holds those of the whole model. With `distributed.no_sync=false`, or once the micro-batch was
+    halved because memory had run out, each sends, and a process holds those of its rows alone.
     """
 
     modules: int = 0
@@ -199,7 +201,7 @@ class Sharded(Technique):
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
         world.alone = _Forward(model, world)
-        if world.config.no_sync:
+        if world.config.no_sync and MICRO_BATCH not in draft.recorded:  # else memory has run out
             world.no_sync = partial(_without_reduction, model)
 
     def engaged(self, run: Run) -> Evidence:

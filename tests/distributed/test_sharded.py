@@ -168,6 +168,15 @@ def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path: Path, fa
 
 
 @pytest.mark.slow
+def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path: Path) -> None:
+    done = started.run(tmp_path / "run", "1:forward:oom:5", "distributed.kind=fsdp")
+    assert done.code == 0, done.output
+    row = next(row for row in done.summary["techniques"] if row["name"] == "fsdp")
+    calls, modules = row["evidence"]["collectives"], row["evidence"]["modules"]
+    assert calls["reduce_scatter"] == 2 * modules  # of two micro-batches in place of one
+
+
+@pytest.mark.slow
 def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(
     tmp_path: Path,
 ) -> None:
