@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +40,10 @@ def count_collectives(run: Run) -> dict[str, dict[str, int]]:
             calls[name] += 1
             sizes[name] += _bytes(output)
 
-    with torch.compiler.set_stance("force_eager"), OperatorObserver(note):
-        _step(run)
+    compiled = run.compilation is not None
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with OperatorObserver(note):
+            _step(run)
     return {"collectives": dict(calls), "collective_bytes": dict(sizes)}
 
 

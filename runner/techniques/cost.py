@@ -47,7 +47,8 @@ def _count(draft: RunBuilder, samples: int) -> ForwardCost:
         stack.enter_context(probe.untouched(draft))
         stack.enter_context(modes.evaluation_mode(draft.model))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # else the count is compiled
+        if draft.compilation is not None:  # else the counting would be compiled, too
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         with (counter := ProductCounter()):
             call(draft.model, inputs)
         flop, products = counter.flop, counter.products
