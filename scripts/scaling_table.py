@@ -19,7 +19,6 @@ import socket
 import statistics
 import sys
 import tempfile
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -93,8 +92,7 @@ def run_once(
         config.security.trusted = ["double"]
         given["techniques"] = {"double": Double(True)}
     if world is not None:
-        world.config, world.kind = config.distributed, kind
-        world.shards, world.alone, world.no_sync = None, None, nullcontext
+        world.config = config.distributed
     rate = StepRate()
     with contextlib.redirect_stdout(io.StringIO()):
         with build(config, given=Components(**given)) as run:

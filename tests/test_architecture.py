@@ -53,7 +53,7 @@ training.evaluation training.evidence training.grace training.step training.test
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
 distributed.batchnorm
-distributed.parallel distributed.sharded
+distributed.collectives distributed.parallel distributed.sharded
 overrides
 config
 composing

@@ -46,6 +46,7 @@ class DistributedConfig:
     timeout_s: float = bounded(300.0, min=1)  # that a process waits for another
     restarts: int = bounded(0, min=0)  # after a lost or hung process, from the last checkpoint
     sync_batchnorm: bool = True  # false: each process normalises by its own part of the batch
+    no_sync: bool = True  # gradients are sent once a step; false: by each micro-batch
     unused_parameters: bool = False  # ddp: look for weights without a gradient, in each step
     bucket_mb: float = bounded(25.0, above=0)  # gradients that are sent together
     compression: Compression = Compression.none  # of gradients while they are sent

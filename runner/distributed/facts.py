@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runner.device import memory
 from runner.distributed.world import World
 from runner.parity.flops import peak_flops
-from runner.training.hook import Hook
+from runner.training.hook import Evaluation, Hook
 from runner.training.run import Run
 from runner.training.timing import SETTLING, Stopwatch
 
@@ -36,6 +36,16 @@ class Processes(Hook):
             run.distributed = describe_processes(run, world, together=False)
             raise
         run.distributed = describe_processes(run, world)
+
+    def on_validation(self, run: Run, evaluation: Evaluation) -> None:
+        """TensorBoard's group `ranks`: the waiting and the memory of each process so far."""
+        if run.world is not None:
+            memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
+            each = run.world.gather((_waiting_share(run), *(size / 2**20 for size in memories)))
+            names = ("waiting", "peak_process_mib", "peak_device_mib")
+            for rank, values in enumerate(each):
+                shown = {f"{rank}/{name}": x for name, x in zip(names, values, strict=True) if x}
+                run.recorder.show(evaluation.step, "ranks", shown)
 
 
 @contextmanager
@@ -60,7 +70,8 @@ def _waiting(watch: Stopwatch) -> Iterator[None]:
 def describe_processes(run: Run, world: World, together: bool = True) -> dict[str, Any]:
     """What each process took, and what that comes to in all.
 
-    `communication` is the share of a step that passes in waiting, the mean over the processes:
+    `communication` is the share of a step that passes in waiting, the mean over the processes, of
+    which each has its own in the `split` of its step:
     the calls of `World` within steps (the sum of loss and flags, the verdict), of which the host's
     time counts on a CPU and the device's on CUDA, and under DDP the part of the all-reduce that
     the backward does not hide, by DDP's own clock, which looks at the first ten steps and then at
@@ -92,12 +103,9 @@ def describe_processes(run: Run, world: World, together: bool = True) -> dict[st
 
 def _own(run: Run, world: World) -> dict[str, Any]:
     """Of this process; throughput is of its own part of each batch."""
+    communication = _waiting_share(run)
     step, batch = run.watch.throughput(None), run.train.samples(0)
-    part = world.part(batch)
-    steps = run.watch.steps[SETTLING:] or run.watch.steps
-    usual_ms = 1e3 * sum(steps) / max(1, len(steps))
-    exposed_ms = _exposed_ms(run)
-    waiting = step.split.get("waiting", 0.0) + (exposed_ms / usual_ms if usual_ms else 0.0)
+    part, usual_ms = world.part(batch), _usual_ms(run)
     work = step.split.get("data", 0.0) + step.split.get("forward", 0.0)
     speed = step.samples_per_second * (part.stop - part.start) / batch
     peak = peak_flops(run.device, _product_type(run), measure=False)
@@ -114,8 +122,8 @@ def _own(run: Run, world: World) -> dict[str, Any]:
         "mfu": _share(flops),
         "step_ms": step.step_ms.p50,
         "work_ms": work * usual_ms,
-        "communication": min(1.0, waiting),
-        "exposed_ms": exposed_ms,
+        "communication": communication,
+        "exposed_ms": run.watch.exposed * usual_ms,
         "split": step.split,
         "peak_process_bytes": memory.peak_process_bytes(),
         "peak_device_bytes": memory.peak_device_bytes(run.device),
@@ -136,6 +144,18 @@ def _product_type(run: Run) -> torch.dtype:
         if torch.is_autocast_enabled(run.device.kind):
             return torch.get_autocast_dtype(run.device.kind)
     return next(run.model.parameters()).dtype
+
+
+def _usual_ms(run: Run) -> float:
+    steps = run.watch.steps[SETTLING:] or run.watch.steps
+    return 1e3 * sum(steps) / max(1, len(steps))
+
+
+def _waiting_share(run: Run) -> float:
+    """Of a step, as its split has it from here on."""
+    usual_ms = _usual_ms(run)
+    run.watch.exposed = _exposed_ms(run) / usual_ms if usual_ms else 0.0
+    return run.watch.throughput(None).split.get("waiting", 0.0)
 
 
 def _exposed_ms(run: Run) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.distributed.collectives import count_collectives
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.world import refuse_lost
 from runner.errors import RestartAll, UsageError
@@ -30,6 +32,7 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
     draft.recoveries[:] = [refuse_lost, restart_smaller]
     if draft.forward is not draft.model:
         raise UsageError("distributed: a technique has replaced the model's call; leave it out")
+    world.shards, world.alone, world.no_sync, world.trained = None, None, nullcontext, []
     world.sample_flop = _sample_flop(draft)
     if world.config.kind is DistributedKind.ddp:
         parallel = DataParallel(True)
@@ -92,11 +95,13 @@ class DataParallel(Technique):
             find_unused_parameters=unused,
         )
         if world.config.compression is Compression.bf16:
-            self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            self.module.register_comm_hook(None, bf16_compress)
         draft.forward = self.module
         named = draft.model.named_parameters()
         world.trained = [(n, p) for n, p in named if p.requires_grad and not unused]
-        world.no_sync, world.alone = self.module.no_sync, draft.model
+        world.alone = draft.model
+        if world.config.no_sync:
+            world.no_sync = self.module.no_sync
 
     def engaged(self, run: Run) -> Evidence:
         """Its buckets, and whether all processes have the same gradients."""
@@ -114,9 +119,10 @@ class DataParallel(Technique):
             reason,
             {
                 "buckets": len(buckets),
-                "bucket_bytes": sum(buckets),
                 "backward_comm_ms": round(comm / 1e6, 2),
                 "overlap_ms": round(overlap / 1e6, 2),
+                "bucket_bytes": sum(buckets),
+                **count_collectives(run),
             },
         )
 
@@ -137,6 +143,14 @@ class GradientCompression(Technique):
         hook = facts.get("comm_hook", "")
         engaged = "bf16" in hook
         return Evidence(engaged, "" if engaged else "no hook is registered", {"hook": hook})
+
+
+def bf16_compress(state: Any, bucket: Any) -> Any:
+    """torch's hook, which DDP refuses by its name where there is no CUDA; gloo sums bf16, too."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+bf16_compress.__annotations__.clear()  # DDP compares them with classes, and these are strings
 
 
 def _same_everywhere(world: World, gradients: list[Any]) -> bool:

@@ -6,24 +6,29 @@ the update, a process has its rows alone: those are what the optimizer is given,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.checkpoint.snapshot import DTYPES
 from runner.data.batch import Batch, rows
+from runner.distributed.collectives import count_collectives
 from runner.distributed.world import World
 from runner.errors import ConfigError, UsageError
 from runner.optim.origin import is_torchs
 from runner.techniques.base import Evidence, Technique
-from runner.techniques.probe import repeated_blocks
+from runner.techniques.probe import entered, repeated_blocks
+from runner.training.recovery import MICRO_BATCH
 
 if TYPE_CHECKING:
     from runner.techniques.base import RunBuilder
@@ -44,6 +49,16 @@ ELEMENTWISE = {
     "Rprop",
 }  # fmt: skip
 """Optimizers whose update of a number does not depend on the weight's other numbers."""
+
+FULL_PRECISION = (nn.Embedding, nn.EmbeddingBag, _BatchNorm)
+"""Layers whose weights stay in 32 bits under autocast, and so does the block that has one."""
+IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+"""Of blocks under AMP in bf16: gathered in 16 bits, half of the bytes; gradients are summed in 32.
+
+Autocast alone would keep a 16-bit copy of each gathered weight until its backward, which nothing
+frees, so that each process would have the whole model after all. What autocast leaves in 32 bits
+between the layers of a block is in 16 here. fp16 does not have the range for that.
+"""
 
 
 @dataclass(frozen=True)
@@ -157,9 +172,15 @@ class Shards:
 
 @dataclass
 class Sharded(Technique):
-    """The repeated blocks are sharded one by one, and what is left of the model as one more."""
+    """The repeated blocks are sharded one by one, and what is left of the model as one more.
+
+    Of several micro-batches the last one's backward alone sends gradients: until then a process
+    holds those of the whole model. With `distributed.no_sync=false`, or once the micro-batch was
+    halved because memory had run out, each sends, and a process holds those of its rows alone.
+    """
 
     modules: int = 0
+    low: int = 0  # of them, those whose weights are gathered in 16 bits
 
     def apply(self, draft: RunBuilder) -> None:
         """Shard the model in place: its names stay, and it is still what is called."""
@@ -172,35 +193,43 @@ class Sharded(Technique):
 
             synchronise_batchnorm(draft)
         mesh = init_device_mesh(draft.device.kind, (world.size,))
+        low = _autocast_dtype(draft) is torch.bfloat16
         for block in repeated_blocks(model):
-            fully_shard(block, mesh=mesh)
+            policy = MixedPrecisionPolicy()
+            if low and not any(isinstance(each, FULL_PRECISION) for each in block.modules()):
+                policy, self.low = IN_BF16, self.low + 1
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
         world.alone = _Forward(model, world)
+        if world.config.no_sync and MICRO_BATCH not in draft.recorded:  # else memory has run out
+            world.no_sync = partial(_without_reduction, model)
 
     def engaged(self, run: Run) -> Evidence:
         """What a process keeps of weights, gradients, optimizer and average, against its share."""
         shards, update = run.shards, run.update
         if shards is None:
             return Evidence(False, "there is one process")
-        states = [state.values() for state in update.optimizer.state.values()]
-        moments = [t for values in states for t in values if _has_rows(t)]
-        gradients = [w.grad.to_local() for w in shards.weights if isinstance(w.grad, DTensor)]
-        kept = [*shards.own, *gradients, *moments, *update.average]
-        whole = sum(weight.numel() * weight.itemsize for weight in shards.weights)
-        trained = sum(w.numel() * w.itemsize for w in shards.weights if w.requires_grad)
-        others = len(gradients) + len(moments) + len(update.average)
-        whole += trained * others // len(update.parameters)
+        kept, whole = list(update.average), 0
+        for weight, own in zip(shards.weights, shards.own, strict=True):
+            gradient: Any = weight.grad
+            moments = [t for t in update.optimizer.state.get(own, {}).values() if _has_rows(t)]
+            tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
+            kept += tensors
+            averaged = bool(update.average) and own.requires_grad
+            whole += weight.numel() * weight.itemsize * (len(tensors) + averaged)
         moved = shards.moved()
         return Evidence(
             not moved,
             f"{moved} weights are not in the memory that is updated" if moved else "",
             {
-                "modules": self.modules,
                 "sharded_bytes": sum(t.nbytes for t in kept),
                 "predicted_bytes": whole // shards.world.size,
+                **count_collectives(run),
                 "whole_bytes": whole,
+                "modules": self.modules,
+                "modules_in_16_bits": self.low,
             },
         )
 
@@ -217,6 +246,23 @@ class _Forward:
         model: Any = self.model
         model.reshard()
         return output
+
+
+@contextmanager
+def _without_reduction(model: Any) -> Iterator[None]:
+    """While entered, a backward adds to gradients of whole weights and sends nothing."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _autocast_dtype(draft: RunBuilder) -> torch.dtype | None:
+    """Of the products under the run's contexts."""
+    kind = draft.device.kind
+    with entered(draft.contexts):
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _has_rows(value: object) -> bool:

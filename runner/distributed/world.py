@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from runner.distributed.config import Backend, Compression, DistributedConfig, DistributedKind
+from runner.distributed.config import Backend, DistributedConfig, DistributedKind
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
 from runner.distributed.stacks import StackWriter
@@ -46,12 +46,11 @@ class World:
         """Meet the others. Raises ProcessLost where one does not come within the time-out."""
         self.place, self.rank, self.size = place, place.rank, place.size
         self.config, self.device = config, device
-        self.kind = config.kind.value
         self.host = socket.gethostname()
         own = config.backend.value if config.backend is not None else None
         self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
         if device.type != "cuda":
-            _refuse_cuda_only(config)
+            _refuse_nccl(config)
         self.seconds = 0.0  # waited in the calls below
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # the run's, once set
         self.lost = False  # another process has ended: nothing is done together any more
@@ -85,6 +84,11 @@ class World:
     def first(self) -> bool:
         """Whether this process writes the record of the run."""
         return self.rank == 0
+
+    @property
+    def kind(self) -> str:
+        """How the model is trained: ddp or fsdp."""
+        return self.config.kind.value
 
     def describe(self) -> dict[str, Any]:
         """What is known of it from the first step on."""
@@ -341,14 +345,10 @@ def _even(samples: int, parts: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-def _refuse_cuda_only(config: DistributedConfig) -> None:
-    """ConfigError for what torch does on GPUs alone."""
+def _refuse_nccl(config: DistributedConfig) -> None:
     if config.backend is Backend.nccl:
         problem = "nccl is between GPUs, and there is none"
         raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
-    if config.compression is not Compression.none:
-        problem = f"{config.compression.value} needs GPUs and nccl"
-        raise ConfigError("distributed.compression", problem, "leave it out")
 
 
 def _stay_on_this_machine() -> None:

@@ -255,6 +255,7 @@ def _model_check(check: dict[str, Any]) -> str:
 
 def _speed(summary: Summary) -> Rows:
     speed, memory, rows = summary.throughput, summary.memory, []
+    of = " (rank 0)" if summary.distributed else ""
     if speed.samples_per_second:
         rate = f"{speed.samples_per_second:,.0f} samples/s"
         if speed.tokens_per_second is not None:
@@ -265,9 +266,8 @@ def _speed(summary: Summary) -> Rows:
         rows.append(("step", step))
     if speed.split:
         shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
-        rows.append(("its time", shares))
+        rows.append(("its time", shares + of))
     if memory.peak_process_bytes:
-        of = " (rank 0)" if summary.distributed else ""
         peak = _peaks(memory.peak_process_bytes, memory.peak_device_bytes)
         rows.append(("peak memory", peak + of))
     name = summary.device.get("name") or summary.device.get("kind")
@@ -279,8 +279,10 @@ def _processes(facts: dict[str, Any]) -> Rows:
     if not facts:
         return []
     parts = [f"{facts['world_size']:,} ({facts['kind']}, {facts['backend']})"]
-    if (waited := facts.get("communication")) is not None:
-        parts.append(f"{waited:.0%} of a step waiting")
+    if facts.get("ranks"):
+        each = [rank["communication"] for rank in facts["ranks"]]
+        low, high = f"{min(each):.0%}", f"{max(each):.0%}"
+        parts.append(f"{low if low == high else f'{low} to {high}'} of a step waiting")
     if imbalance := facts.get("imbalance"):
         parts.append(f"slowest rank {imbalance:.2f}× the mean")
     rows = [("processes", " · ".join(parts))]

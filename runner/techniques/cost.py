@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -42,9 +43,13 @@ def forward_cost(draft: RunBuilder) -> ForwardCost:
 def _count(draft: RunBuilder, samples: int) -> ForwardCost:
     inputs, target = probe.sample_batch(draft, samples)
     scripted = any(isinstance(m, torch.jit.ScriptModule) for m in draft.model.modules())
-    with probe.untouched(draft), modes.evaluation_mode(draft.model), torch.no_grad():
-        counter = ProductCounter()
-        with counter:
+    with ExitStack() as stack:
+        stack.enter_context(probe.untouched(draft))
+        stack.enter_context(modes.evaluation_mode(draft.model))
+        stack.enter_context(torch.no_grad())
+        if draft.compilation is not None:  # else the counting would be compiled, too
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        with (counter := ProductCounter()):
             call(draft.model, inputs)
         flop, products = counter.flop, counter.products
         if counter.opaque or scripted:

@@ -126,7 +126,8 @@ def operators(run: Run) -> Mapping[str, int]:
     """
     if run.operators is None:
         profiler: Any
-        if run.device.kind == "cuda":
+        # the older one loses track of the ranges that fsdp marks around its compiled blocks
+        if run.device.kind == "cuda" or run.shards is not None:
             profiler = torch.profiler.profile(acc_events=True)
         else:  # starting the newer one takes a second
             profiler = profiler_legacy.profile()  # type: ignore[no-untyped-call]

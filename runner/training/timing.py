@@ -40,6 +40,7 @@ class Stopwatch:
         self.started = 0.0
         self.events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=TIMED)
         self.marks: list[tuple[str, torch.Event]] = []  # at the end of which phase
+        self.exposed = 0.0  # share of a step in which its backward waits for other processes
         self.running = False  # between start and stop
         self.sampling = False
 
@@ -104,16 +105,15 @@ class Stopwatch:
         p50, p95 = np.percentile(steps[:: -(-len(steps) // RANKED)], [50, 95]).tolist()
         total = float(steps.sum(dtype=np.float64))
         rate = self.samples / total if len(self.steps) > SETTLING else 0.0
-        split = {
-            phase: seconds / total
-            for phase, seconds in self.spent.items()
-            if seconds or phase not in UNUSUAL
-        }
+        spent = self._device_split() or {x: seconds / total for x, seconds in self.spent.items()}
+        exposed = min(self.exposed, spent["backward"])
+        spent["backward"] -= exposed
+        spent["waiting"] += exposed
         return Throughput(
             samples_per_second=rate,
             tokens_per_second=rate * tokens_per_sample if tokens_per_sample else None,
             step_ms=StepTime(p50 * 1e3, p95 * 1e3),
-            split=self._device_split() or split,
+            split={x: share for x, share in spent.items() if share or x not in UNUSUAL},
         )
 
     def _device_split(self) -> dict[str, float]:
@@ -124,5 +124,4 @@ class Stopwatch:
             for (_, start), (phase, end) in pairwise(marks):
                 sums[phase] += start.elapsed_time(end)
         total = sum(sums.values())
-        shares = {phase: value / total for phase, value in sums.items()} if total else {}
-        return {x: share for x, share in shares.items() if share or x not in UNUSUAL}
+        return {phase: value / total for phase, value in sums.items()} if total else {}

@@ -6,16 +6,17 @@ import multiprocessing
 import pickle
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from runner import Hook, RunConfig, build, train
 from runner.build import Components
 from runner.data.batch import Batch
-from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.place import Place
 from runner.distributed.world import World
 from runner.errors import RunnerError
@@ -27,6 +28,7 @@ from tests import runs
 
 DOUBLE = "double"  # in place of an override: the run is in fp64
 LIMIT_S = 900
+Case = tuple[RunConfig, Path | None]  # a run and its folder
 
 
 @dataclass
@@ -52,16 +54,18 @@ def _batch_in_double(batch: Batch) -> Batch:
 
 @dataclass
 class Outcome:
-    """What a run came to, as its first process has it."""
+    """What a run came to, as one of its processes has it."""
 
     error: str = ""
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)  # whole ones
     average: list[Tensor] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: int = 0
+    moved: int = 0  # shards that are not in the memory that is updated
     techniques: dict[str, tuple[bool, str]] = field(default_factory=dict)  # engaged, reason
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of techniques
     same: bool = True  # all processes have these weights, in their bits
     seeds: list[int] = field(default_factory=list)  # of the last step's random numbers, by process
 
@@ -76,10 +80,12 @@ class _Watch(Hook):
         self.seed = torch.initial_seed()
 
 
-def compose_cases(cases: Mapping[str, Sequence[str]], processes: int) -> dict[str, RunConfig]:
-    """The config of each, for so many processes."""
-    several = ["distributed=ddp", f"distributed.processes={processes}", "distributed.timeout_s=300"]
-    configs = {}
+def compose_cases(
+    cases: Mapping[str, Sequence[str]], processes: int, kind: str = "ddp"
+) -> dict[str, Case]:
+    """The config of each, for so many processes, without a folder."""
+    several = [f"distributed={kind}", f"distributed.processes={processes}"]
+    configs: dict[str, Case] = {}
     for name, overrides in cases.items():
         plain = ["optimization=none"] * (DOUBLE in overrides)
         typed = [
@@ -87,26 +93,30 @@ def compose_cases(cases: Mapping[str, Sequence[str]], processes: int) -> dict[st
             *(o for o in overrides if o != DOUBLE),
             *(several if processes > 1 else []),
         ]
-        configs[name] = config = runs.config("checkpoint=off", "device.threads=1", *typed)
+        config = runs.config("checkpoint=off", "device.threads=1", *typed)
         config.optimization.extra = [DOUBLE] * (DOUBLE in overrides)
+        configs[name] = config, None
     return configs
 
 
-def run_one(config: RunConfig, world: World | None = None) -> Outcome:
+def run_one(config: RunConfig, folder: Path | None = None, world: World | None = None) -> Outcome:
     """Train as the config says; an error on purpose is an outcome."""
     watch = _Watch(outcome := Outcome())
     try:
         given = Components(world=world, techniques={"double": Double(True)})
-        with build(config, given=given) as run:
+        with build(config, folder, given=given) as run:
             run.hooks.append(watch)
             summary = train(run)
-            outcome.weights = {k: v.clone() for k, v in run.model.state_dict().items()}
-            outcome.average = [a.clone() for a in run.update.average]
+            run.checkpointer.wait()
+            outcome.weights = {k: _whole(v) for k, v in run.model.state_dict().items()}
+            outcome.average = [_average(run, a) for a in run.update.average]
+            outcome.moved = 0 if run.shards is None else run.shards.moved()
     except RunnerError as error:
         outcome.error = str(error)
         return outcome
     outcome.metrics, outcome.skipped = dict(summary.metrics), summary.skipped_steps
     outcome.techniques = {row.name: (row.engaged, row.reason) for row in summary.techniques}
+    outcome.facts = {row.name: row.evidence for row in summary.techniques}
     if world is not None:
         each = world.gather([t.double().sum().item() for t in outcome.weights.values()])
         outcome.same = all(other == each[0] for other in each)
@@ -114,30 +124,40 @@ def run_one(config: RunConfig, world: World | None = None) -> Outcome:
     return outcome
 
 
-def run_together(processes: int, configs: Mapping[str, RunConfig]) -> dict[str, Outcome]:
-    """The outcome of each run by so many processes, which make one after another."""
+def _whole(value: Any) -> Tensor:
+    return (value.detach().full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def _average(run: Run, own: Tensor) -> Tensor:
+    return torch.cat(run.world.gather(own)) if run.world and run.shards else own.clone()
+
+
+def run_together(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Outcome]]:
+    """The outcome of each run, by rank, from so many processes, which make one after another."""
     if processes == 1:
         threads = torch.get_num_threads()
         try:
-            return {name: run_one(config) for name, config in configs.items()}
+            return [{name: run_one(*case) for name, case in cases.items()}]
         finally:
             torch.set_num_threads(threads)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["runner.distributed.rank"])
-    receiver, sender = context.Pipe(False)
+    pipes = [context.Pipe(False) for _ in range(processes)]
     parts = [
-        context.Process(target=_rank, args=(rank, processes, port, dict(configs), sender))
-        for rank in range(processes)
+        context.Process(target=_rank, args=(rank, processes, port, dict(cases), pipe[1]))
+        for rank, pipe in enumerate(pipes)
     ]
     for part in parts:
         part.start()
-    sender.close()
+    outcomes = []
     try:
-        if not receiver.poll(LIMIT_S):
-            raise TimeoutError(f"{processes} processes did not end in {LIMIT_S} s")
-        outcomes: dict[str, Outcome] = pickle.loads(receiver.recv_bytes())  # noqa: S301  # our own
+        for receiver, sender in pipes:
+            sender.close()
+            if not receiver.poll(LIMIT_S):
+                raise TimeoutError(f"{processes} processes did not end in {LIMIT_S} s")
+            outcomes.append(pickle.loads(receiver.recv_bytes()))  # noqa: S301  # our own
         return outcomes
     finally:
         for part in parts:
@@ -146,23 +166,23 @@ def run_together(processes: int, configs: Mapping[str, RunConfig]) -> dict[str, 
             part.join()
 
 
-def _rank(rank: int, size: int, port: int, configs: dict[str, RunConfig], sender: Any) -> None:
+def _rank(rank: int, size: int, port: int, cases: dict[str, Case], sender: Any) -> None:
     multiprocessing.set_start_method(None, force=True)  # data workers are forks, as in a run
     torch.set_num_threads(1)
     place = Place(rank, size, rank, size, "127.0.0.1", port, hosted=False, by="test")
+    first = next(iter(cases.values()))[0].distributed
+    world = World(place, replace(first, timeout_s=300), torch.device("cpu"))
     outcomes = {}
-    asked = DistributedConfig(DistributedKind.ddp, size, timeout_s=300)
-    world = World(place, asked, torch.device("cpu"))
     try:
-        for name, config in configs.items():
+        for name, (config, folder) in cases.items():
             world.config = config.distributed
             try:
-                outcomes[name] = run_one(config, world)
+                outcomes[name] = run_one(config, folder, world)
             except Exception as error:
                 error.add_note(f"in {name}, process {rank}")
                 raise
-        if rank == 0:
-            sender.send_bytes(pickle.dumps(outcomes))
+            world.barrier()
+        sender.send_bytes(pickle.dumps(outcomes))
         world.barrier()
     finally:
         sender.close()

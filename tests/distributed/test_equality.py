@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from runner.distributed.sharded import REFUSED
 from tests import runs
 from tests.distributed.processes import (
     DOUBLE,
@@ -18,6 +19,13 @@ from tests.distributed.processes import (
     distances,
     run_together,
 )
+
+PROCESSES = [
+    ("ddp", 2),
+    ("fsdp", 2),
+    pytest.param("ddp", 4, marks=pytest.mark.slow),
+    pytest.param("fsdp", 4, marks=pytest.mark.slow),
+]
 
 # Measured on 2 and 4 processes: at most 4e-13 with Adam, whose first updates have the size of the
 # sign of a gradient however small it is, and 2e-14 with SGD. A weight of 1/n in place of 1/m is
@@ -50,6 +58,9 @@ EXACT = {
     "mlp": (*MLP, *MORE, DOUBLE),
     "mlp: sgd": (*MLP, *MORE, *SGD, DOUBLE),
     "mlp: accumulation": (*MLP, *MORE, "training.micro_batch=5", DOUBLE),
+    "mlp: each sends": (
+        *MLP, *MORE, "training.micro_batch=5", "distributed.no_sync=false", DOUBLE,
+    ),
     "mlp: one at a time": (*MLP, "training.batch_size=9", "training.micro_batch=1", DOUBLE),
     "mlp: class weights": (
         *MLP, "objective.class_weights=balanced", "training.micro_batch=5", DOUBLE,
@@ -96,6 +107,7 @@ COMPILED = {
 }
 ODD = {
     "whole step": (*GPT, "training.steps=2", "optimization=none", ON("whole_step")),
+    "compressed": (*GPT, *SGD, "optimization=none", "distributed.compression=bf16"),
     "dropout": (*MLP, "model.dropout=0.3"),
     "own statistics": (*CNN, "distributed.sync_batchnorm=false"),
     "one sample": ("data=cancer", "model=mlp", "training.batch_size=1"),
@@ -104,7 +116,7 @@ ODD = {
 }
 CASES = {"exact": EXACT, "rounded": ROUNDED_RUNS, "compiled": COMPILED, "odd": ODD}
 
-Outcomes = Callable[[str, int], dict[str, Outcome]]
+Outcomes = Callable[..., dict[str, Outcome]]
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +124,18 @@ def outcomes() -> Outcomes:
     """The outcomes of a set of cases by so many processes, which are made once."""
 
     @cache
-    def make(which: str, processes: int) -> dict[str, Outcome]:
-        return run_together(processes, compose_cases(CASES[which], processes))
+    def make(which: str, processes: int, kind: str = "ddp") -> dict[str, Outcome]:
+        return run_together(processes, compose_cases(CASES[which], processes, kind))[0]
 
     return make
 
 
-SEVERAL = [2, pytest.param(4, marks=pytest.mark.slow)]
-
-
 @pytest.mark.usefixtures("my_package")
-@pytest.mark.parametrize("processes", SEVERAL)
+@pytest.mark.parametrize(("kind", "processes"), PROCESSES)
 def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
-    outcomes: Outcomes, processes: int
+    outcomes: Outcomes, kind: str, processes: int
 ) -> None:
-    alone, together = outcomes("exact", 1), outcomes("exact", processes)
+    alone, together = outcomes("exact", 1), outcomes("exact", processes, kind)
     for name, one in alone.items():
         several = together[name]
         assert (one.error, several.error) == ("", ""), name
@@ -135,9 +144,32 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
         assert several.metrics == pytest.approx(one.metrics, rel=1e-9), name
         assert several.same and several.skipped == one.skipped, name
         assert (one.skipped > 0) == (name == "left out"), name
-        assert several.techniques["ddp"] == (True, ""), name
+        assert several.techniques[kind] == (True, ""), name
         for technique in ENGAGED.get(name, ()):
-            assert several.techniques[technique][0], (name, several.techniques)
+            row = several.techniques[technique]
+            refused = kind == "fsdp" and technique in REFUSED
+            assert row == (False, REFUSED[technique]) if refused else row[0], (name, row)
+        facts = several.facts[kind]
+        if kind == "fsdp":
+            assert facts["sharded_bytes"] <= 1.1 * facts["predicted_bytes"], (name, facts)
+
+
+@pytest.mark.usefixtures("my_package")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_are_sent_once_a_step_whatever_the_micro_batches(
+    outcomes: Outcomes, kind: str
+) -> None:
+    reduced = {"ddp": "all_reduce", "fsdp": "reduce_scatter"}[kind]
+    calls = {
+        name: outcome.facts[kind]["collectives"]
+        for name, outcome in outcomes("exact", 2, kind).items()
+    }
+    once = calls["mlp"][reduced]
+    assert calls["mlp: accumulation"][reduced] == once  # of 7 micro-batches
+    assert calls["mlp: one at a time"][reduced] == once
+    assert calls["mlp: each sends"][reduced] > once
+    if kind == "fsdp":
+        assert calls["mlp: each sends"] == {**calls["mlp: accumulation"], reduced: 7 * once}
 
 
 def _judge_rounded(alone: dict[str, Outcome], together: dict[str, Outcome]) -> None:
@@ -151,19 +183,36 @@ def _judge_rounded(alone: dict[str, Outcome], together: dict[str, Outcome]) -> N
         assert several.same, name
 
 
-@pytest.mark.parametrize("processes", SEVERAL)
+@pytest.mark.parametrize(("kind", "processes"), PROCESSES)
 def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(
-    outcomes: Outcomes, processes: int
+    outcomes: Outcomes, kind: str, processes: int
 ) -> None:
-    together = outcomes("rounded", processes)
+    together = outcomes("rounded", processes, kind)
     _judge_rounded(outcomes("rounded", 1), together)
     assert together["cnn: amp"].techniques["amp"][0] and together["gpt: amp"].techniques["amp"][0]
+    if kind == "fsdp":  # the blocks' weights are gathered in half of the bytes
+        low, full = together["gpt: amp"].facts["fsdp"], together["gpt: fp32"].facts["fsdp"]
+        assert (low["modules_in_16_bits"], full["modules_in_16_bits"]) == (4, 0)
+        assert low["collectives"] == full["collectives"]
+        bytes_ = [facts["collective_bytes"]["all_gather"] for facts in (low, full)]
+        assert bytes_[0] < 0.6 * bytes_[1]
+        assert together["cnn: amp"].facts["fsdp"]["modules_in_16_bits"] == 0  # BatchNorm in each
+
+
+@pytest.mark.usefixtures("my_package")
+def test_gradients_in_bf16_take_half_of_the_bytes(outcomes: Outcomes) -> None:
+    full, low = outcomes("rounded", 2)["gpt: fp32"], outcomes("odd", 2)["compressed"]
+    assert low.techniques["gradient_compression"] == (True, ""), low.techniques
+    assert low.facts["gradient_compression"] == {"hook": "bf16_compress"}
+    sent, all_ = (outcome.facts["ddp"]["collective_bytes"]["all_reduce"] for outcome in (low, full))
+    assert low.same and sent < 0.6 * all_
+    assert 0 < distances(low, full)["loss"] < 1e-2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_compiled_models_too(outcomes: Outcomes, processes: int) -> None:
-    together = outcomes("compiled", processes)
+@pytest.mark.parametrize(("kind", "processes"), [("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)])
+def test_compiled_models_too(outcomes: Outcomes, kind: str, processes: int) -> None:
+    together = outcomes("compiled", processes, kind)
     _judge_rounded(outcomes("compiled", 1), together)
     for name in ("cnn: compile", "gpt: compile"):
         assert together[name].techniques["compile"][0], name

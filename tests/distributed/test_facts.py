@@ -15,7 +15,7 @@ from torch import nn
 
 from runner import RunConfig, Summary, build, train
 from runner.build import Components
-from runner.distributed.config import Backend, Compression, DistributedConfig, DistributedKind
+from runner.distributed.config import Backend, DistributedConfig, DistributedKind
 from runner.distributed.place import Place
 from runner.distributed.world import World
 from runner.errors import ConfigError
@@ -76,6 +76,11 @@ def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
     assert slow["work_ms"] >= 30 and slow["work_ms"] > quick["work_ms"]
     assert 1.2 < facts["imbalance"] <= 2
     assert quick["communication"] > slow["communication"]
+    step_ms = quick["work_ms"] / (quick["split"]["data"] + quick["split"]["forward"])
+    assert quick["exposed_ms"] > 15 and quick["communication"] * step_ms > quick["exposed_ms"] / 2
+    assert summary.throughput.split["waiting"] == pytest.approx(
+        quick["communication"]
+    )  # one figure
     assert facts["communication"] == pytest.approx(
         (quick["communication"] + slow["communication"]) / 2
     )
@@ -89,6 +94,15 @@ def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
     peaks = [rank["peak_process_bytes"] for rank in facts["ranks"]]
     assert facts["peak_process_bytes"] == sum(peaks) and min(peaks) > 50 * 2**20
     assert sum(summary.throughput.split.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    waiting = [[e.value for e in events.Scalars(f"ranks/{rank}/waiting")] for rank in range(2)]
+    assert 0 < waiting[1][-1] < waiting[0][-1] <= 1  # the second is slow
+    assert all(events.Scalars(f"ranks/{r}/peak_process_mib")[-1].value > 50 for r in range(2))
 
 
 def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
@@ -152,19 +166,8 @@ def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
     assert facts["ranks"][0]["faults"] == {"exception": 1}
 
 
-@pytest.mark.parametrize(
-    ("asked", "key"),
-    [
-        (DistributedConfig(DistributedKind.ddp, backend=Backend.nccl), "distributed.backend"),
-        (
-            DistributedConfig(DistributedKind.ddp, compression=Compression.bf16),
-            "distributed.compression",
-        ),
-    ],
-)
-def test_what_needs_gpus_is_refused_by_its_key_before_any_process_is_waited_for(
-    asked: DistributedConfig, key: str
-) -> None:
+def test_nccl_without_gpus_is_refused_before_any_process_is_waited_for() -> None:
+    asked = DistributedConfig(DistributedKind.ddp, backend=Backend.nccl)
     place = Place(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises(ConfigError, match="distributed.backend"):
         World(place, asked, torch.device("cpu"))
