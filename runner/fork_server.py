@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
+from typing import Any
 
-__all__ = ["available", "is_fit", "start"]
+__all__ = ["available", "die_with_parent", "is_fit", "is_running", "start"]
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def available() -> bool:
@@ -31,6 +37,32 @@ def start(preload: Sequence[str], environment: Mapping[str, str]) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def is_running() -> bool:
+    """Whether the one that this process has started has not ended."""
+    pid = _server()._forkserver_pid
+    if pid is None:
+        return False
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
+
+
+def _server() -> Any:
+    return forkserver._forkserver  # a process has one, and no public name for it
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """On Linux, have the kernel kill this process when its parent has ended, also a stopped one.
+
+    The parent is the thread that started it. `parent` is its pid, if it may have ended before.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def is_fit() -> bool:

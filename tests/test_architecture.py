@@ -36,7 +36,7 @@ bounds count_limits fork_server
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
 device record
-distributed.place distributed.outcome distributed.world distributed.commit
+distributed.place distributed.outcome distributed.verdict distributed.world distributed.commit
 security
 checkpoint
 data.batch data.nested objectives.base
@@ -66,7 +66,7 @@ sweep
 plugins jobs
 distributed.agent distributed.meeting
 distributed.rank
-distributed.launch
+distributed.launch distributed.preload
 verify
 library
 cli

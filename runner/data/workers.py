@@ -9,7 +9,6 @@ it. A worker that died or hangs is replaced: its batches are a pure function of 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import multiprocessing.util
@@ -17,7 +16,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import time
 import traceback
 import warnings
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 
+from runner import fork_server
 from runner.data import shared_batch
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.training.signals import ENDS
@@ -264,7 +263,7 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: 
     if stack >= 0 and ASKS_STACK is not None:
         faulthandler.register(ASKS_STACK, file=stack)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-    _die_with_parent(parent)
+    fork_server.die_with_parent(parent)  # elsewhere the pipe's end tells, after this batch
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork, and cores have workers
     while True:
         try:
@@ -296,13 +295,3 @@ def _failure(error: BaseException, key: Key) -> _Failure:
     return _Failure(
         f"data: batch {key[1]} of epoch {key[0]}: {type(error).__name__}: {error}{hint}\n{trace}"
     )
-
-
-def _die_with_parent(parent: int) -> None:
-    """On Linux, be killed when the parent is, however that ends."""
-    if sys.platform != "linux":
-        return  # there the pipe's end tells, once the batch in hand is done
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)

@@ -16,17 +16,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from runner import fork_server
 from runner.distributed.outcome import RankOutcome
+from runner.distributed.verdict import MachineReport, RankEnd
 from runner.training.signals import AHEAD, ENDS, Terminated, raised, unclaimed
 
-PRELOAD = ["runner.distributed.rank"]  # which imports torch, once for all processes
+PRELOAD = ["runner.distributed.preload"]  # which imports torch, once for all processes
 POLL_S = 0.2
 RECORD_S = 5.0  # for a process to end after its grace period
 SAVE_S = 30.0  # at least, for a checkpoint at the end
 REPEAT_S = 6.0  # after which a signal is sent again: then a process waits for data no longer
 ABORT_S = 1.0  # for a hung one to write its stacks
 END_S = 5.0  # for one whose others have waited for the whole time-out, or have trained nothing
+LOST = 255  # what multiprocessing says of a process whose fork server was lost
+GONE_S = 10.0  # for one that was killed to leave
 
 accept_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
 refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
@@ -35,15 +40,24 @@ refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
 class Agent:
     """Starts processes and waits for the end of all of them, which none of them can delay."""
 
-    def __init__(self, meeting: Path, timeout_s: float, grace_s: float) -> None:
+    def __init__(
+        self,
+        meeting: Path,
+        timeout_s: float,
+        grace_s: float,
+        exchange: Callable[[bool], bool] = bool,
+    ) -> None:
         """`meeting` is the folder in which they leave their outcomes.
 
-        A process has `grace_s` to end after a signal.
+        A process has `grace_s` to end after a signal. `exchange` is told whether one has failed
+        here, again and again, and answers whether one has on any machine.
         """
         self.meeting, self.timeout_s, self.grace_s = meeting, timeout_s, grace_s
+        self.exchange = exchange
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
         self.received: int | None = None  # the signal that this process was sent
         self.killed: dict[int, float] = {}  # ranks that did not end by themselves, and when
+        self.server_lost = False  # what they were forked from, without which none lives on
         self._signalled = self._failed = 0.0  # when the first signal came, the first one failed
         self._repeated = False
         self._ending: dict[int, float] = {}  # since when a process is known to end
@@ -60,28 +74,61 @@ class Agent:
                     fork_server.start(PRELOAD, os.environ)
                     for rank, own in arguments.items():
                         self.processes[rank] = context.Process(target=start, args=own)
-                        self.processes[rank].start()
-                while alive := self._alive():
+                        self._start(self.processes[rank])
+                while (alive := self._alive()) and not self.server_lost:
                     wait([process.sentinel for process in alive.values()], POLL_S)
                     self._end_hung()
+                    self.server_lost = not fork_server.is_running()
             finally:
                 self._send(signal.SIGKILL)
+        if self.server_lost:
+            self._end_all()
 
     def codes(self) -> dict[int, int]:
-        """Exit codes by rank; negative for a signal."""
-        return {rank: process.exitcode or 0 for rank, process in self.processes.items()}
+        """Exit codes by rank; negative for a signal, LOST for one that was not even started."""
+        missing = LOST if self.server_lost else 0
+        pairs = self.processes.items()
+        return {rank: (p.exitcode or 0) if p.pid else missing for rank, p in pairs}
+
+    def report(self, names: Mapping[int, str]) -> MachineReport:
+        """How all have ended, whose messages are to name them in this way."""
+        codes, outcomes = self.codes(), self.outcomes()
+        ends = [
+            RankEnd(rank, name, codes[rank], rank in self.killed, outcomes.get(rank))
+            for rank, name in names.items()
+        ]
+        failed = self.server_lost and any(codes.values())
+        problem = "the fork server was killed, and the processes with it" if failed else ""
+        return MachineReport(ends, self.received or 0, problem)
 
     def outcomes(self) -> dict[int, RankOutcome]:
         """What each process has written of its end so far, by rank."""
         read = {rank: RankOutcome.read(self.meeting, rank) for rank in self.processes}
         return {rank: outcome for rank, outcome in read.items() if outcome is not None}
 
+    def _start(self, process: ForkServerProcess) -> None:
+        try:
+            if not self.server_lost:
+                process.start()
+        except (OSError, EOFError):
+            if fork_server.is_running():
+                raise
+            self.server_lost = True
+
+    def _end_all(self) -> None:
+        """Where the fork server is lost nothing says that a process has ended: kill each."""
+        pids = [process.pid for process in self.processes.values() if process.pid]
+        left = [process for process in psutil.process_iter() if process.pid in pids]
+        self._send(signal.SIGKILL, self.processes.values())
+        psutil.wait_procs(left, GONE_S)
+
     def _alive(self) -> dict[int, ForkServerProcess]:
         return {rank: p for rank, p in self.processes.items() if p.pid and p.exitcode is None}
 
     def _end_hung(self) -> None:
         now = time.monotonic()
-        if not self._failed and any(self.codes().values()):
+        failed = self.exchange(any(self.codes().values()))
+        if failed and not self._failed:
             self._failed = now
         if not (self._failed or self._signalled):
             return
@@ -130,7 +177,8 @@ class Agent:
     def _send(self, number: int, to: Iterable[ForkServerProcess] | None = None) -> None:
         for process in self._alive().values() if to is None else to:
             with suppress(ProcessLookupError):
-                os.kill(process.pid or os.getpid(), number)
+                if process.pid:
+                    os.kill(process.pid, number)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ from runner.errors import DeviceError, UsageError
 def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
     """Meet the others; the world ends with `scope`. Raises UsageError where they differ."""
     world = World(place, config.distributed, _device(config))
-    scope.callback(world.close)
+    scope.push(partial(_close, world))
     _check_same(world, config)
     return world
+
+
+def _close(world: World, kind: object, error: BaseException | None, trace: object) -> None:
+    world.close(error)
 
 
 def find_others(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -23,9 +24,9 @@ from runner.device.config import DeviceKind
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.meeting import meet
-from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place, find_place
-from runner.distributed.rank import FOLDER, STACKS, run_rank, start
+from runner.distributed.rank import STACKS, run_rank, start
+from runner.distributed.verdict import MachineReport, Verdict, judge
 from runner.distributed.world import RANKS, open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import find, train
@@ -58,7 +59,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
         find(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
         return _summary(config, folder)
     given = train.chosen(config, folder) or Components()
-    losses: list[AttemptLost] = []
+    losses, before = list[AttemptLost](), _written(folder)
     while True:
         try:
             elsewhere = run_attempt(config, folder, given, processes, losses)
@@ -69,7 +70,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
         except AttemptLost as again:
             losses.append(again)
             if sum(loss.kind != OOM for loss in losses) > config.distributed.restarts:
-                raise _lost(folder, losses) from None
+                raise _lost(folder, losses, _written(folder) != before) from None
             given = again.smaller(given)
             log.warning("%s; all processes start again", again)
         # what they had come to is in the folder; else the run begins as it did before
@@ -93,7 +94,11 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
     """Train as rank 0 of those that torchrun or SLURM has started."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
-    return run_rank(config, folder, None, place)
+    try:
+        return run_rank(config, folder, None, place)
+    except ProcessLost as error:
+        _end(folder, "failed", str(error))
+        raise
 
 
 def earlier_folder(config: RunConfig, place: Place) -> Path | None:
@@ -112,9 +117,14 @@ class AttemptLost(Exception):
     """The processes are to be started again, after a fault of this kind."""
 
     def __init__(
-        self, message: str, kind: str = "process_lost", choices: Mapping[str, Any] | None = None
+        self,
+        message: str,
+        kind: str = "process_lost",
+        choices: Mapping[str, Any] | None = None,
+        folder: str = "",
     ) -> None:
-        self.kind, self.choices = kind, choices or {}
+        """`folder` is that of rank 0."""
+        self.kind, self.choices, self.folder = kind, choices or {}, folder
         super().__init__(message)
 
     def smaller(self, given: Components) -> Components:
@@ -138,60 +148,61 @@ def run_attempt(
     Returns the host and the folder of rank 0 where that is on another machine. Raises the error
     that ended the run, and AttemptLost where a process was lost.
     """
-    with tempfile.TemporaryDirectory(prefix="runner-") as meeting:
-        agent = Agent(Path(meeting), config.distributed.timeout_s, config.checkpoint.grace_s)
-        with meet(config, processes, len(losses)) as places:
+    before = _written(folder)
+    with tempfile.TemporaryDirectory(prefix="runner-") as own:
+        with meet(config, processes, len(losses)) as meeting:
+            limits = config.distributed.timeout_s, config.checkpoint.grace_s
+            agent = Agent(Path(own), *limits, meeting.exchange)
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
-            own = [replace(place, meeting=agent.meeting, losses=reasons) for place in places]
-            agent.run(begin, {place.rank: (config, folder, given, place) for place in own})
-        if any(agent.codes().values()):
-            _judge(folder, agent, {place.rank: _name(place) for place in places})
-        if places[0].rank == 0:
-            return ""
-        return f"{places[0].address}: {(agent.meeting / FOLDER).read_text()}"
+            places = [replace(p, meeting=agent.meeting, losses=reasons) for p in meeting.places]
+            agent.run(begin, {place.rank: (config, folder, given, place) for place in places})
+            report = agent.report({place.rank: _name(place) for place in places})
+            verdict = meeting.agree(report, partial(_judge, folder))
+    if verdict.kind != "done":
+        raise _error(verdict, folder, _written(folder) != before)
+    return "" if meeting.node == 0 else f"{places[0].address}: {verdict.folder}"
 
 
 def _name(place: Place) -> str:
+    host = f" on {socket.gethostname()}" if place.local_size < place.size else ""
     cuda = f" (cuda:{place.local_rank})" if torch.cuda.is_available() else ""
-    return f"process {place.rank}{cuda}"
+    return f"process {place.rank}{host}{cuda}"
 
 
-def _judge(folder: Path, agent: Agent, names: Mapping[int, str]) -> NoReturn:
-    """Raise what ended the run: the cause, and not what followed from it in other processes."""
-    outcomes = agent.outcomes()
-    by_kind = {outcome.kind: outcome for _, outcome in sorted(outcomes.items(), reverse=True)}
-    if error := by_kind.get("error"):
-        raise _failed(folder, error, names[error.rank])
-    interrupted = by_kind.get("interrupted")
-    if number := agent.received or (interrupted.exit_code - 128 if interrupted else 0):
-        raise _interrupted(folder, number)
-    if restart := by_kind.get("restart"):
-        raise AttemptLost(f"{names[restart.rank]}: {restart.message}", OOM, restart.choices)
-    raise AttemptLost(_cause(agent, outcomes, names))
+def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> Verdict:
+    """What ended the run, as its record has it: on the machine of rank 0."""
+    verdict = judge(reports, unreachable)
+    verdict.folder = str(folder.absolute())
+    if verdict.kind == "interrupted":
+        verdict.message = _describe_interruption(folder, verdict.exit_code - 128)
+    return verdict
 
 
-def _cause(agent: Agent, outcomes: Mapping[int, RankOutcome], names: Mapping[int, str]) -> str:
-    """Which process was lost, and how: one that was killed before one that had to be."""
-    silent = {r for r in names if r not in outcomes or outcomes[r].kind == "running"}
-    codes = {rank: code for rank, code in agent.codes().items() if rank not in agent.killed}
-    for rank, code in codes.items():
-        if code < 0:
-            memory = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-            return f"{names[rank]} was killed by {signal.Signals(-code).name}{memory}"
-    for rank, code in codes.items():
-        if rank in silent:
-            return f"{names[rank]} ended with exit code {code}, in the midst of the run"
-    for rank in sorted(agent.killed):
-        return f"{names[rank]} did not answer within distributed.timeout_s, and was killed"
-    return next(outcome.message for outcome in outcomes.values() if outcome.exit_code)
+def _written(folder: Path) -> int:
+    """When the record was last written, 0 where there is none."""
+    with suppress(OSError):
+        return (folder / SUMMARY).stat().st_mtime_ns
+    return 0
 
 
-def _failed(folder: Path, outcome: RankOutcome, name: str) -> RunnerError:
-    """The error of a process, as the run's own."""
-    message = outcome.message if outcome.rank == 0 else f"{name}: {outcome.message}"
-    _end(folder, "failed", message)
-    error = RunnerError(message)
-    error.exit_code = outcome.exit_code
+def _error(verdict: Verdict, folder: Path, trained: bool) -> Exception:
+    """The exception that a verdict other than `done` means, once the record says it, too.
+
+    The record of a run that had ended before, and was not `trained` further, stays as it is.
+    """
+    if verdict.kind == "restart":
+        return AttemptLost(verdict.message, OOM, verdict.choices)
+    if verdict.kind == "lost":
+        return AttemptLost(verdict.message, folder=verdict.folder)
+    error = RunnerError(verdict.message)
+    if verdict.kind == "interrupted":
+        number = verdict.exit_code - 128
+        error = Interrupted(number, verdict.message.removeprefix(str(Interrupted(number))))
+    if verdict.kind == "unreachable":
+        error = ProcessLost(verdict.message)
+    error.exit_code = verdict.exit_code
+    if trained:
+        _end(folder, "interrupted" if verdict.kind == "interrupted" else "failed", str(error))
     if error.exit_code == UsageError.exit_code and not (folder / SUMMARY).exists():
         shutil.rmtree(folder / RANKS, ignore_errors=True)  # nothing was begun: nothing is left
         for part in (STACKS, os.path.dirname(STACKS)):
@@ -200,32 +211,32 @@ def _failed(folder: Path, outcome: RankOutcome, name: str) -> RunnerError:
     return error
 
 
-def _lost(folder: Path, losses: list[AttemptLost]) -> ProcessLost:
+def _lost(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
     fix = "distributed.restarts=N starts all again from the last checkpoint, as does"
-    error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(folder)}")
-    _end(folder, "failed", str(error), losses)
+    error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(Path(losses[-1].folder or folder))}")
+    if trained:
+        _end(folder, "failed", str(error), losses)
     return error
 
 
-def _interrupted(folder: Path, number: int) -> Interrupted:
+def _describe_interruption(folder: Path, number: int) -> str:
+    """How the signal ended the run, with the command that continues it."""
     where = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
         summary = Summary.read(folder)
-        where = f" at step {summary.steps}"
         if summary.status == "interrupted":  # as rank 0 has ended
-            where = summary.reason.removeprefix(str(Interrupted(number)))
-        elif any(folder.glob("checkpoints/step_*")):
+            return summary.reason
+        where = f" at step {summary.steps}"
+        if any(folder.glob("checkpoints/step_*")):
             where += f"; to go on: {resume_argument(folder)}"
-    error = Interrupted(number, where)
-    _end(folder, "interrupted", str(error))
-    return error
+    return str(Interrupted(number, where))
 
 
 def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()) -> None:
     """Have the summary say how the run ended, where rank 0 could not, or did not know why."""
     try:
         summary = Summary.read(folder)
-        if summary.status not in ("running", "failed"):
+        if summary.status == status == "interrupted":  # which says what was saved
             return
         counts = Counter(loss.kind for loss in losses)
         restarts = {"restarts": [str(loss) for loss in losses[:-1]]} if losses else {}

@@ -1,9 +1,16 @@
-"""Where the processes of a run meet: a store, and the rank of each of them."""
+"""Where the processes of a run meet: a store, the rank of each, and what machines tell each other.
+
+Each machine has an agent, which starts its processes. That of rank 0 has the store, and judges what
+has ended the run; the others ask it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -11,22 +18,119 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
 from runner.distributed.place import Place
+from runner.distributed.verdict import MachineReport, Verdict
 from runner.errors import UsageError
 
+log = logging.getLogger("runner")
+
 MEET_S = 900  # that machines wait for each other at the start
+SILENCE_S = 30.0  # after which an agent that shows no sign of life is taken for lost
+READ_S = 10.0  # that the others have to read the verdict
+POLL_S = 0.2
+STORE_S = 30  # for one call
+
+Judge = Callable[[Sequence[MachineReport], str], Verdict]
+
+
+class Meeting:
+    """The places of this machine's processes, and the other machines' agents."""
+
+    def __init__(
+        self, places: list[Place], node: int = 0, nodes: int = 1, store: TCPStore | None = None
+    ) -> None:
+        """`store` is that of all agents, where there are several."""
+        self.places, self.node, self.nodes, self._store = places, node, nodes, store
+        self._failed = self._told = False
+        self.exchange(False)
+
+    def exchange(self, failed: bool) -> bool:
+        """Whether a process has failed on any machine; the others are told of those of this one.
+
+        To be called again and again, as it shows that this agent is alive.
+        """
+        self._failed = self._failed or failed
+        if self._store is None:
+            return self._failed
+        try:
+            self._store.add(f"alive/{self.node}", 1)
+            if self._failed and not self._told:
+                self._store.set("failed", "")
+                self._told = True
+            self._failed = self._failed or self._store.check(["failed"])
+        except RuntimeError:  # it has ended with the agent that had it
+            self._failed = True
+        return self._failed
+
+    def agree(self, own: MachineReport, judge: Judge) -> Verdict:
+        """The verdict of the first machine on what all report, once all processes have ended.
+
+        `judge` is also given the name of a machine whose agent has ended, or "".
+        """
+        if self._store is None:
+            return judge([own], "")
+        try:
+            return self._decide(own, judge) if self.node == 0 else self._ask(own)
+        except RuntimeError:
+            return self._unreachable()
+
+    def _decide(self, own: MachineReport, judge: Judge) -> Verdict:
+        store, reports, lost = self._open(), [own], []
+        for node in range(1, self.nodes):
+            if self._await(f"report/{node}", node):
+                reports.append(MachineReport.loads(store.get(f"report/{node}")))
+            else:
+                lost.append(f"machine {node} of {self.nodes} has ended, or does not answer")
+        verdict = judge(reports, ", ".join(lost))
+        store.set("verdict", verdict.dumps())
+        until = time.monotonic() + READ_S
+        while store.add("read", 0) < len(reports) - 1 and time.monotonic() < until:
+            time.sleep(POLL_S)  # the store ends with this process
+        return verdict
+
+    def _ask(self, own: MachineReport) -> Verdict:
+        store = self._open()
+        store.set(f"report/{self.node}", own.dumps())
+        if not self._await("verdict", 0):
+            return self._unreachable()
+        verdict = Verdict.loads(store.get("verdict"))
+        store.add("read", 1)
+        return verdict
+
+    def _await(self, key: str, node: int) -> bool:
+        """Wait for a key of a machine; False where its agent shows no sign of life."""
+        store, heard, beats = self._open(), time.monotonic(), -1
+        while not store.check([key]):
+            self.exchange(False)
+            count = store.add(f"alive/{node}", 0)
+            if count != beats:
+                heard, beats = time.monotonic(), count
+            elif time.monotonic() > heard + SILENCE_S:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _open(self) -> TCPStore:
+        if self._store is None:
+            raise ValueError("a run of one machine")
+        return self._store
+
+    def _unreachable(self) -> Verdict:
+        place = self.places[0]
+        problem = f"the machine of process 0, {place.address}, has ended, or does not answer"
+        return Verdict("unreachable", problem)
 
 
 @contextmanager
-def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[list[Place]]:
-    """The places of this machine's processes; the store lives as long as this is entered."""
+def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
+    """The machines of a run; the store lives as long as this is entered."""
     if config.distributed.nodes > 1:
         yield from _machines(config, processes, attempt)
         return
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    yield _places(0, processes, processes, "127.0.0.1", store.port, attempt)
+    yield Meeting(_places(0, processes, processes, "127.0.0.1", store.port, attempt))
 
 
-def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[list[Place]]:
+def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
     """Those of several machines: each tells the others how many it starts."""
     asked = config.distributed
     handler = get_rendezvous_handler(
@@ -40,6 +144,7 @@ def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[list[
         )
     )
     try:
+        log.info("%d machines meet at %s", asked.nodes, asked.rendezvous)
         met = handler.next_rendezvous()
         met.store.set(f"processes/{met.rank}", str(processes))
         counts = [int(met.store.get(f"processes/{node}")) for node in range(met.world_size)]
@@ -47,7 +152,11 @@ def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[list[
         if host is None:
             raise UsageError("distributed.rendezvous: it names no store")
         first, size = sum(counts[: met.rank]), sum(counts)
-        yield _places(first, processes, size, host.master_addr, host.master_port, attempt)
+        address, port = host.master_addr, host.master_port
+        places = _places(first, processes, size, address, port, attempt)
+        wait = timedelta(seconds=STORE_S)
+        store = TCPStore(address, port, None, False, wait, wait_for_workers=False)
+        yield Meeting(places, met.rank, met.world_size, store)
     finally:
         handler.shutdown()
 

@@ -14,6 +14,9 @@ from pathlib import Path
 from threading import Thread
 from traceback import format_exception
 
+import torch
+
+from runner import fork_server
 from runner.build import Components
 from runner.config import RunConfig
 from runner.device.device import select
@@ -24,7 +27,7 @@ from runner.distributed.outcome import RankOutcome
 from runner.distributed.place import Place
 from runner.distributed.world import RANKS, World, as_lost, is_lost
 from runner.doctor.links import measure
-from runner.errors import UsageError
+from runner.errors import Interrupted, UsageError
 from runner.jobs import doctor, train
 from runner.jobs.config import JobKind
 from runner.masking import masked
@@ -35,7 +38,6 @@ from runner.training.signals import interruption_before_run, signals_unwind
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
-FOLDER = "folder"  # file in which an agent on another machine finds the name of the run's
 STACKS = "debug/ranks"  # where each thread of each process stood when it waited for too long
 
 
@@ -98,6 +100,8 @@ def _outcome(
             for line in masked("".join(format_exception(error))).splitlines():
                 log.error("  %s", line, extra={"live": True})  # not on the screen
     outcome.message = masked(outcome.message)
+    if place.rank:
+        log.info("ended: %s", outcome.message or outcome.kind)
     return outcome
 
 
@@ -122,16 +126,23 @@ def run_rank(
             raise UsageError("distributed: rank 0 has named no folder")
         if folder != named:
             _set_up_logging(config, named, place)
-        if place.meeting is not None:
-            (place.meeting / FOLDER).write_text(str(named.absolute()))
         config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+        if place.rank:  # rank 0 has the record of all
+            log.info("process %d of %d on %s: pid %d, local rank %d, device %s, torch %s",
+                     place.rank, place.size, world.host, os.getpid(), place.local_rank,
+                     world.device, torch.__version__)  # fmt: skip
         world.watch(named / STACKS / f"{place.rank}.txt")
         if config.job.kind is JobKind.doctor:
             _examine(config, named, world)
             return None
-        if given is None:
-            given = world.choose(lambda: train.chosen(config, named)) or Components()
-        return train.main(config, named, replace(given, world=world))
+        try:
+            if given is None:
+                given = world.choose(lambda: train.chosen(config, named)) or Components()
+            return train.main(config, named, replace(given, world=world))
+        except (KeyboardInterrupt, Interrupted):
+            if error := world.find_error():  # for which torchrun ends the others by a signal
+                raise error from None
+            raise
 
 
 def _is_alone(place: Place) -> bool:
@@ -158,8 +169,9 @@ def _set_up_logging(config: RunConfig, folder: Path, place: Place) -> None:
 def _end_with_parent() -> None:
     """No process trains on when the one that started it is killed, and another may continue.
 
-    The kernel's own signal would be that of the fork server's death, which lives as long as this.
+    On Linux the kernel kills also a stopped one, by way of the fork server: see `preload.py`.
     """
+    fork_server.die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=_kill_self_after, args=(parent.sentinel,), daemon=True).start()

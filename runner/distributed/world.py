@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import Backend, DistributedConfig, DistributedKind
-from runner.distributed.outcome import RankOutcome
+from runner.distributed.outcome import RankOutcome, SharedOutcomes
 from runner.distributed.place import Place
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
@@ -74,10 +74,15 @@ class World:
             self.store = open_store(place, timeout)
             # what a process of an earlier attempt has left there is nobody's address any more,
             # nor what this process has left there for an earlier run
-            store = PrefixStore(f"attempt_{place.attempt}/{next(_numbers)}", self.store)
+            prefix = f"attempt_{place.attempt}/{next(_numbers)}"
+            store = PrefixStore(prefix, self.store)
             dist.init_process_group(
                 both, store=store, rank=place.rank, world_size=place.size, timeout=timeout
             )
+        # who waits in one client holds up its other callers, as a collective may
+        client: Any = self.store
+        outcomes = PrefixStore(prefix, client.clone())
+        self._outcomes = SharedOutcomes(outcomes, self.rank, self.size)
         self._write(RankOutcome(self.rank, "running"))
 
     @property
@@ -100,11 +105,13 @@ class World:
             "restarts": [message for _, message in self.place.losses],  # and why
         }
 
-    def close(self) -> None:
-        """Leave; what the others still do with this one fails.
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave; what the others still do with this one fails, and they are told the error.
 
         After a loss the group is left as it is: taking it down is not sure to return.
         """
+        if error is not None and not self.left:
+            self._write(RankOutcome.of(self.rank, error))
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
@@ -277,6 +284,8 @@ class World:
     def _write(self, outcome: RankOutcome) -> None:
         if self.place.meeting is not None:
             outcome.write(self.place.meeting)
+        elif outcome.kind != "running":
+            self._outcomes.publish(outcome)
 
     def watch(self, file: Path) -> None:
         """Write every thread's stack there when nothing is agreed on for most of the time-out.
@@ -293,8 +302,21 @@ class World:
         except Exception as error:
             if not is_lost(error):
                 raise
-            self.lost = True
-            raise as_lost(error) from error
+            raise self.lose(error) from error
+
+    def find_error(self) -> ProcessLost | None:
+        """What has ended another process, where no agent of ours asks them all."""
+        return self._outcomes.find_error() if self.place.meeting is None else None
+
+    def lose(self, error: BaseException) -> ProcessLost:
+        """The error for one that `is_lost`, which says who was lost where no agent of ours does."""
+        if isinstance(error, ProcessLost):
+            return error
+        lost, self.lost = as_lost(error), True
+        if self.place.meeting is None:
+            self._outcomes.publish(RankOutcome.of(self.rank, lost))
+            lost = self._outcomes.name_cause(lost)
+        return lost
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -334,9 +356,7 @@ def as_lost(error: BaseException) -> ProcessLost:
 def refuse_lost(run: Run, error: Exception) -> bool:
     """The first of a run's recoveries: a step is not repeated without the others."""
     if is_lost(error):
-        if run.world is not None:
-            run.world.lost = True
-        raise as_lost(error) from error
+        raise (as_lost(error) if run.world is None else run.world.lose(error)) from error
     return False
 
 

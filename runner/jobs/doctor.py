@@ -162,7 +162,8 @@ def _outlook(row: Outlook) -> Text:
     return Text.assemble(("not available", "yellow"), f": {row.reason}", (f", {asked}", "dim"))
 
 
-def _check(check: DoctorCheck) -> Text:
+def _check(check: DoctorCheck) -> Group:
     status = (f"{check.status.value:4}", STYLES[check.status])
-    fix = f"\n      fix: {escape_control_chars(check.fix)}" if check.fix else ""
-    return Text.assemble(status, f"  {escape_control_chars(check.finding)}", (fix, "italic"))
+    finding = Text.assemble(status, f"  {escape_control_chars(check.finding)}")
+    fix = Text(f"fix: {escape_control_chars(check.fix)}", "italic")
+    return Group(finding, *([Padding(fix, (0, 0, 0, 6))] if check.fix else []))

@@ -8,7 +8,7 @@ from runner.build import Components, build
 from runner.config import RunConfig
 from runner.report import run as report
 from runner.training.loop import train
-from runner.training.summary import Summary
+from runner.training.summary import FILE, Summary
 
 
 def main(config: RunConfig, folder: Path, given: Components | None = None) -> Summary:
@@ -17,7 +17,7 @@ def main(config: RunConfig, folder: Path, given: Components | None = None) -> Su
         try:
             return train(run)
         finally:
-            if run.writes:
+            if run.writes and (folder / FILE).exists():  # else it has ended before it began
                 report.write_recorded(folder)
 
 

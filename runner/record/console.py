@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -104,7 +104,7 @@ def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Tab
     table.add_column(style="dim", min_width=width, max_width=32, overflow="fold")
     table.add_column(ratio=1, overflow="fold")
     for name, value, style in rows:
-        cell = value if isinstance(value, Text) else plain_text(value, style)
+        cell = value if isinstance(value, Text | Group) else plain_text(value, style)
         table.add_row(plain_text(name), cell)
     return table
 

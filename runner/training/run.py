@@ -11,6 +11,7 @@ from runner.techniques.base import RunParts
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import TracebackType
 
     from torch import nn
 
@@ -137,9 +138,14 @@ class Run(RunParts):
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
-            self.scope.close()
+            self.scope.__exit__(kind, error, trace)
         except Exception:  # a disk that is full; the error that ended the run says more
             if kind is None:
                 raise

@@ -29,7 +29,7 @@ visits: Counter[str] = Counter()
 
 def planted(point: str) -> str:
     """Do the fault if it is due here; returns the kind of one that is the caller's to do."""
-    if not visits["session"] and point != "build":
+    if not visits["begun"] and point != "build":
         return ""
     visits[point] += 1
     for fault in filter(None, os.environ.get("FAULT", "").split(",")):
@@ -122,15 +122,21 @@ class Net(nn.Module):
         planted("saving")
         return super().state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        planted("restore")
+        return super().load_state_dict(*args, **kwargs)
+
 
 class Watch(Hook):
     @contextmanager
     def session(self, run: Any) -> Iterator[None]:
         """From here on visits are counted: what tries the model before is no step."""
-        visits["session"] = 1
+        visits["begun"] = 1
         folder = Path(os.environ["FAULT_FOLDER"])
         (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        planted("session")
         yield
+        planted("end")
 
     def on_gradients(self, run: Any, step: Step) -> Verdict:
         return _verdict("on_gradients")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
+import signal
+import socket
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,32 +19,45 @@ from uuid import uuid4
 
 import psutil
 
+from runner import fork_server
+from runner.sweep import fork
 from tests.runs import rows
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 8
 MARK = "RUN_MARK"
+PATH = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, sys.path)])
+_starting = threading.Lock()  # a process starts in the current folder, which threads share
+PRELOAD = ["torch._dynamo", "runner.distributed.launch", *fork.PRELOAD]
 
 
 @dataclass
 class Started:
-    """`python -m runner distributed=ddp …` in a session of its own."""
+    """`python -m runner distributed=ddp …` in a session of its own, forked from a warm process."""
 
     folder: Path
     mark: str
-    process: subprocess.Popen[str]
-    output: str = ""
+    process: fork.ForkedProcess
+    console: Path
     seconds: float = 0.0
 
-    def end(self, timeout_s: float = 120) -> Started:
+    def end(self, timeout_s: float = 200) -> Started:
         """Wait for its end, which leaves no process behind."""
         start = time.monotonic()
-        self.output = self.process.communicate(timeout=timeout_s)[0]
+        self.process.wait(timeout_s)
         self.seconds = time.monotonic() - start
         return self
 
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     @property
-    def code(self) -> int:
+    def output(self) -> str:
+        return self.console.read_text()
+
+    @property
+    def code(self) -> int | None:
         return self.process.returncode
 
     @property
@@ -81,19 +97,19 @@ class Started:
         pid = (self.folder / f"pid-{rank}").read_text()
         return [process for process in found if process.pid == int(pid)]
 
-    def wait_for(self, path: str, timeout_s: float = 60) -> None:
+    def wait_for(self, path: str, timeout_s: float = 120) -> None:
         """Until there is such a file in its folder."""
         deadline = time.monotonic() + timeout_s
         while not list(self.folder.glob(path)):
-            assert self.process.poll() is None, self.process.stdout and self.process.stdout.read()
-            assert time.monotonic() < deadline
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
 
     def send(self, number: int, to: str = "agent") -> None:
         if to == "group":
             os.killpg(self.process.pid, number)
         elif to == "agent":
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
         else:
             os.kill(int((self.folder / f"pid-{to}").read_text()), number)
 
@@ -111,18 +127,28 @@ def start(
         f"training.steps={steps}", "training.batch_size=16", "training.validate_every=4",
         "checkpoint.keep=3", "monitoring.every=2", "monitoring.progress=false", *typed,
     ]  # fmt: skip
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     once = folder.parent / f"{folder.name}-once"
     once.mkdir(parents=True, exist_ok=True)
     environ = {
-        **os.environ, "PYTHONPATH": path, "FAULT": fault, "FAULT_ONCE": str(once), MARK: mark,
+        **os.environ, "PYTHONPATH": PATH, "FAULT": fault, "FAULT_ONCE": str(once), MARK: mark,
         "FAULT_FOLDER": str(folder), **env,
     }  # fmt: skip
-    process = subprocess.Popen(
-        command, env=environ, cwd=folder.parent, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    return Started(folder, mark, process)
+    console = folder.parent / f"{folder.name}.console"
+    return Started(folder, mark, _fork(command, environ, folder.parent, console), console)
+
+
+def _fork(
+    command: list[str], environ: dict[str, str], place: Path, console: Path
+) -> fork.ForkedProcess:
+    with _starting:
+        fork_server.start(PRELOAD, {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"})
+    before = os.getcwd()
+    with _starting, open(console, "ab") as output, open(os.devnull) as stdin:
+        os.chdir(place)
+        try:
+            return fork.fork(command, environ, stdin.fileno(), output.fileno())
+        finally:
+            os.chdir(before)
 
 
 def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:
@@ -131,9 +157,24 @@ def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:
     try:
         started.end()
     finally:
-        started.process.kill()
+        started.kill()
     assert started.left() == []
     return started
+
+
+def start_machines(place: Path, fault: str = "", *typed: str, **how: Any) -> list[Started]:
+    """A run of two machines with a process each, which are both this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    meet = ("distributed.nodes=2", f"distributed.rendezvous={endpoint}", *typed)
+    once = place / "run-once"  # an attempt's fault is not done again by the next one
+    machines = []
+    for name in ("a", "b"):
+        own = {"FAULT_ONCE": str(once), **how}
+        machines.append(start(place / name, fault, *meet, processes=1, **own))
+    once.mkdir(exist_ok=True)
+    return machines
 
 
 def digest(folder: Path) -> str:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.distributed import runs
@@ -14,7 +22,12 @@ NO_WORKERS = "data.workers=0"
 GRACE = "checkpoint.grace_s=8"
 CALLS = {"data": 60, "validation": 1, "on_report": 2, "on_validation": 1, "saving": 2}
 POINTS = ["data", "forward", "backward", "on_gradients", "on_step", *list(CALLS)[1:]]
+FURTHER = ["session", "restore", "early_stop", "end"]  # "end": once all is trained and saved
+CALLS |= {"session": 1, "restore": 1, "early_stop": 2, "end": 1}
+SETTINGS = {"early_stop": ("training.patience=1", "optimizer.lr=1e-12")}
 KINDS = ["raise", "usage", "oom", "term", "kill", "exit", "stop", "hang"]
+FEWER = ["raise", "term", "kill", "stop"]
+TOGETHER = 4  # cases: a hung process is waited for
 
 
 def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_path: Path) -> None:
@@ -137,31 +150,209 @@ def test_a_signal_ends_a_run_that_waits_for_one_of_them(
     assert started.left() == []
 
 
+@pytest.fixture(scope="module")
+def matrix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[runs.Started]]]:
+    """The runs of all cases that were chosen: some at a time, as many of them wait."""
+    items = [i for i in request.session.items if isinstance(i, pytest.Function)]
+    cases = [i.callspec.params["case"] for i in items if "case" in getattr(i, "fixturenames", ())]
+    place = tmp_path_factory.mktemp("matrix")
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        yield {str(case): pool.submit(_run_case, place / str(case), case) for case in cases}
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_case(folder: Path, case: Case) -> runs.Started:
+    folder.mkdir()
+    return runs.run(folder / "run", case.fault, NO_WORKERS, *SETTINGS.get(case.point, ()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault at one rank, at a point of the run."""
+
+    point: str
+    kind: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.point}-{self.kind}-{self.rank}"
+
+    @property
+    def fault(self) -> str:
+        own = f"{self.rank}:{self.point}:{self.kind}:{CALLS.get(self.point, 6)}"
+        own = own.replace("early_stop", "on_validation")
+        return own if self.point != "restore" else f"{1 - self.rank}:on_step:rollback:6,{own}"
+
+    def expected(self) -> tuple[int, str, str]:
+        """Exit code, status and cause."""
+        rank, point = self.rank, self.point
+        if self.kind == "oom" and point in ("forward", "backward", "validation"):
+            return 0, "done", ""
+        if point == "data" and self.kind in ("raise", "oom"):  # as of any unreadable sample
+            return 2, "failed", {"raise": "planted", "oom": "can't allocate memory"}[self.kind]
+        if self.kind == "term" and point == "early_stop":
+            return 0, "stopped", "has not improved"
+        if self.kind == "raise" and point == "restore":
+            return 5, "failed", "does not fit this run's model or optimizer (ValueError: planted)"
+        return {
+            "raise": (1, "failed", "ValueError: planted"),
+            "usage": (2, "failed", "planted"),
+            "oom": (2, "failed", "out of memory"),
+            "term": (143, "interrupted", "SIGTERM"),
+            "kill": (1, "failed", f"process {rank} was killed by SIGKILL"),
+            "exit": (1, "failed", f"process {rank} ended with exit code 3"),
+            "stop": (1, "failed", f"process {rank} did not answer"),
+            "hang": (1, "failed", f"process {rank} did not answer"),
+        }[self.kind]
+
+
+CASES = [
+    Case(point, kind, (row + column) % 2)
+    for points, kinds in ((POINTS, KINDS), (FURTHER, FEWER))
+    for row, point in enumerate(points)
+    for column, kind in enumerate(kinds)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_fault_at_every_point_ends_or_continues_all(
-    tmp_path: Path, point: str, kind: str
+    case: Case, matrix: dict[str, Future[runs.Started]]
 ) -> None:
-    rank = (POINTS.index(point) + KINDS.index(kind)) % 2
-    fault = f"{rank}:{point}:{kind}:{CALLS.get(point, 6)}"
-    done = runs.run(tmp_path / "run", fault, NO_WORKERS)
-    name = f"process {rank}" if rank else ""
-    code, status, cause = {
-        "raise": (1, "failed", "ValueError: planted"),
-        "usage": (2, "failed", "planted"),
-        "oom": (2, "failed", "out of memory"),
-        "term": (143, "interrupted", "SIGTERM"),
-        "kill": (1, "failed", f"process {rank} was killed by SIGKILL"),
-        "exit": (1, "failed", f"process {rank} ended with exit code 3"),
-        "stop": (1, "failed", f"process {rank} did not answer"),
-        "hang": (1, "failed", f"process {rank} did not answer"),
-    }[kind]
-    if point == "data" and kind in ("raise", "oom"):  # as of any sample that cannot be read
-        code, cause = 2, {"raise": cause, "oom": "can't allocate memory"}[kind]
-    if kind == "oom" and point in ("forward", "backward", "validation"):
-        code, status, cause, name = 0, "done", "", ""
+    done = matrix[str(case)].result()
+    code, status, cause = case.expected()
     assert (done.code, done.summary["status"]) == (code, status), done.output
     assert cause in done.summary["reason"], done.output
-    if code in (1, 2):
-        assert name in done.message
+    if code in (1, 2) and case.rank:
+        assert f"process {case.rank}" in done.message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the parent's death")
+def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Path) -> None:
+    started = runs.start(tmp_path / "run", "1:forward:stop:6", "distributed.timeout_s=300")
+    _wait_for_stopped(started)
+    started.send(signal.SIGKILL)
+    started.end()
+    assert started.left() == []
+
+
+def _wait_for_stopped(started: runs.Started) -> list[psutil.Process]:
+    while True:
+        assert started.process.poll() is None, started.output
+        if stopped := [p for p in started.ranks("") if p.status() == psutil.STATUS_STOPPED]:
+            return stopped
+        time.sleep(0.05)
+
+
+def test_a_fork_server_that_is_killed_is_named_and_all_start_again(tmp_path: Path) -> None:
+    started = runs.start(tmp_path / "run", "", NO_WORKERS, "distributed.restarts=1", STEP_S="0.1")
+    started.wait_for("checkpoints/step_00000004")
+    ranks = [p for rank in (0, 1) for p in started.ranks(rank)]
+    ranks[0].parent().kill()
+    psutil.wait_procs(ranks, 20)
+    assert not any(rank.is_running() for rank in ranks)  # before others train in their place
+    done = started.end()
+    assert done.code == 0, done.output
+    (reason,) = done.summary["distributed"]["restarts"]
+    assert reason == "the fork server was killed, and the processes with it"
+    assert started.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [
+        ("1:backward:raise:6", 1, "ValueError: planted"),
+        ("1:build:usage:1", 2, "planted"),
+        ("1:forward:kill:6", 1, "was killed by SIGKILL"),
+    ],
+)
+def test_two_machines_end_with_the_same_line_and_exit_code(
+    tmp_path: Path, fault: str, code: int, reason: str
+) -> None:
+    machines = [machine.end() for machine in runs.start_machines(tmp_path, fault, NO_WORKERS)]
+    assert [machine.code for machine in machines] == [code, code], machines[0].output
+    first, second = (machine.message.partition("error: ")[2] for machine in machines)
+    assert first == second
+    assert first.startswith("process 1 on ") and reason in first
+    assert [machine.left() for machine in machines] == [[], []]
+
+
+@pytest.mark.slow
+def test_two_machines_start_again_together_after_a_loss(tmp_path: Path) -> None:
+    typed = NO_WORKERS, "distributed.restarts=1"
+    machines = [m.end() for m in runs.start_machines(tmp_path, "1:forward:kill:6", *typed)]
+    assert [machine.code for machine in machines] == [0, 0], machines[0].output
+    (first,) = [m for m in machines if (m.folder / "summary.json").exists()]
+    assert len(first.summary["distributed"]["restarts"]) == 1
+    assert first.summary["steps"] == 12
+
+
+@pytest.mark.slow
+def test_a_machine_whose_agent_is_killed_ends_the_others(tmp_path: Path) -> None:
+    machines = runs.start_machines(tmp_path, "", NO_WORKERS, steps=100_000, STEP_S="0.02")
+    while not (ready := [m for m in machines if [*m.folder.glob("checkpoints/step_*")]]):
+        assert machines[0].process.poll() is None, machines[0].output
+    (first,), (second,) = ready, [m for m in machines if m not in ready]
+    second.send(signal.SIGKILL)
+    assert first.end().code == 1
+    assert "machine 1 of 2 has ended, or does not answer" in first.message
+    assert first.summary["status"] == "failed"
+    assert [machine.left() for machine in machines] == [[], []]
+
+
+@contextmanager
+def _small_disk(folder: Path, size: str) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this process may mount nothing")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [(), ("distributed=fsdp",)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("where", "code", "message"),
+    [
+        ("", 5, "No space left on device; name another place"),
+        ("checkpoints", 5, "3 checkpoints in a row were not written: No space left on device"),
+        ("ranks/1", 0, ""),  # its log alone
+    ],
+)
+def test_a_full_disk_at_one_process_ends_or_continues_all(
+    tmp_path: Path, where: str, code: int, message: str, own: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    with _small_disk(folder / where, "12k"):
+        done = runs.run(folder, "", NO_WORKERS, *own)
+        summary = done.summary if where else {}
+    assert done.code == code, done.output
+    assert message in done.message
+    if where:
+        assert summary["status"] == ("failed" if code else "done")
+        assert message in summary["reason"]
+        assert code or summary["steps"] == 12
+
+
+@pytest.mark.slow
+def test_a_signal_while_all_compile_ends_all_within_the_grace_period(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path}/compiling-$RANK\nsleep 600\n")
+    compiler.chmod(0o700)
+    typed = "optimization=compile", "optimization.compile.min_steps=1", GRACE, NO_WORKERS
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
+    started = runs.start(tmp_path / "run", "", *typed, "distributed.timeout_s=300", **cache)
+    while not [*tmp_path.glob("compiling-*")]:
+        assert started.process.poll() is None, started.output
+        time.sleep(0.05)
+    started.send(signal.SIGTERM)
+    done = started.end()
+    assert done.code == 143, done.output
+    assert done.summary["status"] == "interrupted"
+    assert started.left() == []

@@ -35,6 +35,26 @@ class Dies(Hook):
         if first and run.world.rank == 1 and run.progress.step == 15:
             os.kill(os.getpid(), 9)
 """
+RAISES = """
+import os
+from contextlib import contextmanager
+from runner import Hook, errors
+
+class Raises(Hook):
+    @contextmanager
+    def session(self, run):
+        self.fail(run, "session", 0)
+        yield
+
+    def on_step(self, run, step):
+        self.fail(run, "on_step", 15)
+
+    def fail(self, run, event, step):
+        if os.environ["EVENT"] == event and run.world.rank == 1 and run.progress.step == step:
+            raise {"ValueError": ValueError, "DataError": errors.DataError}[os.environ["ERROR"]](
+                "row 7 is odd"
+            )
+"""
 PROGRAM = """
 import sys
 from runner import build, compose, train
@@ -45,10 +65,10 @@ for seed in (0, 1):
 """
 
 
-def started(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, *typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(runs.TESTS.parent), str(folder)])
     return subprocess.run(
-        [*TORCHRUN, *typed], cwd=folder, env={**os.environ, "PYTHONPATH": path},
+        [*TORCHRUN, *typed], cwd=folder, env={**os.environ, "PYTHONPATH": path, **variables},
         text=True, capture_output=True, timeout=300,
     )  # fmt: skip
 
@@ -73,6 +93,22 @@ def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_agai
     assert (run / "ranks" / "1" / "run.log").exists()
     alone = runs.trained(*SHORT[len(runs.QUICK) :])
     assert summary["metrics"]["val/loss"] == pytest.approx(alone.metrics["val/loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("event", "error"), [("on_step", "ValueError"), ("session", "DataError")])
+def test_an_error_in_another_process_is_named_by_the_first(tmp_path, event, error):
+    (tmp_path / "own.py").write_text(RAISES)
+    done = started(
+        tmp_path, "-m", "runner", "distributed=ddp", *SHORT, "debug.hooks=[own.Raises]",
+        "security.trusted=[own]", "distributed.timeout_s=60", EVENT=event, ERROR=error,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr  # torchrun's own
+    (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
+    reason = told(run)["reason"]
+    assert told(run)["status"] == "failed"
+    assert reason.startswith("process 1: ") and "row 7 is odd" in reason
+    assert f"error: {reason}" in done.stderr
 
 
 def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from threading import Lock
 
 from tests.faults import processes
 from tests.faults.end_state import end_state
@@ -42,6 +43,7 @@ class Tally:
     equal: int = 0  # kills of runs that ended as the whole one
     runs: int = 0
     when: Counter[str] = field(default_factory=Counter)  # kills by what the run was doing
+    victims: Counter[str] = field(default_factory=Counter)  # where several processes train
     differ: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -58,63 +60,77 @@ class Killer:
         self.life = time.monotonic() - start
         assert code == 0, (whole / "console.log").read_text()[-3000:]
         self.expected = end_state(whole / "run")
+        self._numbers, self._lock, self._begun = count(), Lock(), 0
 
-    def run(self, kills: int, most: int = MOST) -> Tally:
-        """Until so many kills have been made."""
+    def run(self, kills: int, most: int = MOST, jobs: int = 1) -> Tally:
+        """Until so many kills have been made, in so many runs at a time."""
         start = time.monotonic()
-        for number in count():
-            left = kills - self.tally.kills
-            if left <= 0:
-                break
-            self._one(self.place / str(number), min(left, self.draw.randint(1, most)))
+        with ThreadPoolExecutor(jobs) as pool:
+            while self.tally.kills < kills:
+                self._begun = self.tally.kills
+                for work in [pool.submit(self._work, kills, most) for _ in range(jobs)]:
+                    work.result()
         self.tally.seconds = time.monotonic() - start
         return self.tally
+
+    def _work(self, kills: int, most: int) -> None:
+        while True:
+            with self._lock:
+                own = min(kills - self._begun, self.draw.randint(1, most))
+                self._begun += own
+                number = next(self._numbers)
+            if own <= 0:
+                return
+            self._one(self.place / str(number), own)
 
     def _one(self, folder: Path, kills: int) -> None:
         done, code = 0, -signal.SIGKILL
         while code == -signal.SIGKILL:
             process = processes.start(folder, typed(self.mode, folder / "run"), PLANT=self.plant)
             start = time.monotonic()
-            if done < kills:
-                deadline = time.monotonic() + self.draw.uniform(0, self.life)
-                while process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(min(0.01, max(0.0, deadline - time.monotonic())))
-                if (
-                    process.poll() == 0
-                ):  # it was quicker than the first one, which had a busy machine
-                    self.life = time.monotonic() - start
-                if process.poll() is None:
-                    done += self._kill(folder, process.pid)
-                    if self._ends_itself(process):
-                        continue
+            while done < kills and self._wait(process, start):
+                done += 1
+                if self._kill(folder, process.pid):
+                    break
             try:
                 code = process.wait(LIMIT_S)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             assert done or code == 0, (folder / "console.log").read_text()[-3000:]
-        self.tally.kills += done
-        self.tally.runs += 1
-        self._compare(folder, code, done)
+        with self._lock:
+            self.tally.kills += done
+            self.tally.runs += 1
+            self._compare(folder, code, done)
 
-    def _ends_itself(self, process: processes.Process) -> bool:
-        """Whether it was the one that was killed, and not another process of the run's."""
-        with suppress(processes.TimeoutExpired):
-            return process.wait(1.0) == -signal.SIGKILL
-        return False
+    def _wait(self, process: processes.Process, start: float) -> bool:
+        """Until a moment of the run's life; False where it has ended before."""
+        deadline = time.monotonic() + self.draw.uniform(0, self.life)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(min(0.01, max(0.0, deadline - time.monotonic())))
+        if process.poll() == 0:  # it was quicker than the first one, which had a busy machine
+            self.life = min(self.life, time.monotonic() - start)
+        return process.poll() is None
 
-    def _kill(self, folder: Path, pid: int) -> int:
+    def _kill(self, folder: Path, pid: int) -> bool:
+        """Whether it was the process that was started, and not one that it has started."""
+        victim, name = pid, ""
+        if "distributed=ddp" in MODES[self.mode]:
+            ranks = processes.ranks(pid)
+            with self._lock:  # two of three; one of a run that has no ranks yet is the agent's
+                of_agents = self.tally.victims["the agent"]
+                rank = bool(ranks) and self.tally.victims["a rank"] < 2 * (of_agents + 1)
+                victim = self.draw.choice(ranks) if rank else pid
+                name = "a rank" if rank else "the agent"
+                self.tally.victims[name] += 1
         root = folder / "run" / "checkpoints"
         if list(root.glob(".tmp-*")):
             self.tally.when["saving"] += 1
         else:
             self.tally.when["training" if root.exists() else "starting"] += 1
-        victim = pid
-        if "distributed=ddp" in MODES[self.mode]:
-            victim = self.draw.choice(sorted(processes.below(folder)) or [pid])
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        return 1
+        return victim == pid
 
     def _compare(self, folder: Path, code: int, kills: int) -> None:
         problem = f"exit code {code}" if code else ""
@@ -145,8 +161,10 @@ def kill_modes(place: Path, modes: Sequence[str], kills: int, jobs: int, seed: i
 
     def prove(mode: str, kills: int) -> Tally:
         own = place / str([*MODES].index(mode))
-        tally = Killer(own, mode, random.Random(f"{seed} {mode}")).run(kills)
+        killer = Killer(own, mode, random.Random(f"{seed} {mode}"))
+        tally = killer.run(kills, jobs=max(1, jobs // len(modes)))
         when = ", ".join(f"{number} {what}" for what, number in sorted(tally.when.items()))
+        when += "".join(f"; {number} of {what}" for what, number in tally.victims.items())
         print(
             f"{mode:28} {tally.equal:5,} / {tally.kills:,} equal in {tally.runs} runs, "
             f"{tally.seconds:.0f} s ({when})", *tally.differ, sep="\n    ", flush=True,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
 
@@ -59,6 +60,15 @@ def below(folder: Path) -> list[int]:
         except psutil.Error:
             continue
     return pids
+
+
+def ranks(agent: int) -> list[int]:
+    """The processes that train, of a run that has started several."""
+    with suppress(psutil.Error):
+        children = psutil.Process(agent).children()
+        servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+        return [rank.pid for server in servers for rank in server.children()]
+    return []
 
 
 def left_over(folder: Path, within_s: float = 10.0) -> list[int]:

@@ -1,0 +1,11 @@
+"""What the fork server of a run imports: it ends with the process that started it."""
+
+from runner import fork_server
+
+fork_server.die_with_parent()  # each rank dies with it in turn
+
+import torch._dynamo  # noqa: E402,F401  # which every optimizer of torch's imports
+
+from runner.distributed import rank  # noqa: E402,F401
+from runner.record import tensorboard  # noqa: E402,F401
+from runner.report import run  # noqa: E402,F401

@@ -1,0 +1,111 @@
+"""What ended a run of several processes: the cause, and not what followed from it in others."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from runner.distributed.outcome import RankOutcome
+from runner.record.text import dataclass_from_dict
+
+
+@dataclass
+class RankEnd:
+    """How a process has ended, as the agent that started it knows."""
+
+    rank: int
+    name: str
+    code: int = 0  # negative for a signal
+    killed: bool = False  # by the agent, as one that hung
+    outcome: RankOutcome | None = None  # none of one that was killed before it began to train
+
+    @property
+    def kind(self) -> str:
+        """That of its outcome; "" of one that left none."""
+        return "" if self.outcome is None else self.outcome.kind
+
+
+@dataclass
+class MachineReport:
+    """How the processes of a machine have ended."""
+
+    ends: list[RankEnd]
+    received: int = 0  # the signal that its agent was sent
+    problem: str = ""  # that ended all of them
+
+    def dumps(self) -> str:
+        """For the agents of other machines."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: bytes) -> MachineReport:
+        """The one that `dumps` wrote."""
+        values = json.loads(text)
+        ends = []
+        for end in values.pop("ends"):
+            outcome = end.pop("outcome")
+            own = None if outcome is None else dataclass_from_dict(RankOutcome, outcome)
+            ends.append(RankEnd(**end, outcome=own))
+        return cls(ends, **values)
+
+
+@dataclass
+class Verdict:
+    """How a run ends, or why its processes are started again; the same on each machine."""
+
+    kind: str = "done"  # done | error | interrupted | restart | lost | unreachable
+    message: str = ""
+    exit_code: int = 1
+    choices: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""  # rank 0's
+
+    def dumps(self) -> str:
+        """For the agents of other machines."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: bytes) -> Verdict:
+        """The one that `dumps` wrote."""
+        return cls(**json.loads(text))
+
+
+def judge(reports: Sequence[MachineReport], unreachable: str = "") -> Verdict:
+    """The verdict on what the machines report; `unreachable` names one that does not."""
+    ends = sorted((end for report in reports for end in report.ends), key=lambda end: end.rank)
+    by_kind = {end.kind: end for end in reversed(ends)}
+    if (end := by_kind.get("error")) and end.outcome:
+        message = end.outcome.message if end.rank == 0 else f"{end.name}: {end.outcome.message}"
+        return Verdict("error", message, end.outcome.exit_code)
+    number = max(report.received for report in reports)
+    if (end := by_kind.get("interrupted")) and end.outcome:
+        number = number or end.outcome.exit_code - 128
+    failed = unreachable or any(end.code for end in ends)
+    if failed and number:
+        return Verdict("interrupted", exit_code=128 + number)
+    if unreachable:
+        return Verdict("unreachable", unreachable)
+    if (end := by_kind.get("restart")) and end.outcome:
+        return Verdict("restart", f"{end.name}: {end.outcome.message}", 1, end.outcome.choices)
+    if not failed:
+        return Verdict(exit_code=0)
+    problems = [report.problem for report in reports if report.problem]
+    return Verdict("lost", problems[0] if problems else _cause(ends))
+
+
+def _cause(ends: Sequence[RankEnd]) -> str:
+    """Which process was lost, and how: one that was killed before one that had to be."""
+    for end in ends:
+        if end.code < 0 and not end.killed:
+            memory = ", as the kernel does when memory runs out"
+            more = memory if end.code == -signal.SIGKILL else ""
+            return f"{end.name} was killed by {signal.Signals(-end.code).name}{more}"
+    for end in ends:
+        if end.code and not end.killed and end.kind in ("", "running"):
+            return f"{end.name} ended with exit code {end.code}, in the midst of the run"
+    for end in ends:
+        if end.killed:
+            return f"{end.name} did not answer within distributed.timeout_s, and was killed"
+    return next(end.outcome.message for end in ends if end.outcome and end.outcome.exit_code)

@@ -1,0 +1,114 @@
+"""What ends a run is the same on all machines, and the cause of it rather than what followed."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from runner.distributed import meeting
+from runner.distributed.meeting import Meeting
+from runner.distributed.outcome import RankOutcome, SharedOutcomes
+from runner.distributed.place import Place
+from runner.distributed.verdict import MachineReport, RankEnd, Verdict, judge
+from runner.errors import DataError, Interrupted, ProcessLost
+
+LOST = RankOutcome(0, "lost", "another process has ended", 1)
+RUNNING = RankOutcome(0, "running")
+
+
+def end(rank: int, code: int, outcome: RankOutcome | None = LOST, killed: bool = False) -> RankEnd:
+    return RankEnd(rank, f"process {rank}", code, killed, outcome)
+
+
+def report(*ends: RankEnd, **of_agent: Any) -> MachineReport:
+    return MachineReport([*ends], **of_agent)
+
+
+MISTAKE = RankOutcome.of(1, DataError("row 7"))
+STOPPED = RankOutcome.of(1, Interrupted(15, " at step 3"))
+
+
+@pytest.mark.parametrize(
+    ("reports", "unreachable", "kind", "message", "code"),
+    [
+        ([report(end(0, 0)), report(end(1, 0))], "", "done", "", 0),
+        ([report(end(0, 1)), report(end(1, 2, MISTAKE))], "", "error", "process 1: row 7", 2),
+        ([report(end(0, 1))], "machine 1", "unreachable", "machine 1", 1),
+        ([report(end(0, 143, STOPPED))], "machine 1", "interrupted", "", 143),
+        ([report(end(0, 1), received=15)], "", "interrupted", "", 143),
+        ([report(end(0, 0), received=15)], "", "done", "", 0),
+        ([report(end(0, 1), end(1, -9, RUNNING))], "", "lost", "process 1 was killed by SIGK", 1),
+        ([report(end(0, -9, LOST, True), end(1, 3, None))], "", "lost", "exit code 3", 1),
+        ([report(end(0, 1), end(1, -9, RUNNING, True))], "", "lost", "process 1 did not ans", 1),
+        ([report(end(0, 255), end(1, 255), problem="the server")], "", "lost", "the server", 1),
+    ],
+)
+def test_the_cause_is_told_from_what_followed(
+    reports: list[MachineReport], unreachable: str, kind: str, message: str, code: int
+) -> None:
+    copies = [MachineReport.loads(report.dumps().encode()) for report in reports]
+    assert copies == reports
+    verdict = judge(copies, unreachable)
+    assert (verdict.kind, verdict.exit_code) == (kind, code)
+    assert message in verdict.message
+    assert Verdict.loads(verdict.dumps().encode()) == verdict
+
+
+def places(node: int, port: int) -> list[Place]:
+    return [Place(node, 2, 0, 1, "127.0.0.1", port, True, by="runner")]
+
+
+def two_machines() -> tuple[TCPStore, list[Meeting]]:
+    host = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    wait = timedelta(seconds=5)
+    stores = [TCPStore("127.0.0.1", host.port, None, False, wait) for _ in range(2)]
+    return host, [Meeting(places(n, host.port), n, 2, stores[n]) for n in range(2)]
+
+
+def test_one_machine_judges_and_all_hear_of_a_failure_at_once() -> None:
+    host, (first, second) = two_machines()
+    assert not first.exchange(False) and not second.exchange(False)
+    assert second.exchange(True) and first.exchange(False)
+    verdicts = []
+    own = report(end(1, 2, MISTAKE))
+    asks = threading.Thread(target=lambda: verdicts.append(second.agree(own, judge)))
+    asks.start()
+    verdicts.append(first.agree(report(end(0, 1)), judge))
+    asks.join()
+    assert verdicts[0] == verdicts[1] == Verdict("error", "process 1: row 7", 2)
+    del host
+
+
+def test_an_agent_that_shows_no_sign_of_life_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "SILENCE_S", 0.5)
+    monkeypatch.setattr(meeting, "READ_S", 0.5)
+    host, (first, second) = two_machines()
+    verdict = first.agree(report(end(0, 1)), judge)
+    assert (verdict.kind, verdict.message) == (
+        "unreachable", "machine 1 of 2 has ended, or does not answer",
+    )  # fmt: skip
+    host, (first, second) = two_machines()
+    verdict = second.agree(report(end(1, 1)), judge)
+    assert verdict.kind == "unreachable" and "machine of process 0" in verdict.message
+    del host
+
+
+def test_the_process_that_was_lost_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.distributed.outcome.REPORT_S", 0.3)
+    host = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    first, second, third = (SharedOutcomes(PrefixStore("run", host), rank, 3) for rank in range(3))
+    lost = ProcessLost("another process has ended")
+    assert first.name_cause(lost) is lost  # two of them are silent
+    third.publish(RankOutcome.of(2, lost))
+    named = first.name_cause(lost)
+    assert str(named) == "process 1 was killed, or has ended in the midst of it"
+    second.publish(MISTAKE)
+    for other in (first, third):
+        named = other.name_cause(lost)
+        assert (str(named), named.exit_code) == ("process 1: row 7", 2)
