@@ -15,6 +15,7 @@ from runner.record.storage import open_regular
 from runner.report import format, verdicts
 from runner.report.charts import Bar, Series, draw_bars, draw_curves, draw_points
 from runner.report.comparison import Comparison, Row, number, text
+from runner.report.replicates import by_configuration, configuration
 
 Curve = list[tuple[float, float]]
 
@@ -51,13 +52,15 @@ def figures(comparison: Comparison) -> dict[str, list[Figure]]:
         "speed": list(_speed(comparison, floor)),
         "attribution": list(_attribution(comparison, floor)),
         "memory": list(_memory(comparison)),
+        "validation": list(_validation(comparison)),
         "losses": list(_losses(comparison)),
     }
 
 
 def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    comparison = by_configuration(comparison) or comparison
     rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
-    if len(rows) < 2:
+    if len(rows) < 2 or comparison.search is not None:
         return
     reference = comparison.reference or "its reference"
     about = f"How many times as fast as {reference}; the upright line is as fast."
@@ -65,7 +68,10 @@ def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += " Whiskers are 95 % intervals."
     if floor:
         about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
-    if comparison.kind == "sweep":
+    if comparison.kind != "benchmark" and any(row.over for row in rows):
+        about = f"Samples per second as a ratio to {reference}: the mean over runs of the same "
+        about += "seed or fold, with its 95 % interval."
+    elif comparison.kind == "sweep":
         about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
     if len(rows) > MOST_BARS:
         about += f" The {MOST_BARS // 2} fastest and as many of the slowest of {len(rows)}."
@@ -82,6 +88,9 @@ def _speed_bar(row: Row, verdict: str) -> Bar:
 
 
 def _memory(comparison: Comparison) -> Iterator[Figure]:
+    if comparison.search is not None:
+        return
+    comparison = by_configuration(comparison) or comparison
     points = []
     for style, row in enumerate(comparison.rows):
         rate, of_device = row.number("samples_per_second"), row.number("peak_device_bytes")
@@ -101,6 +110,56 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
         points = sorted(points, key=lambda one: one.points[0][0], reverse=True)[:MOST_BARS]
     drawing = draw_points(points, "samples per second", "MiB at the peak")
     yield Figure("Memory against speed", about, [("", "", drawing)])
+
+
+def _validation(comparison: Comparison) -> Iterator[Figure]:
+    """The monitored metric by step; of several seeds or folds the mean, and a band around it."""
+    monitor, home = comparison.monitor, comparison.home
+    if not monitor or home is None:
+        return
+    grouped = by_configuration(comparison)
+    members: dict[str, list[Row]] = {}
+    for row in comparison.rows:
+        members.setdefault("" if grouped is None else " ".join(configuration(row)), []).append(row)
+    sets = [[row] for row in comparison.rows] if grouped is None else list(members.values())
+    labels = [row.name for row in (grouped or comparison).rows]
+    series = []
+    for style, (label, rows) in enumerate(zip(labels, sets, strict=True)):
+        curves = [_validation_curve(row, home, monitor) for row in rows if row.finished]
+        points, band = average_curves([curve for curve in curves if len(curve) > 1])
+        if points:
+            text = f"to {format.metric(points[-1][1])}"
+            series.append(Series(label, points, style, text, band))
+    if not series:
+        return
+    about = f"{monitor} at each validation."
+    if any(one.band for one in series):
+        about += " A line is the mean of a configuration's runs, its band their lowest and highest."
+    if len(series) > MOST_CURVES:
+        about += f" The first {MOST_CURVES} of {len(series)} are shown."
+    drawing = draw_curves(series[:MOST_CURVES], "step", monitor)
+    yield Figure("Validation", about, [("", "", drawing)])
+
+
+def _validation_curve(row: Row, home: Path, monitor: str) -> Curve:
+    path = home / row.folder / "metrics.jsonl"
+    return read_curve(path, "val", monitor.removeprefix("val/")) if row.folder else []
+
+
+def average_curves(
+    curves: Sequence[Curve],
+) -> tuple[Curve, list[tuple[float, float, float]]]:
+    """The mean of curves at the steps that all have, and a band from lowest to highest.
+
+    One curve is itself, without a band.
+    """
+    steps = [set(dict(curve)) for curve in curves]
+    shared = sorted(set.intersection(*steps)) if steps else []
+    shared = shared[:: max(1, len(shared) // POINTS)]
+    values = [[dict(curve)[step] for curve in curves] for step in shared]
+    points = [(step, sum(at) / len(at)) for step, at in zip(shared, values, strict=True)]
+    band = [(step, min(at), max(at)) for step, at in zip(shared, values, strict=True)]
+    return (points, band if len(curves) > 1 else []) if len(points) > 1 else ([], [])
 
 
 def _losses(comparison: Comparison) -> Iterator[Figure]:
@@ -166,31 +225,32 @@ def _row_curve(row: Row, home: Path | None) -> Curve:
     return [(i, loss) for i, loss in enumerate(first, 1) if number(loss) is not None]
 
 
-def read_curve(path: Path) -> Curve:
-    """The training losses in a record; damaged lines are left out.
+def read_curve(path: Path, split: str = "train", name: str = "loss") -> Curve:
+    """A number by step in the rows of a split; damaged lines are left out.
 
     A step that comes twice, in a run that was rolled back or resumed, counts as it was last.
     """
-    losses: dict[float, float] = {}
+    values: dict[float, float] = {}
+    quoted = f'"{split}"'.encode()
     try:
         with open_regular(path) as lines:
             while (line := lines.readline(LONGEST)) and lines.tell() <= BYTES:
-                if b'"train"' in line:
-                    losses |= _train_loss(line)
+                if quoted in line:
+                    values |= _value_of_row(line, split, name)
     except OSError:
         return []
-    return sorted(losses.items())
+    return sorted(values.items())
 
 
-def _train_loss(line: bytes) -> dict[float, float]:
+def _value_of_row(line: bytes, split: str, name: str) -> dict[float, float]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    step, loss = number(entry, "step"), number(entry, "loss")
-    if text(entry, "split") != "train" or step is None or loss is None:
+    step, value = number(entry, "step"), number(entry, name)
+    if text(entry, "split") != split or step is None or value is None:
         return {}
-    return {step: loss}
+    return {step: value}
 
 
 def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
