@@ -55,7 +55,10 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
         reason = "; ".join(notes) or f"no {SUMMARY}, {SWEEP} or {BENCHMARK} in it"
         fix = "name a folder of outputs/runs, outputs/sweeps or outputs/benchmarks"
         raise UsageError(f"{first}: nothing to compare: {reason}; {fix}")
-    reference, rows = _with_ratios(_named(rows, home), notes)
+    search = read_search(home) if kind == "sweep" else None
+    reference, rows = "", _named(rows, home)
+    if search is None:  # whose trials differ in what they train
+        reference, rows = _with_ratios(rows, notes)
     dated = home.name[:1].isdigit() and home.parent.name  # outputs/sweeps/<title>/<time>-<id>
     return Comparison(
         (home.parent.name if dated else home.name) or kind,
@@ -65,7 +68,7 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
         notes=list(dict.fromkeys(notes)),
         command=command,
         home=home,
-        search=read_search(home) if kind == "sweep" else None,
+        search=search,
     )
 
 

@@ -117,70 +117,85 @@ def _validation(comparison: Comparison) -> Iterator[Figure]:
     monitor, home = comparison.monitor, comparison.home
     if not monitor or home is None:
         return
-    grouped = by_configuration(comparison)
-    members: dict[str, list[Row]] = {}
-    for row in comparison.rows:
-        members.setdefault("" if grouped is None else " ".join(configuration(row)), []).append(row)
-    sets = [[row] for row in comparison.rows] if grouped is None else list(members.values())
-    labels = [row.name for row in (grouped or comparison).rows]
-    series = []
-    for style, (label, rows) in enumerate(zip(labels, sets, strict=True)):
-        curves = [_validation_curve(row, home, monitor) for row in rows if row.finished]
-        points, band = average_curves([curve for curve in curves if len(curve) > 1])
-        if points:
-            text = f"to {format.metric(points[-1][1])}"
-            series.append(Series(label, points, style, text, band))
-    if not series:
-        return
-    about = f"{monitor} at each validation."
+    name = monitor.removeprefix("val/")
+    curves = {
+        row.name: read_curve(home / row.folder / "metrics.jsonl", "val", name)
+        for row in comparison.rows
+        if row.finished and row.folder
+    }
+    series = _series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
+    if series:
+        about = f"{monitor} at each validation.{_about_series(series)}"
+        drawing = draw_curves(series[:MOST_CURVES], "step", monitor)
+        yield Figure("Validation", about, [("", "", drawing)])
+
+
+def _about_series(series: Sequence[Series]) -> str:
+    about = ""
     if any(one.band for one in series):
         about += " A line is the mean of a configuration's runs, its band their lowest and highest."
     if len(series) > MOST_CURVES:
         about += f" The first {MOST_CURVES} of {len(series)} are shown."
-    drawing = draw_curves(series[:MOST_CURVES], "step", monitor)
-    yield Figure("Validation", about, [("", "", drawing)])
+    return about
 
 
-def _validation_curve(row: Row, home: Path, monitor: str) -> Curve:
-    path = home / row.folder / "metrics.jsonl"
-    return read_curve(path, "val", monitor.removeprefix("val/")) if row.folder else []
+def _series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]:
+    """A curve for each row, or for each configuration that ran with several seeds or folds."""
+    groups: dict[str, list[Curve]] = {}
+    grouped = by_configuration(comparison)
+    labels = dict(zip([row.name for row in comparison.rows], _labels(comparison), strict=True))
+    for name, curve in curves.items():
+        groups.setdefault(labels[name], []).append(curve)
+    order = [row.name for row in (grouped or comparison).rows]
+    series = []
+    for label, members in groups.items():
+        points, band = average_curves(members)
+        if points:
+            text = f"to {format.metric(points[-1][1])}"
+            series.append(Series(label, points, order.index(label), text, band))
+    return series
 
 
-def average_curves(
-    curves: Sequence[Curve],
-) -> tuple[Curve, list[tuple[float, float, float]]]:
+def _labels(comparison: Comparison) -> list[str]:
+    """For each row the name of its curve."""
+    grouped = by_configuration(comparison)
+    if grouped is None:
+        return [row.name for row in comparison.rows]
+    made = {tuple(row.overrides): row.name for row in grouped.rows}
+    return [made[configuration(row)] for row in comparison.rows]
+
+
+def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, float, float]]]:
     """The mean of curves at the steps that all have, and a band from lowest to highest.
 
-    One curve is itself, without a band.
+    One curve is itself, without a band. Both are empty where fewer than two steps are shared.
     """
-    steps = [set(dict(curve)) for curve in curves]
-    shared = sorted(set.intersection(*steps)) if steps else []
-    shared = shared[:: max(1, len(shared) // POINTS)]
-    values = [[dict(curve)[step] for curve in curves] for step in shared]
-    points = [(step, sum(at) / len(at)) for step, at in zip(shared, values, strict=True)]
-    band = [(step, min(at), max(at)) for step, at in zip(shared, values, strict=True)]
-    return (points, band if len(curves) > 1 else []) if len(points) > 1 else ([], [])
+    if len(curves) == 1:
+        return thin_curve(curves[0]), []
+    values = [dict(curve) for curve in curves]
+    shared = sorted(set.intersection(*map(set, values)))
+    shared = shared[:: math.ceil(len(shared) / POINTS) or 1]
+    if len(shared) < 2:
+        return [], []
+    at = {step: [of_curve[step] for of_curve in values] for step in shared}
+    points = [(step, sum(here) / len(here)) for step, here in at.items()]
+    return points, [(step, min(here), max(here)) for step, here in at.items()]
 
 
 def _losses(comparison: Comparison) -> Iterator[Figure]:
     curves = read_losses(comparison)
     if not curves:
         return
-    shown = dict(list(curves.items())[:MOST_CURVES])
-    top = axis_top(comparison, shown)
-    names = [row.name for row in comparison.rows]
-    series = [
-        Series(name, curve, names.index(name), f"to {format.metric(curve[-1][1])}")
-        for name, curve in shown.items()
-    ]
+    series = _series(comparison, curves)
+    shown = {one.label: list(one.points) for one in series[:MOST_CURVES]}
+    top = axis_top(by_configuration(comparison) or comparison, shown)
     about = "Training loss by step, to the last step of each run. "
-    about += "Arms that train the same lie on one another."
+    about += f"Arms that train the same lie on one another.{_about_series(series)}"
     beyond = [name for name, curve in shown.items() if any(loss > top for _, loss in curve)]
     if beyond:
         about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
-    if len(curves) > MOST_CURVES:
-        about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
-    yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
+    drawing = draw_curves(series[:MOST_CURVES], "step", "loss", top)
+    yield Figure("Training loss", about, [("", "", drawing)])
 
 
 def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
@@ -214,7 +229,7 @@ def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
 def read_losses(comparison: Comparison) -> dict[str, Curve]:
     """The training loss by step, for each row that has one of two steps or more."""
     curves = {row.name: _row_curve(row, comparison.home) for row in comparison.rows}
-    return {name: thin_curve(curve) for name, curve in curves.items() if len(curve) > 1}
+    return {name: curve for name, curve in curves.items() if len(curve) > 1}
 
 
 def _row_curve(row: Row, home: Path | None) -> Curve:

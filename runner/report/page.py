@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -67,10 +68,10 @@ ONE_RUN = (
 
 
 PAIRS = (
-    "Each configuration ran with several seeds or folds, and its row has the mean over them with "
-    "a 95 % interval (Student's t). A speed-up is the geometric mean of the ratios of runs of the "
-    "same seed or fold. The runs were not interleaved: what the machine did meanwhile is in these "
-    "numbers. job=benchmark measures in randomised blocks."
+    "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
+    "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the mean of "
+    "the ratios of runs of the same seed or fold. The runs were not interleaved: what the machine "
+    "did meanwhile is in these numbers. job=benchmark measures in randomised blocks."
 )
 NUMBERS = "All numbers"
 
@@ -183,7 +184,7 @@ def _context(comparison: Comparison) -> dict[str, Any]:
             [show(effect) for show in EFFECTS.values()]
             for effect in (attribution.effects if attribution else [])
         ],
-        "engagement": _engagement(rows),
+        "engagement": _engagement((grouped or comparison).rows),
         "commands": commands,
         "method": method,
         "machine": _machine(comparison),
@@ -204,24 +205,28 @@ def _table(comparison: Comparison) -> tuple[str, str, str, list[ReportColumn], l
 def _search_table(search: SearchRecord) -> dict[str, Any]:
     """The trials, and the best one's command."""
     keys = [p.key for p in search.parameters]
-    header = ["trial", "status", search.metric, *(key.lstrip("+") for key in keys), "time"]
-    lines = [
-        (
-            trial,
-            [format.metric(trial.value), *(trial.values.get(key, format.NONE) for key in keys)],
-            format.seconds(trial.seconds),
-        )
-        for trial in search.trials
-    ]
-    cells = [[str(t.number), t.status, *values, took] for t, values, took in lines]
-    reasons = [(t.number, t.status, t.reason) for t in search.trials if t.reason]
+    lines = []
+    for trial in search.trials:
+        values = [trial.values.get(key, format.NONE) for key in keys]
+        seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
+        number = str(trial.number)
+        lines.append([number, trial.status, format.metric(trial.value), *values, seconds])
+    header = ["trial", "status", search.metric, *(key.lstrip("+") for key in keys), "time, s"]
     return {
         "best": search.best,
         "header": header,
-        "lines": cells,
-        "reasons": reasons,
+        "words": [not all(map(_is_number, column)) for column in zip(*lines, strict=True)],
+        "lines": lines,
+        "reasons": [(t.number, t.status, t.reason) for t in search.trials if t.reason],
         "storage": search.storage,
     }
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return cell == format.NONE or math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 def _about(comparison: Comparison) -> list[str]:

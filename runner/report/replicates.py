@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
@@ -31,6 +31,13 @@ class MeanEstimate:
         center, spread = mean(values), stdev(values)
         half_width = t_quantile(len(values) - 1) * spread / math.sqrt(len(values))
         return cls(center, spread, (center - half_width, center + half_width))
+
+    @classmethod
+    def of_positive(cls, values: list[float]) -> MeanEstimate:
+        """Of times and rates: the geometric mean, whose interval does not reach 0."""
+        logs = cls.of([math.log(value) for value in values])
+        low, high = (math.exp(end) for end in logs.interval)
+        return cls(math.exp(logs.mean), stdev(values), (low, high))
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,8 @@ def find_replicates(comparison: Comparison) -> list[Replicates]:
             shared,
             over,
             tuple(row.name for row in rows),
-            _estimates([_metrics(row) for row in rows]),
-            _estimates([_speed(row) for row in rows]),
+            _estimates([_metrics(row) for row in rows], MeanEstimate.of),
+            _estimates([_speed(row) for row in rows], MeanEstimate.of_positive),
             _speedup(rows),
         )
         for shared, rows, over in repeated
@@ -150,19 +157,17 @@ def _speed(row: Row) -> dict[str, float]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _estimates(runs: list[dict[str, float]]) -> dict[str, MeanEstimate]:
+def _estimates(
+    runs: list[dict[str, float]], estimate: Callable[[list[float]], MeanEstimate]
+) -> dict[str, MeanEstimate]:
     shared = [name for name in runs[0] if all(name in other for other in runs)]
-    return {name: MeanEstimate.of([run[name] for run in runs]) for name in shared}
+    return {name: estimate([run[name] for run in runs]) for name in shared}
 
 
 def _speedup(rows: list[Row]) -> MeanEstimate | None:
-    """The geometric mean of the runs' ratios, each to the reference's run of the same seed."""
+    """Of the runs' ratios, each to the reference's run of the same seed."""
     ratios = [row.speedup for row in rows if row.speedup]
-    if len(ratios) < 2:
-        return None
-    logs = MeanEstimate.of([math.log(ratio) for ratio in ratios])
-    low, high = (math.exp(end) for end in logs.interval)
-    return MeanEstimate(math.exp(logs.mean), stdev(ratios), (low, high))
+    return MeanEstimate.of_positive(ratios) if len(ratios) > 1 else None
 
 
 def t_quantile(degrees: int) -> float:

@@ -132,7 +132,7 @@ def search_figures(search: SearchRecord) -> Iterator[Figure]:
     if len(search.best_so_far) > 1:
         about = f"The best {search.metric} after each trial, and the value of each trial."
         if search.count("pruned"):
-            about += " A pruned trial shows its last value, hollow."
+            about += " A pruned trial shows its last value, as a triangle."
         yield Figure("History", about, [("", "", _history(search))])
     known = [p for p in search.parameters if p.importance is not None]
     if len(known) > 1:
