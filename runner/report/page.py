@@ -26,7 +26,7 @@ from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
 from runner.report.replicates import by_configuration
-from runner.report.search import SearchRecord, search_figures
+from runner.report.search import SearchRecord, label, search_figures
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
@@ -211,7 +211,7 @@ def _search_table(search: SearchRecord) -> dict[str, Any]:
         seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
         number = str(trial.number)
         lines.append([number, trial.status, format.metric(trial.value), *values, seconds])
-    header = ["trial", "status", search.metric, *(key.lstrip("+") for key in keys), "time, s"]
+    header = ["trial", "status", search.metric, *map(label, keys), "time, s"]
     return {
         "best": search.best,
         "header": header,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.overrides.groups import without_arguments
 from runner.report import format
 from runner.report.charts import Bar, Series, draw_bars, draw_history
 from runner.report.comparison import number, text
@@ -15,6 +16,11 @@ from runner.report.read_run import read_json
 
 FILE = "search.json"
 RUNNING = "running"
+
+
+def label(key: str) -> str:
+    """A parameter's key for people."""
+    return without_arguments(key).lstrip("+")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class SearchTrial:
     @property
     def title(self) -> str:
         """Its values, as they are typed."""
-        return " ".join(f"{key.lstrip('+')}={value}" for key, value in self.values.items())
+        return " ".join(f"{label(key)}={value}" for key, value in self.values.items())
 
 
 @dataclass(frozen=True)
@@ -158,5 +164,6 @@ def _history(search: SearchRecord) -> Any:
 
 def _importance_bar(parameter: SearchParameter) -> Bar:
     share = parameter.importance or 0.0
-    label = parameter.key.lstrip("+")
-    return Bar(label, 100 * share, None, f"{format.share(share)}, over {parameter.over}")
+    return Bar(
+        label(parameter.key), 100 * share, None, f"{format.share(share)}, over {parameter.over}"
+    )

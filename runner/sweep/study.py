@@ -181,7 +181,7 @@ class StudyFile:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """While entered, no other process asks."""
-        name = str(self.path) + ".lock"
+        name = f"{self.path}.ask"  # .lock is the journal's own
         with open(name, "ab", opener=for_owners) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
