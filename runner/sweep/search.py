@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config import RunConfig
-from runner.errors import StorageError, UsageError
+from runner.errors import StorageError, UsageError, install_command
 from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
@@ -36,7 +36,6 @@ log = logging.getLogger("runner")
 RECORD = "search.json"
 MODE = "hydra.mode=RUN"  # of a trial whose recipe would begin a search
 LONGEST = 1 << 20  # bytes of a line
-EXTRA = "pip install 'runner[search]'"
 
 
 def is_search(config: DictConfig) -> bool:
@@ -49,7 +48,8 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
     space = read_space(overrides, config.search)
     metric, rises = resolve_metric(config)
     if find_spec("optuna") is None:
-        raise UsageError(f"experiment=search needs optuna, which is not installed: {EXTRA}")
+        fix = install_command("search")
+        raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
     name = f"{config.name}-{typed_hash[:12]}"
     return SearchPlan(space, config.search, metric, rises, name)
 
