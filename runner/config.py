@@ -42,7 +42,7 @@ from runner.record.config import MonitoringConfig
 from runner.security import secrets
 from runner.security.config import SecurityConfig
 from runner.stability.config import StabilityConfig
-from runner.sweep.config import SweepConfig
+from runner.sweep.config import SearchConfig, SweepConfig
 from runner.techniques.config import Optimization
 from runner.training.config import TrainingConfig
 
@@ -85,6 +85,7 @@ class RunConfig:
     scan: ScanConfig = field(default_factory=ScanConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -233,6 +234,7 @@ NOT_OF_THE_RUN = (
     "scan",
     "benchmark",
     "sweep",
+    "search",
     "security",
 )
 OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.plugins import Plugins
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from runner.cli.arguments import MODE, Arguments
@@ -20,7 +21,7 @@ from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
-from runner.overrides.spelling import normalize_overrides
+from runner.overrides.spelling import first_job, normalize_overrides
 from runner.record import hydra_files
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
@@ -122,6 +123,8 @@ def _check(request: Request) -> None:
 
         overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)
+    if not flags.sweeps and flags.cfg is None and _recipe_sweeps(flags, compose):
+        flags.multirun = True
     if flags.cfg is None and flags.sweeps:
         from runner.cli.sweep import prepare
 
@@ -131,6 +134,12 @@ def _check(request: Request) -> None:
     request.config = compose(flags.overrides)
     if flags.cfg is None:
         _check_run(request, request.config, resumed, compose)
+
+
+def _recipe_sweeps(flags: Arguments, compose: Callable[[Sequence[str]], DictConfig]) -> bool:
+    """Whether the recipe that was named begins a sweep without -m."""
+    named = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
+    return named and compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
 
 
 def _check_run(

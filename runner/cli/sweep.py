@@ -11,10 +11,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from runner.cli.arguments import MODE, Arguments
 from runner.cli.resume import check_weights_exist
 from runner.composing import typed
+from runner.config import RunConfig
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
-from runner.overrides.spelling import sample_jobs
+from runner.overrides.spelling import first_job, sample_jobs
 from runner.record.text import escape_control_chars
 from runner.security import secrets
 from runner.security.config import SecurityLevel
@@ -24,9 +25,12 @@ from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
 from runner.sweep.job import register_plugins_for_children
+from runner.sweep.search import is_search, plan_search
 from runner.sweep.state import WELL, Session
 
 log = logging.getLogger("runner")
+
+RESUME = "checkpoint.resume=auto"
 
 
 def prepare(
@@ -38,14 +42,20 @@ def prepare(
     Raises RunnerError.
     """
     overrides = [text for text in flags.overrides if text != MODE]
+    first = compose(first_job(overrides))
+    searches = is_search(first)
+    parameters = dict(first.hydra.sweeper.params) if searches else {}
+    overrides = [*(f"{key}={value}" for key, value in parameters.items()), *overrides]
     configs = [compose(job) for job in sample_jobs(overrides)]
     with open_dict(configs[0]):  # what Hydra fills in for the first job
         configs[0].hydra.job.num = configs[0].hydra.job.id = 0
     files.check_folders(configs[0], sweeps=True)
     failures: list[RunnerError] = []
+    checked: list[RunConfig] = []
     for composed in configs:
         try:
-            check_weights_exist(typed(composed.copy()))
+            checked.append(typed(composed.copy()))
+            check_weights_exist(checked[-1])
         except SecurityError:
             raise
         except RunnerError as error:
@@ -71,7 +81,15 @@ def prepare(
 
         replace_launch()
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
+    if searches:  # sweep.resume=auto does the same
+        overrides = [text for text in overrides if text != RESUME]
+        config.checkpoint.resume = "none"
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
+    if searches:
+        if not isolated:
+            fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
+            raise ConfigError("hydra/launcher", "a search runs its trials by itself", fix)
+        session.search = plan_search(overrides, checked[0], session.hash)
     _find_earlier(session, config, overrides, isolated)
     return session
 
@@ -79,7 +97,10 @@ def prepare(
 def _find_earlier(
     session: Session, config: DictConfig, overrides: list[str], isolated: bool
 ) -> None:
-    """Continue in the folder of an earlier sweep, where there is one to continue."""
+    """Continue in the folder of an earlier sweep, where there is one to continue.
+
+    Of searches that share their storage each process has a folder of its own.
+    """
     resume = str(config.sweep.resume)
     if not isolated:
         if resume not in ("auto", "none"):
@@ -89,7 +110,8 @@ def _find_earlier(
         fix = "leave it out: the same command again continues a sweep that was cut off"
         raise ConfigError("checkpoint.resume", "auto is for one run", fix)
     named = any(text.startswith("hydra.sweep.dir=") for text in overrides)
-    earlier = plan.find_sweep(session.folder, named, resume, session.hash)
+    shared = session.search is not None and config.search.storage is not None
+    earlier = plan.find_sweep(session.folder, named, resume, session.hash, shared)
     session.folder = earlier or session.folder
     session.resumed = resume not in ("auto", *plan.NO_RESUME)
     if earlier is not None and config.security.level is not SecurityLevel.off:

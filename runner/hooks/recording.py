@@ -16,8 +16,9 @@ from runner.errors import Interrupted
 from runner.record import history, hparams, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.record.storage import read_record
-from runner.training.hook import Evaluation, Hook, Report
+from runner.training.hook import Evaluation, Hook, Report, Verdict
 from runner.training.run import Run
+from runner.training.signals import take_stop_request
 
 log = logging.getLogger("runner")
 DATA = ("path", "validation_path", "test_path")  # keys of what a run reads
@@ -66,7 +67,7 @@ class Recording(Hook):
         finally:
             self._conclude(run, status)
 
-    def on_report(self, run: Run, report: Report) -> None:
+    def on_report(self, run: Run, report: Report) -> Verdict | None:
         """A train row at the stretch's last step; now and then a row on the system."""
         values = {
             "loss": _mean(report.loss),
@@ -82,14 +83,16 @@ class Recording(Hook):
         self.last_step = report.last
         if time.monotonic() >= self.row_due:
             self._write_system_row(run)
+        return _stop_where_asked(run)
 
-    def on_validation(self, run: Run, evaluation: Evaluation) -> None:
+    def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
         """A row, and when it is the best so far, the confusion matrix."""
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
         if evaluation.improved and run.recorder.showing:
             # at once: the checkpoint that follows does not hold it, and the run may be killed
             _record_confusion(run, evaluation)
+        return _stop_where_asked(run)
 
     def _introduce(self, run: Run, folder: Path) -> None:
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
@@ -166,6 +169,14 @@ class Faults(Hook):
         if now - self.written > HISTORY_S:
             self.written = now
             run.history.write()
+
+
+def _stop_where_asked(run: Run) -> Verdict | None:
+    """End the run, with a checkpoint, where a file in its folder asks for it."""
+    if run.folder is None or (reason := take_stop_request(run.folder)) is None:
+        return None
+    run.stop_reason = run.stop_reason or reason
+    return Verdict.STOP
 
 
 def _mean(values: list[float]) -> float:

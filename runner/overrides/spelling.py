@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
@@ -50,7 +50,10 @@ class CliOverride:
         return self.rest.partition("=")[2]
 
     def values(self) -> list[str]:
-        """The values of a sweep over this key, [] where only Hydra knows them (glob, interval)."""
+        """The values of a sweep over this key, the ends of an interval; [] of a glob."""
+        swept = self.parsed.value() if self.parsed.is_sweep_override() else None
+        if isinstance(swept, IntervalSweep):
+            return [str(end) for end in (swept.start, swept.end)]
         if not self.parsed.is_discrete_sweep() or type(self.parsed.value()).__name__ == "Glob":
             return []
         return list(islice(self.parsed.sweep_string_iterator(), 1 << 10))
@@ -84,7 +87,8 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
     for group in FOREIGN:
         normal = _rename_arguments(group, normal, compose)
     keys = {override.key for override in normal}
-    recipe = keys & {"experiment", "training"}
+    search = [o.key for o in normal if o.key == "experiment" and o.value == "search"]
+    recipe = keys & {"experiment", "training"} - set(search)
     unset = [EXCLUSIVE[k] for k in keys & set(EXCLUSIVE) if recipe and EXCLUSIVE[k] not in keys]
     return [*map(str, normal), *(f"{key}=null" for key in unset)]
 

@@ -20,7 +20,7 @@ PLOT_HEIGHT = 260
 DASHES = (None, "7 4", "2 3", "10 3 2 3")
 COLOURS = 7
 LARGEST, LEAST = 1e300, 1e-290  # on an axis: beyond, sums are not finite and parts are nothing
-VOID = {"line", "rect", "circle", "path", "polyline"}
+VOID = {"line", "rect", "circle", "path", "polyline", "polygon"}
 MARKERS = (
     ("circle", {"r": 6}),
     ("rect", {"x": -5.5, "y": -5.5, "width": 11, "height": 11}),
@@ -51,6 +51,7 @@ class Series:
     points: Sequence[tuple[float, float]]
     style: int = 0
     text: str = ""  # said beside its name
+    band: Sequence[tuple[float, float, float]] = ()  # x, lowest, highest: shaded behind a curve
 
 
 def printable(value: object) -> str:
@@ -127,9 +128,17 @@ class Scale:
 
 
 def draw_bars(
-    bars: Sequence[Bar], start: float, described: str, floor: float = 0.0, unit: str = "×"
+    bars: Sequence[Bar],
+    start: float,
+    described: str,
+    floor: float = 0.0,
+    unit: str = "×",
+    one: bool = True,
 ) -> Markup:
-    """Bars from `start` to each value, with their intervals; 1 ± `floor` is shaded."""
+    """Bars from `start` to each value, with their intervals; 1 ± `floor` is shaded.
+
+    With `one` there is an upright line at 1.
+    """
     values = [x for bar in bars for x in (*(bar.ends or ()), bar.value) if x is not None]
     values = [x for x in values if x < 1e6]
     low, high = min([start, max(1 - floor, 0.0), *values]), max([1 + floor, 1.0, *values])
@@ -140,7 +149,7 @@ def draw_bars(
             "li",
             tag("span", bar.label, class_="label"),
             tag("span", bar.text, class_="value"),
-            _bar(bar, start, floor, scale),
+            _bar(bar, start, floor, scale, one),
             class_=f"bar {bar.kind}",
         )
         for bar in bars
@@ -151,14 +160,15 @@ def draw_bars(
     return _join(listed, tag("div", axis, class_="bar-axis"))
 
 
-def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
+def _bar(bar: Bar, start: float, floor: float, scale: Scale, one: bool) -> Markup:
     middle, value = BAR_HEIGHT / 2, bar.value or 0.0
     parts = [_upright(scale(x), 0, BAR_HEIGHT, "grid") for x in scale.ticks()]
     if floor:
         parts.append(_box(scale(max(1 - floor, 0.0)), scale(1 + floor), 0, class_="floor"))
     left, right = sorted((scale(start), scale(value)))
     parts.append(_box(left, right, 9, class_="fill", data_value=f"{value:.6g}"))
-    parts.append(_upright(scale(1.0), 0, BAR_HEIGHT, "one"))
+    if one:
+        parts.append(_upright(scale(1.0), 0, BAR_HEIGHT, "one"))
     if bar.ends is not None:
         a, b = (scale(end) for end in bar.ends)
         across = {"x1": _percent(a), "x2": _percent(b), "y1": middle, "y2": middle}
@@ -200,24 +210,61 @@ def draw_curves(
     series: Sequence[Series], x_title: str, y_title: str, top: float = math.inf
 ) -> Markup:
     """Curves over one another, told apart by colour and dashes; the axis ends at `top`."""
+    x_scale, y_scale = _curve_scales(series, top)
+    drawn = [_curve(one, x_scale, y_scale) for one in series]
+    marks = [_dash(one.style) for one in series]
+    return _plot(series, drawn, marks, (x_scale, y_scale), (x_title, y_title))
+
+
+def draw_history(line: Series, groups: Sequence[Series], x_title: str, y_title: str) -> Markup:
+    """A curve, and groups of points around it, each with a shape of its own."""
+    x_scale, y_scale = _curve_scales([line, *groups], math.inf)
+    drawn, marks = [_curve(line, x_scale, y_scale)], [_dash(line.style)]
+    for one in groups:
+        name, size = MARKERS[one.style % len(MARKERS)]
+        shape = tag(name, **size)
+        places = [(_percent(x_scale(x)), f"{y_scale.down(y):.1f}") for x, y in one.points]
+        points = [tag("svg", shape, x=x, y=y, class_="marker small") for x, y in places]
+        drawn.append(_join(*points))
+        view = {"viewBox": "-9 -9 18 18", "width": 18, "height": 18}
+        marks.append(tag("svg", shape, class_="marker", **view, **HIDDEN))
+    return _plot([line, *groups], drawn, marks, (x_scale, y_scale), (x_title, y_title))
+
+
+def _curve_scales(series: Sequence[Series], top: float) -> tuple[Scale, Scale]:
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points if y <= top]
+    ys += [y for one in series for _, *ends in one.band for y in ends if y <= top]
     low, high = min(ys), max(ys)
     log = low > 0 and high / low > 30
     room = 0 if log else 0.12 * (high - low) or 0.1 * abs(high) or 1.0
     start = low - room if log or low < 0 or low > room else 0.0
-    x_scale, y_scale = Scale(min(xs), max(xs)), Scale(start, high + room, log)
+    return Scale(min(xs), max(xs)), Scale(start, high + room, log)
+
+
+def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> Markup:
+    """A curve on its band, in a view that is stretched to the plot."""
+
+    def places(points: Sequence[tuple[float, float]]) -> str:
+        spots = ((10 * x_scale(x), 1000 - 10 * y_scale(y)) for x, y in points)
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+
+    parts = []
+    if one.band:
+        around = [(x, high) for x, _, high in one.band]
+        around += [(x, low) for x, low, _ in reversed(one.band)]
+        parts.append(tag("polygon", points=places(around), class_="band"))
+    dashes = DASHES[one.style % len(DASHES)]
+    line = {"points": places(one.points), "class_": "curve", "stroke_dasharray": dashes}
     view = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
-    drawn, marks = [], []
-    for one in series:
-        places = ((10 * x_scale(x), 1000 - 10 * y_scale(y)) for x, y in one.points)
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        style = {"class_": "curve", "stroke_dasharray": DASHES[one.style % len(DASHES)]}
-        curve = tag("polyline", points=line, **style)
-        drawn.append(tag("svg", curve, **view, width="100%", height="100%"))
-        sample = tag("line", x1=0, x2=36, y1=7, y2=7, **style)
-        marks.append(tag("svg", sample, width=36, height=14, **HIDDEN))
-    return _plot(series, drawn, marks, (x_scale, y_scale), (x_title, y_title))
+    return tag("svg", *parts, tag("polyline", **line), **view, width="100%", height="100%")
+
+
+def _dash(style: int) -> Markup:
+    dashes = DASHES[style % len(DASHES)]
+    ends = {"x1": 0, "x2": 36, "y1": 7, "y2": 7}
+    sample = tag("line", **ends, class_="curve", stroke_dasharray=dashes)
+    return tag("svg", sample, width=36, height=14, **HIDDEN)
 
 
 def _plot(

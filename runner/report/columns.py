@@ -10,7 +10,7 @@ from runner.report.comparison import Comparison, Row, number
 from runner.report.naming import about_speed
 
 METRICS = 6  # of a run, beside the monitored one; comparison.json has them all
-LEARNING = ("best", "step_ms", "rate")  # come first where rows differ in what they learn
+LEARNING = ("metric:best", "step_ms", "rate")  # come first where rows differ in what they learn
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,18 @@ def _column(
     number: str | Callable[[Row], float | None],
     show: Callable[[float | None], str],
 ) -> ReportColumn:
-    """A column of a number; by its name, it is one that a benchmark measures."""
+    """A column of a number; by its name, it is one that a benchmark measures.
+
+    Of the mean of several runs, its interval as well.
+    """
     read = number if callable(number) else lambda row: row.number(number)
-    return ReportColumn(key, title, read, lambda row: show(read(row)))
+    name = key if callable(number) else number
+
+    def text(row: Row) -> str:
+        estimate = row.estimates.get(name)
+        return show(read(row)) if estimate is None else format.estimate(estimate, show)
+
+    return ReportColumn(key, title, read, text)
 
 
 def _speedup(row: Row) -> float | None:
@@ -94,7 +103,8 @@ def columns(comparison: Comparison) -> list[ReportColumn]:
     rows, speedup = comparison.rows, COLUMNS[0]
     if any(row.speedup_interval for row in rows):
         speedup = replace(speedup, title="speed-up (95 %)")
-    best = _column("best", f"best {comparison.monitor}", lambda row: row.best, format.metric)
+    title = f"best {comparison.monitor}"
+    best = _column("metric:best", title, lambda row: row.best, format.metric)
     chosen = [speedup, *([best] if comparison.monitor else []), *COLUMNS[1:]]
     if comparison.kind != "benchmark" and not about_speed(row.overrides for row in rows):
         chosen.sort(key=lambda column: column.key not in LEARNING)
@@ -113,4 +123,9 @@ def _metric_names(comparison: Comparison) -> list[str]:
 
 
 def _metric(name: str) -> ReportColumn:
-    return _column(f"metric:{name}", name, lambda row: row.metrics.get(name), format.metric)
+    key = f"metric:{name}"
+
+    def read(row: Row) -> float | None:
+        return row.estimates[key].mean if key in row.estimates else row.metrics.get(name)
+
+    return _column(key, name, read, format.metric)

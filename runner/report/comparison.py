@@ -10,12 +10,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.record.storage import replace_text
 from runner.record.text import json_safe
 from runner.security.paths import keep_within
+
+if TYPE_CHECKING:
+    from runner.report.replicates import MeanEstimate
+    from runner.report.search import SearchRecord
 
 log = logging.getLogger("runner")
 
@@ -67,7 +71,7 @@ class Row:
     status: str  # done stopped interrupted failed killed timeout oom skipped
     reason: str = ""
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json, {} where there is none
-    speedup: float | None = None  # of a sweep: ratio of samples/s, one run each, unpaired
+    speedup: float | None = None  # of a sweep: ratio of samples/s to the run of the same seed
     speedup_interval: tuple[float, float] | None = None  # of a benchmark only
     parity: str | None = None  # of a benchmark only
     command: str = ""
@@ -76,6 +80,8 @@ class Row:
     measured: ArmResult | None = None  # of a benchmark
     judged_on: str = ""  # data, and for a loss its objective: metrics of others do not compare
     work: str = ""  # device, data and model: only runs of the same work have a ratio
+    over: str = ""  # of what it is the mean: `3 seeds`; "" for one run
+    estimates: dict[str, MeanEstimate] = field(default_factory=dict)  # by the key of a column
 
     @property
     def finished(self) -> bool:
@@ -104,6 +110,8 @@ class Row:
         `samples_per_second`, `step_ms`, `peak_process_bytes`, `peak_device_bytes` (None on a CPU)
         and the other fields of `ArmResult`.
         """
+        if key in self.estimates:
+            return self.estimates[key].mean
         measured = None if self.measured is None else number(vars(self.measured), key)
         if key not in OF_SUMMARY:
             return measured
@@ -117,6 +125,8 @@ class Row:
     @property
     def best(self) -> float | None:
         """The best value of that metric."""
+        if "metric:best" in self.estimates:
+            return self.estimates["metric:best"].mean
         return number(self.summary, "best")
 
     @property
@@ -154,6 +164,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     command: str = ""
     benchmark: BenchmarkResult | None = None  # control, load, attribution, machine
+    search: SearchRecord | None = None  # of hyper-parameters, whose trials the rows are
     home: Path | None = None  # what the rows' folders are relative to; `write` moves it
     schema: int = 1
 
@@ -225,17 +236,21 @@ def as_json(comparison: Comparison) -> str:
     benchmark = comparison.benchmark
     tree = asdict(replace(comparison, home=None, benchmark=None))
     tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
-    for part, key in ((tree, "home"), (tree["benchmark"] or {}, "arms")):
+    unneeded = ((tree, "home"), (tree["benchmark"] or {}, "arms"), (tree["search"] or {}, "trials"))
+    for part, key in unneeded:  # the trials are in search.json
         part.pop(key, None)
     replicates = {name: x for x in find_replicates(comparison) for name in x.rows}
     for row in tree["rows"]:
-        del row["work"]
+        for key in ("work", "over", "estimates"):  # of rows of several runs, which are not here
+            del row[key]
         (row["measured"] or {}).pop("summary", None)
         of_row = replicates.get(row["name"])
         row["replicates"] = of_row and {
             "over": of_row.over,
             "runs": len(of_row.rows),
             "metrics": {name: asdict(estimate) for name, estimate in of_row.metrics.items()},
+            "speed": {name: asdict(estimate) for name, estimate in of_row.speed.items()},
+            "speedup": of_row.speedup and asdict(of_row.speedup),
         }
     return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
 

@@ -15,6 +15,8 @@ from runner.record.hydra_files import overrides_by_key
 from runner.report.comparison import Comparison, Row, number, of_benchmark, text
 from runner.report.naming import names
 from runner.report.read_run import TROUBLE, is_run, of_job, of_run, read_json
+from runner.report.replicates import configuration, replicate
+from runner.report.search import read_search
 from runner.training.summary import FILE as SUMMARY
 
 SWEEP = "sweep.json"
@@ -23,6 +25,10 @@ DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
 NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
 SHORTEST = 10  # steps of a run whose speed says something; the first three are not counted
 ONE_RUN_EACH = "one run each, not interleaved: read it as a hint; job=benchmark measures"
+IN_PAIRS = (
+    "speed-ups are of runs of the same seed or fold, which were not interleaved: whatever the "
+    "machine did meanwhile is in them; job=benchmark measures"
+)
 
 
 def of_folders(folders: Sequence[Path]) -> Comparison:
@@ -49,7 +55,10 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
         reason = "; ".join(notes) or f"no {SUMMARY}, {SWEEP} or {BENCHMARK} in it"
         fix = "name a folder of outputs/runs, outputs/sweeps or outputs/benchmarks"
         raise UsageError(f"{first}: nothing to compare: {reason}; {fix}")
-    reference, rows = _with_ratios(_named(rows, home), notes)
+    search = read_search(home) if kind == "sweep" else None
+    reference, rows = "", _named(rows, home)
+    if search is None:  # whose trials differ in what they train
+        reference, rows = _with_ratios(rows, notes)
     dated = home.name[:1].isdigit() and home.parent.name  # outputs/sweeps/<title>/<time>-<id>
     return Comparison(
         (home.parent.name if dated else home.name) or kind,
@@ -59,6 +68,7 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
         notes=list(dict.fromkeys(notes)),
         command=command,
         home=home,
+        search=search,
     )
 
 
@@ -131,7 +141,8 @@ def _with_ratios(rows: list[Row], notes: list[str]) -> tuple[str, list[Row]]:
     """The row that others are compared with, and the rows with their ratios to it.
 
     The plain one if there is one, else the first that is done. Only runs of the same data, model
-    and device have a ratio, and only those that were long enough.
+    and device have a ratio, and only those that were long enough. Where configurations ran with
+    several seeds or folds, the ratio is to the reference's run of the same ones.
     """
     timed = [row for row in rows if row.finished and row.number(RATE)]
     long = [row for row in timed if (number(row.summary, "steps") or 0) >= SHORTEST]
@@ -139,17 +150,21 @@ def _with_ratios(rows: list[Row], notes: list[str]) -> tuple[str, list[Row]]:
     for row in long:
         groups.setdefault(row.work, []).append(row)
     same = max(groups.values(), key=len, default=[])  # of several, the first
-    if len(same) < 2:
+    if len({configuration(row) for row in same}) < 2:  # other seeds alone are no other speed
         return "", rows
     plain = [row for row in same if overrides_by_key(row.overrides).get("optimization") == "none"]
     reference = (plain or same)[0]
-    rate, comparable = reference.number(RATE) or 1.0, {id(row) for row in same}
-    notes.append(ONE_RUN_EACH)
+    shared = configuration(reference)
+    partners = {replicate(row): row.number(RATE) for row in same if configuration(row) == shared}
+    ratios = {
+        id(row): (row.number(RATE) or 0.0) / rate
+        for row in same
+        if (rate := partners.get(replicate(row)))
+    }
+    notes.append(ONE_RUN_EACH if len(partners) < 2 else IN_PAIRS)
     if len(same) < len(long):
         notes.append(f"of another data set, model or device than {reference.name}: no speed-up")
     if len(long) < len(timed):
         notes.append(f"fewer than {SHORTEST} steps: no speed-up")
-    return reference.name, [
-        replace(row, speedup=(row.number(RATE) or 0.0) / rate) if id(row) in comparable else row
-        for row in rows
-    ]
+    rows = [replace(row, speedup=ratios.get(id(row), row.speedup)) for row in rows]
+    return reference.name, rows

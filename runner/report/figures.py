@@ -15,6 +15,7 @@ from runner.record.storage import open_regular
 from runner.report import format, verdicts
 from runner.report.charts import Bar, Series, draw_bars, draw_curves, draw_points
 from runner.report.comparison import Comparison, Row, number, text
+from runner.report.replicates import by_configuration, configuration
 
 Curve = list[tuple[float, float]]
 
@@ -51,13 +52,15 @@ def figures(comparison: Comparison) -> dict[str, list[Figure]]:
         "speed": list(_speed(comparison, floor)),
         "attribution": list(_attribution(comparison, floor)),
         "memory": list(_memory(comparison)),
+        "validation": list(_validation(comparison)),
         "losses": list(_losses(comparison)),
     }
 
 
 def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    comparison = by_configuration(comparison) or comparison
     rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
-    if len(rows) < 2:
+    if len(rows) < 2 or comparison.search is not None:
         return
     reference = comparison.reference or "its reference"
     about = f"How many times as fast as {reference}; the upright line is as fast."
@@ -65,7 +68,10 @@ def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += " Whiskers are 95 % intervals."
     if floor:
         about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
-    if comparison.kind == "sweep":
+    if comparison.kind != "benchmark" and any(row.over for row in rows):
+        about = f"Samples per second as a ratio to {reference}: the mean over runs of the same "
+        about += "seed or fold, with its 95 % interval."
+    elif comparison.kind == "sweep":
         about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
     if len(rows) > MOST_BARS:
         about += f" The {MOST_BARS // 2} fastest and as many of the slowest of {len(rows)}."
@@ -82,6 +88,9 @@ def _speed_bar(row: Row, verdict: str) -> Bar:
 
 
 def _memory(comparison: Comparison) -> Iterator[Figure]:
+    if comparison.search is not None:
+        return
+    comparison = by_configuration(comparison) or comparison
     points = []
     for style, row in enumerate(comparison.rows):
         rate, of_device = row.number("samples_per_second"), row.number("peak_device_bytes")
@@ -103,25 +112,90 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
     yield Figure("Memory against speed", about, [("", "", drawing)])
 
 
+def _validation(comparison: Comparison) -> Iterator[Figure]:
+    """The monitored metric by step; of several seeds or folds the mean, and a band around it."""
+    monitor, home = comparison.monitor, comparison.home
+    if not monitor or home is None:
+        return
+    name = monitor.removeprefix("val/")
+    curves = {
+        row.name: read_curve(home / row.folder / "metrics.jsonl", "val", name)
+        for row in comparison.rows
+        if row.finished and row.folder
+    }
+    series = _series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
+    if series:
+        about = f"{monitor} at each validation.{_about_series(series)}"
+        drawing = draw_curves(series[:MOST_CURVES], "step", monitor)
+        yield Figure("Validation", about, [("", "", drawing)])
+
+
+def _about_series(series: Sequence[Series]) -> str:
+    about = ""
+    if any(one.band for one in series):
+        about += " A line is the mean of a configuration's runs, its band their lowest and highest."
+    if len(series) > MOST_CURVES:
+        about += f" The first {MOST_CURVES} of {len(series)} are shown."
+    return about
+
+
+def _series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]:
+    """A curve for each row, or for each configuration that ran with several seeds or folds."""
+    groups: dict[str, list[Curve]] = {}
+    grouped = by_configuration(comparison)
+    labels = dict(zip([row.name for row in comparison.rows], _labels(comparison), strict=True))
+    for name, curve in curves.items():
+        groups.setdefault(labels[name], []).append(curve)
+    order = [row.name for row in (grouped or comparison).rows]
+    series = []
+    for label, members in groups.items():
+        points, band = average_curves(members)
+        if points:
+            text = f"to {format.metric(points[-1][1])}"
+            series.append(Series(label, points, order.index(label), text, band))
+    return series
+
+
+def _labels(comparison: Comparison) -> list[str]:
+    """For each row the name of its curve."""
+    grouped = by_configuration(comparison)
+    if grouped is None:
+        return [row.name for row in comparison.rows]
+    made = {tuple(row.overrides): row.name for row in grouped.rows}
+    return [made[configuration(row)] for row in comparison.rows]
+
+
+def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, float, float]]]:
+    """The mean of curves at the steps that all have, and a band from lowest to highest.
+
+    One curve is itself, without a band. Both are empty where fewer than two steps are shared.
+    """
+    if len(curves) == 1:
+        return thin_curve(curves[0]), []
+    values = [dict(curve) for curve in curves]
+    shared = sorted(set.intersection(*map(set, values)))
+    shared = shared[:: math.ceil(len(shared) / POINTS) or 1]
+    if len(shared) < 2:
+        return [], []
+    at = {step: [of_curve[step] for of_curve in values] for step in shared}
+    points = [(step, sum(here) / len(here)) for step, here in at.items()]
+    return points, [(step, min(here), max(here)) for step, here in at.items()]
+
+
 def _losses(comparison: Comparison) -> Iterator[Figure]:
     curves = read_losses(comparison)
     if not curves:
         return
-    shown = dict(list(curves.items())[:MOST_CURVES])
-    top = axis_top(comparison, shown)
-    names = [row.name for row in comparison.rows]
-    series = [
-        Series(name, curve, names.index(name), f"to {format.metric(curve[-1][1])}")
-        for name, curve in shown.items()
-    ]
+    series = _series(comparison, curves)
+    shown = {one.label: list(one.points) for one in series[:MOST_CURVES]}
+    top = axis_top(by_configuration(comparison) or comparison, shown)
     about = "Training loss by step, to the last step of each run. "
-    about += "Arms that train the same lie on one another."
+    about += f"Arms that train the same lie on one another.{_about_series(series)}"
     beyond = [name for name, curve in shown.items() if any(loss > top for _, loss in curve)]
     if beyond:
         about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
-    if len(curves) > MOST_CURVES:
-        about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
-    yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
+    drawing = draw_curves(series[:MOST_CURVES], "step", "loss", top)
+    yield Figure("Training loss", about, [("", "", drawing)])
 
 
 def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
@@ -155,7 +229,7 @@ def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
 def read_losses(comparison: Comparison) -> dict[str, Curve]:
     """The training loss by step, for each row that has one of two steps or more."""
     curves = {row.name: _row_curve(row, comparison.home) for row in comparison.rows}
-    return {name: thin_curve(curve) for name, curve in curves.items() if len(curve) > 1}
+    return {name: curve for name, curve in curves.items() if len(curve) > 1}
 
 
 def _row_curve(row: Row, home: Path | None) -> Curve:
@@ -166,31 +240,32 @@ def _row_curve(row: Row, home: Path | None) -> Curve:
     return [(i, loss) for i, loss in enumerate(first, 1) if number(loss) is not None]
 
 
-def read_curve(path: Path) -> Curve:
-    """The training losses in a record; damaged lines are left out.
+def read_curve(path: Path, split: str = "train", name: str = "loss") -> Curve:
+    """A number by step in the rows of a split; damaged lines are left out.
 
     A step that comes twice, in a run that was rolled back or resumed, counts as it was last.
     """
-    losses: dict[float, float] = {}
+    values: dict[float, float] = {}
+    quoted = f'"{split}"'.encode()
     try:
         with open_regular(path) as lines:
             while (line := lines.readline(LONGEST)) and lines.tell() <= BYTES:
-                if b'"train"' in line:
-                    losses |= _train_loss(line)
+                if quoted in line:
+                    values |= _value_of_row(line, split, name)
     except OSError:
         return []
-    return sorted(losses.items())
+    return sorted(values.items())
 
 
-def _train_loss(line: bytes) -> dict[float, float]:
+def _value_of_row(line: bytes, split: str, name: str) -> dict[float, float]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    step, loss = number(entry, "step"), number(entry, "loss")
-    if text(entry, "split") != "train" or step is None or loss is None:
+    step, value = number(entry, "step"), number(entry, name)
+    if text(entry, "split") != split or step is None or value is None:
         return {}
-    return {step: loss}
+    return {step: value}
 
 
 def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:

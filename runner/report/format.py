@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.report.replicates import MeanEstimate
 
 NONE = "–"  # where there is no number
 MOST_NAMES = 4  # in a sentence; what is beyond is counted
@@ -46,6 +49,12 @@ def times_interval(ratio: float | None, ends: tuple[float, float] | None) -> str
 def rate(value: float) -> str:
     """Samples a second or milliseconds, three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def estimate(value: MeanEstimate, show: Callable[[float | None], str]) -> str:
+    """A mean with its 95 % interval, as `0.9710 (0.9650 to 0.9770)`."""
+    low, high = value.interval
+    return f"{show(value.mean)} ({show(low)} to {show(high)})"
 
 
 @_none_as_dash

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -21,9 +22,11 @@ from runner.benchmark.result import Effect
 from runner.record import markdown
 from runner.report import format, verdicts
 from runner.report.charts import printable
-from runner.report.columns import columns
+from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
+from runner.report.replicates import by_configuration
+from runner.report.search import SearchRecord, label, search_figures
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
@@ -64,6 +67,15 @@ ONE_RUN = (
 )
 
 
+PAIRS = (
+    "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
+    "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the mean of "
+    "the ratios of runs of the same seed or fold. The runs were not interleaved: what the machine "
+    "did meanwhile is in these numbers. job=benchmark measures in randomised blocks."
+)
+NUMBERS = "All numbers"
+
+
 def html(comparison: Comparison) -> str:
     """`comparison.html`."""
     style, script = (
@@ -76,6 +88,7 @@ def html(comparison: Comparison) -> str:
         style=Markup(style),  # noqa: S704  # a file of ours
         script=Markup(script),  # noqa: S704  # a file of ours
         figures=figures(comparison),
+        search_figures=list(search_figures(comparison.search)) if comparison.search else [],
         long_names=any(len(row.name) > LONG_NAME for row in comparison.rows),
         long_lead=len(verdicts.conclusion(comparison)[0].text) > LONG_SENTENCE,
     )
@@ -84,14 +97,19 @@ def html(comparison: Comparison) -> str:
 def document(comparison: Comparison) -> str:
     """`comparison.md`, with tables as GitHub shows them."""
     context = _context(comparison)
-    shown, engagement = context["columns"], context["engagement"] or {"lines": []}
+    engagement = context["engagement"] or {"lines": []}
     return (
         _environment()
         .get_template("comparison.md")
         .render(
             **context,
             numbers=[
-                [row.name, stands, *(c.text(row) for c in shown)] for row, stands in context["rows"]
+                (
+                    heading,
+                    [what, stands, *(column.title for column in shown)],
+                    [[row.name, stood, *(c.text(row) for c in shown)] for row, stood in rows],
+                )
+                for heading, what, stands, shown, rows in context["tables"]
             ],
             failed=[(row.name, row.status, row.reason) for row in comparison.failures],
             engaged=[[name, *map("".join, cells)] for name, cells in engagement["lines"]],
@@ -148,34 +166,75 @@ def _context(comparison: Comparison) -> dict[str, Any]:
     if comparison.command:
         commands.insert(0, ("all of it", comparison.command))
     measured = comparison.kind == "benchmark"
+    grouped = by_configuration(comparison)
+    method = STATISTICS if measured else PAIRS if grouped else ONE_RUN
     return {
         "comparison": comparison,
         "kind": KINDS[comparison.kind],
         "lead": lead,
         "remarks": remarks,
         "about": _about(comparison),
-        "what": "arm" if measured else "run",
-        "status_or_verdict": "verdict" if measured else "status",
-        "columns": columns(comparison),
-        "rows": [(row, verdicts.status_or_verdict(row, comparison)) for row in rows],
+        "tables": [_table(comparison)]
+        if grouped is None
+        else [_table(grouped), _table(comparison)],
+        "search": comparison.search and _search_table(comparison.search),
         "attribution": attribution,
         "effect_header": list(EFFECTS),
         "effects": [
             [show(effect) for show in EFFECTS.values()]
             for effect in (attribution.effects if attribution else [])
         ],
-        "engagement": _engagement(rows),
+        "engagement": _engagement((grouped or comparison).rows),
         "commands": commands,
-        "method": STATISTICS if measured else ONE_RUN,
+        "method": method,
         "machine": _machine(comparison),
     }
+
+
+def _table(comparison: Comparison) -> tuple[str, str, str, list[ReportColumn], list[Any]]:
+    """A table of rows: heading, title of the names, title of the status, columns, rows."""
+    what, stands, heading = "run", "status", NUMBERS
+    if comparison.kind == "benchmark":
+        what, stands = "arm", "verdict"
+    elif any(row.over for row in comparison.rows):
+        what, stands, heading = "configuration", "runs", "Configurations"
+    rows = [(row, verdicts.status_or_verdict(row, comparison)) for row in comparison.rows]
+    return heading, what, stands, columns(comparison), rows
+
+
+def _search_table(search: SearchRecord) -> dict[str, Any]:
+    """The trials, and the best one's command."""
+    keys = [p.key for p in search.parameters]
+    lines = []
+    for trial in search.trials:
+        values = [trial.values.get(key, format.NONE) for key in keys]
+        seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
+        number = str(trial.number)
+        lines.append([number, trial.status, format.metric(trial.value), *values, seconds])
+    header = ["trial", "status", search.metric, *map(label, keys), "time, s"]
+    return {
+        "best": search.best,
+        "header": header,
+        "words": [not all(map(_is_number, column)) for column in zip(*lines, strict=True)],
+        "lines": lines,
+        "reasons": [(t.number, t.status, t.reason) for t in search.trials if t.reason],
+        "storage": search.storage,
+    }
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return cell == format.NONE or math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 def _about(comparison: Comparison) -> list[str]:
     """How much was compared, on what, when and for how long."""
     benchmark = comparison.benchmark
     if benchmark is None:
-        return [f"{len(comparison.rows)} runs", *comparison.devices]
+        what = "trials of this process" if comparison.search else "runs"
+        return [f"{len(comparison.rows)} {what}", *comparison.devices]
     started = [_minute(benchmark.started)] if benchmark.started else []
     took = f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}"
     return [f"{len(comparison.rows)} arms", *comparison.devices, *started, took]

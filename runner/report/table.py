@@ -16,6 +16,7 @@ from runner.record.text import escape_control_chars, shorten
 from runner.report import format, verdicts
 from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
+from runner.report.replicates import by_configuration
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
@@ -41,7 +42,7 @@ class _Screen:
         for sentence in verdicts.conclusion(comparison):
             yield plain_text(sentence.text, TONES[sentence.tone])
         yield Text()
-        yield _fitting_table(comparison, console, options)
+        yield _fitting_table(by_configuration(comparison) or comparison, console, options)
         if (beyond := len(comparison.rows) - MOST_ROWS) > 0:
             yield plain_text(f"and {beyond} more, in {PAGE} and {FILE}", "dim")
         for part in (_reasons(comparison), _notes(comparison), _files(comparison)):
@@ -64,6 +65,7 @@ def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOpt
 def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     title = "arm" if comparison.kind == "benchmark" else "run"
+    title = "configuration" if any(row.over for row in comparison.rows) else title
     table.add_column(title, header_style="dim", max_width=name, overflow="fold")
     for column in chosen:
         table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
@@ -72,7 +74,8 @@ def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) ->
         verdict = verdicts.verdict(row, comparison)
         style = STYLES.get(verdict, "yellow" if row.finished else "red")
         cells = [_cell(column, row) for column in chosen]
-        table.add_row(plain_text(row.name), *cells, plain_text(verdict, style))
+        stands = ", ".join(filter(None, (row.over, verdict)))
+        table.add_row(plain_text(row.name), *cells, plain_text(stands, style))
     return table
 
 
@@ -111,6 +114,8 @@ def _files(comparison: Comparison) -> Iterator[Text]:
         return
     folder = format.short_path(home)
     lines = {"files:      ": folder}
+    if comparison.search is not None and (best := comparison.search.best) is not None:
+        lines = {"the best:   ": best.command, **lines}
     if (home / PAGE).exists():
         lines["the page:   "] = f"{folder}/{PAGE}"
     if (home / BOARD).exists():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runner.benchmark.result import BenchmarkResult
 from runner.report.comparison import Comparison, Row
 from runner.report.format import MOST_NAMES, interval, listed, metric, share, times
-from runner.report.naming import about_speed, names
-from runner.report.replicates import Replicates, find_replicates
+from runner.report.naming import about_speed
+from runner.report.replicates import by_configuration
+
+if TYPE_CHECKING:
+    from runner.report.search import SearchRecord
 
 WIDE = 0.05  # a noise floor above it belongs beside every ratio
 BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
@@ -35,11 +39,19 @@ def verdict(row: Row, comparison: Comparison) -> str:
     if row.name == comparison.reference:
         return "reference"
     if row.measured is None:
-        return ""
+        return _of_pairs(row)
     if row.problems:
         return "does not train"
     claim = CLAIMS.get(row.measured.claim, "not known")
     return f"{claim}, other work" if row.other_work else claim
+
+
+def _of_pairs(row: Row) -> str:
+    """What the mean ratio of runs of the same seeds comes to; "" of a single run."""
+    if row.speedup_interval is None:
+        return ""
+    low, high = row.speedup_interval
+    return "faster" if low > 1 else "slower" if high < 1 else "no clear difference"
 
 
 def status_or_verdict(row: Row, comparison: Comparison) -> str:
@@ -47,7 +59,8 @@ def status_or_verdict(row: Row, comparison: Comparison) -> str:
     text = verdict(row, comparison)
     if row.measured is not None or not row.finished:
         return text
-    return f"{row.status}, {text}" if text else row.status
+    status = row.over or row.status
+    return f"{status}, {text}" if text else status
 
 
 def conclusion(comparison: Comparison) -> list[Sentence]:
@@ -175,15 +188,48 @@ def _not_faster(benchmark: BenchmarkResult, rows: list[Row], reference: str) -> 
 
 
 def _of_runs(comparison: Comparison) -> list[str]:
-    """Of single runs: what is best by the monitored metric, and which went fastest."""
-    timed = [row for row in comparison.rows if row.finished and row.speedup is not None]
+    """Of runs: what is best by the monitored metric, and which went fastest."""
+    if comparison.search is not None:
+        return _of_search(comparison.search)
+    grouped = by_configuration(comparison)
+    rows = (grouped or comparison).rows
+    timed = [row for row in rows if row.finished and row.speedup is not None]
     speed = about_speed(row.overrides for row in timed)
-    fastest = _fastest(timed, comparison.reference, speed) if len(timed) > 1 else []
+    if grouped is not None:
+        fastest = _fastest_of_pairs(timed, grouped.reference, speed)
+    else:
+        fastest = _fastest(timed, comparison.reference, speed) if len(timed) > 1 else []
     best = _best(comparison)
     texts = [*fastest, *best] if speed else [*best, *fastest]
     if texts or comparison.failures:
         return texts
     return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
+
+
+def _of_search(search: SearchRecord) -> list[str]:
+    best, count = search.best, len(search.trials)
+    how = f"{count} of {search.wanted} trials: {search.facts}; {search.sampler}"
+    how += f", pruned by {search.pruner}." if search.pruner != "none" else "."
+    if best is None:
+        return [f"No trial has a value of {search.metric} yet.", how]
+    text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
+    return [f"{text}: {best.title}.", how]
+
+
+def _fastest_of_pairs(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
+    """The configuration with the largest mean ratio to the reference, seed by seed."""
+    paired = [row for row in rows if row.speedup_interval and row.name != reference]
+    if not paired:
+        return []
+    faster = [row for row in paired if _of_pairs(row) == "faster"]
+    over = f"over {listed(list(dict.fromkeys(row.over for row in faster or paired)))}, in pairs"
+    if not faster:
+        text = f"No configuration processed samples measurably faster than {reference} {over}."
+        return [text] if about_speed else []
+    first = max(faster, key=lambda row: row.speedup or 0.0)
+    others = [row.name for row in faster if row is not first]
+    text = f"{first.name} processed samples {_as_fast(first, reference)} {over}"
+    return [text + (f"; faster, too: {listed(others)}." if others else ".")]
 
 
 def _best(comparison: Comparison) -> list[str]:
@@ -203,9 +249,8 @@ def _best(comparison: Comparison) -> list[str]:
         return [f"Judged by different metrics ({listed(metrics)}), so {NOT_COMPARED}"]
     if len(judged) < 2:
         return []
-    replicates = find_replicates(comparison)
-    if sum(len(x.rows) for x in replicates) == len(judged):
-        return [_best_of_replicates(metrics[0], replicates)]
+    if grouped := by_configuration(comparison):
+        return _best_of_replicates(metrics[0], grouped)
     values = sorted({row.best or 0.0 for row in judged})
     ends = [
         f"{metric(end)} ({listed([row.name for row in judged if row.best == end])})"
@@ -215,23 +260,30 @@ def _best(comparison: Comparison) -> list[str]:
     return [f"Best {metrics[0]}: {text}."]
 
 
-def _best_of_replicates(monitor: str, replicates: list[Replicates]) -> str:
-    """The monitored metric as mean and spread, lowest and highest, and what tells them apart."""
-    shared = names([x.overrides for x in replicates], [""] * len(replicates))
-    named = list(zip(shared, replicates, strict=True))
-    named.sort(key=lambda item: item[1].metrics["best"].mean)
+def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
+    """The monitored metric as mean and spread, lowest and highest, and what tells them apart.
+
+    A configuration that ran once is not compared: which seed it had may be all that it shows.
+    """
+    named = {
+        x.name: x.estimates["metric:best"] for x in grouped.rows if "metric:best" in x.estimates
+    }
+    if not named:
+        return []
+    ordered = sorted(named.items(), key=lambda item: item[1].mean)
     texts = []
-    for name, x in named[:1] + named[1:][-1:]:
-        best = x.metrics["best"]
+    for name, best in ordered[:1] + ordered[1:][-1:]:
         bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
-        label = f", {name}" if len(named) > 1 else ""
+        label = f", {name}" if len(grouped.rows) > 1 else ""
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
-    over = " and ".join(dict.fromkeys(x.over for x in replicates))
+    over = " and ".join(dict.fromkeys(x.over for x in grouped.rows if x.name in named))
+    single = [row.name for row in grouped.rows if row.finished and row.name not in named]
+    rest = [f"With one run, and so not compared: {listed(single)}."] if single else []
     if len(texts) == 1:
-        return f"Best {monitor} over {over}: {texts[0]}."
-    low, high = named[0][1].metrics["best"], named[-1][1].metrics["best"]
+        return [f"Best {monitor} over {over}: {texts[0]}.", *rest]
+    low, high = ordered[0][1], ordered[-1][1]
     apart = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
-    return f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{apart}."
+    return [f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{apart}.", *rest]
 
 
 def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:

@@ -1,8 +1,9 @@
-"""How a sweep continues where it was left: the `sweep` group. How its jobs run: hydra/launcher."""
+"""How a sweep continues: the `sweep` group. How its jobs run: hydra/launcher. What a search of
+hyper-parameters tries, and when it ends: the `search` group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from runner.bounds import bounded, check_bounds
@@ -22,6 +23,57 @@ class SweepConfig:
 
     resume: str = "auto"  # the newest sweep of the same command; none: afresh; or a sweep's folder
     start: StartMethod = StartMethod.fork
+
+
+class Sampler(Enum):
+    """What proposes the values of the next trial."""
+
+    tpe = "tpe"  # tree-structured Parzen estimator: from what earlier trials came to
+    random = "random"
+    grid = "grid"  # every combination, in random order
+
+
+class Pruner(Enum):
+    """When a trial ends early, by its metric at the validations so far."""
+
+    none = "none"
+    median = "median"  # its best so far is worse than the median of the trials before it
+    halving = "halving"  # asynchronous successive halving: the best quarter goes on
+
+
+class Direction(Enum):
+    """Which end of the metric is better."""
+
+    auto = "auto"  # by the metric's name
+    maximize = "maximize"
+    minimize = "minimize"
+
+
+@dataclass
+class SearchConfig:
+    """`experiment=search`: a search over the keys that are given as intervals or choices."""
+
+    sampler: Sampler = Sampler.tpe
+    trials: int = bounded(20, min=1)  # of the study, with those of other processes and before
+    parallel: int | None = bounded(None, min=1)  # trials at a time; null: hydra.launcher.jobs
+    metric: str | None = None  # null: training.monitor, else the objective's own
+    direction: Direction = Direction.auto
+    pruner: Pruner = Pruner.median
+    startup: int = bounded(5, min=0)  # median: trials that are done before the first is pruned
+    warmup: int = bounded(1, min=0)  # validations of each trial before it may be pruned
+    storage: str | None = None  # a file to share: *.db, *.journal; null: in the sweep's
+    seed: int = bounded(0, min=0)  # of the sampler
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "search")
+
+
+@dataclass
+class SearchSweeperConfig:
+    """`hydra/sweeper=search`; its settings are the `search` group."""
+
+    _target_: str = "hydra_plugins.runner_search.sweeper.SearchSweeper"
+    params: dict[str, str] = field(default_factory=dict)  # keys to vary, for a recipe
 
 
 @dataclass

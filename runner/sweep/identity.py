@@ -24,13 +24,14 @@ from runner.record.storage import read_record
 VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
 EXECUTION = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
 """Keys that say where and how jobs are run, not which."""
+GROWS = ("search.trials", "search.parallel")  # a search with more trials is the same one
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """A sha256 of what was typed, in any order; how and where jobs run does not count."""
     typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key holds
-    ignored = (*EXECUTION, "sweep.")
+    ignored = (*EXECUTION, "sweep.", *GROWS)
     return _digest([*flags, *sorted(v for k, v in typed.items() if not k.startswith(ignored))])
 
 

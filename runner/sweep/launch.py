@@ -6,8 +6,9 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,30 +56,80 @@ def launch(
 
     Raises UsageError when another process writes into the sweep's folder, and Interrupted.
     """
+    with open_sweep(config, settings) as starter:
+        session = starter.session
+        jobs = [compose(config, list(overrides)) for overrides in job_overrides]
+        numbered = enumerate(zip(jobs, job_overrides, strict=True), first)
+        specs = [make_spec(one, list(overrides), i) for i, (one, overrides) in numbered]
+        plans = _plan(session, specs)
+        _run(starter, plans)
+    tolerant = config.hydra.sweeper._target_ == TOLERANT
+    ends = zip(plans, jobs, strict=True)
+    return [_result(plan, session.folder, one, tolerant) for plan, one in ends]
+
+
+@dataclass(frozen=True)
+class JobStarter:
+    """Starts the processes of a sweep's jobs."""
+
+    session: Session
+    settings: LauncherConfig
+    hydras: list[str]  # overrides of Hydra's own part, as typed
+    forks: bool  # whether jobs are forked from a process that has imported what they need
+
+    def arguments(self, plan: JobPlan) -> list[str]:
+        """The job's command line."""
+        return job_arguments(self.session.flags, self.hydras, plan.spec.overrides)
+
+    def command(self, plan: JobPlan) -> str:
+        """What does the same by itself."""
+        return shlex.join(["python", "-m", "runner", *self.arguments(plan)])
+
+    def start(self, plan: JobPlan) -> Child:
+        """Start it in its folder. Raises OSError."""
+        place = self.session.folder / plan.job.folder
+        key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
+        return Child.start(
+            process_command(self.arguments(plan)),
+            environment(self.settings.jobs),
+            place,
+            self.settings.timeout_s,
+            [f"{key}={quote_for_hydra(str(place))}"],
+            plan.spec.records,
+            chosen=not self.session.resumed,
+            start_process=fork.fork if self.forks else None,
+        )
+
+
+@contextmanager
+def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStarter]:
+    """While entered, this process is the one that writes into the session's folder.
+
+    Raises UsageError when another one is.
+    """
     session = current_session()
-    folder = session.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    keep_private(folder, SecurityLevel[getattr(config.security.level, "name", "standard")])
+    session.folder.mkdir(parents=True, exist_ok=True)
+    level = SecurityLevel[getattr(config.security.level, "name", "standard")]
+    keep_private(session.folder, level)
     set_up_logging("info", None)
+    # as typed: what stands for a secret, or for the job's number, is the job's to resolve
+    hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     try:
-        with lock(folder):
-            forks = _forks(config)
-            if forks and not (folder / FILE).exists():  # imports while jobs are composed
-                fork_server.start(fork.PRELOAD, environment(settings.jobs))
-            jobs = [compose(config, list(overrides)) for overrides in job_overrides]
-            numbered = enumerate(zip(jobs, job_overrides, strict=True), first)
-            specs = [_spec(one, list(overrides), i) for i, (one, overrides) in numbered]
-            plans = _plan(session, specs)
-            # as typed: what stands for a secret, or for the job's number, is the job's to resolve
-            hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-            _run(session, plans, settings, hydras, forks)
+        with lock(session.folder):
+            starter = JobStarter(session, settings, hydras, _forks(config))
+            if starter.forks and not (session.folder / FILE).exists():
+                start_fork_server(settings)  # imports while jobs are composed
+            yield starter
     finally:
         close_logging()
-    tolerant = config.hydra.sweeper._target_ == TOLERANT
-    return [_result(p, folder, one, tolerant) for p, one in zip(plans, jobs, strict=True)]
 
 
-def _spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
+def start_fork_server(settings: LauncherConfig) -> None:
+    """Begin to import what jobs need; once is enough."""
+    fork_server.start(fork.PRELOAD, environment(settings.jobs))
+
+
+def make_spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
     """The job as its process will see it, or the reason why it would refuse it."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
@@ -118,41 +169,17 @@ def _forks(config: DictConfig) -> bool:
     return config.sweep.start is StartMethod.fork and fork_server.available()
 
 
-def _run(
-    session: Session,
-    plans: list[JobPlan],
-    settings: LauncherConfig,
-    hydras: list[str],
-    forks: bool,
-) -> None:
-    sweep, folder = session.sweep, session.folder
+def _run(starter: JobStarter, plans: list[JobPlan]) -> None:
+    sweep, folder = starter.session.sweep, starter.session.folder
     assert sweep is not None  # noqa: S101  # made by _plan
-
-    def arguments(plan: JobPlan) -> list[str]:
-        return job_arguments(session.flags, hydras, plan.spec.overrides)
-
-    def start(plan: JobPlan) -> Child:
-        place = folder / plan.job.folder
-        key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
-        return Child.start(
-            process_command(arguments(plan)),
-            environment(settings.jobs),
-            place,
-            settings.timeout_s,
-            [f"{key}={quote_for_hydra(str(place))}"],
-            plan.spec.records,
-            chosen=not session.resumed,
-            start_process=fork.fork if forks else None,
-        )
-
-    sweep.start = "fork" if forks else "spawn"
+    sweep.start = "fork" if starter.forks else "spawn"
     for plan in plans:
-        plan.job.command = shlex.join(["python", "-m", "runner", *arguments(plan)])
+        plan.job.command = starter.command(plan)
     sweep.write(folder)
     open_plans = [plan for plan in plans if not plan.done]
-    if forks and open_plans:
-        fork_server.start(fork.PRELOAD, environment(settings.jobs))
-    Schedule(sweep, folder, settings, start).run(open_plans)
+    if starter.forks and open_plans:
+        start_fork_server(starter.settings)
+    Schedule(sweep, folder, starter.settings, starter.start).run(open_plans)
 
 
 def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:

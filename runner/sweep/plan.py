@@ -46,14 +46,17 @@ class JobPlan:
     replaces: bool = False  # something else that lies in its folder
 
 
-def find_sweep(planned: Path, named: bool, resume: str, typed_hash: str) -> Path | None:
+def find_sweep(
+    planned: Path, named: bool, resume: str, typed_hash: str, shared: bool = False
+) -> Path | None:
     """The folder of the sweep to continue, or None to begin one in `planned`.
 
-    `named` says that `planned` was typed. Raises UsageError.
+    `named` says that `planned` was typed; `shared` that several processes may do the same work,
+    each in a folder that no other one writes to. Raises UsageError.
     """
     exists = (planned / FILE).exists()
     if resume == "auto" and not named:
-        return _newest(planned.parent, typed_hash)
+        return _newest(planned.parent, typed_hash, shared)
     if resume in ("auto", *NO_RESUME):
         if exists and resume != "auto" and named:
             problem = f"{planned} holds a sweep, and sweep.resume=none begins one"
@@ -66,11 +69,12 @@ def find_sweep(planned: Path, named: bool, resume: str, typed_hash: str) -> Path
     return folder
 
 
-def _newest(parent: Path, typed_hash: str) -> Path | None:
+def _newest(parent: Path, typed_hash: str, free: bool) -> Path | None:
     sweeps = []
     for file in parent.glob(f"*/{FILE}"):
         try:
-            if Sweep.read(file.parent).hash == typed_hash:
+            taken = free and is_locked(file.parent)
+            if not taken and Sweep.read(file.parent).hash == typed_hash:
                 sweeps.append((file.stat().st_mtime_ns, file.parent))
         except (StorageError, OSError):  # a damaged sweep is not continued
             continue

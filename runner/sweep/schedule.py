@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from runner.errors import CheckpointError, Interrupted, StorageError
 from runner.sweep.child import GRACE_S, Child
@@ -27,6 +28,19 @@ RETRIED = ("failed", "killed", "timeout", "oom")  # where `retries` allows it
 LINE_S = 30.0  # between two lines about a job
 
 
+class JobSource(Protocol):
+    """Further jobs, which depend on what earlier ones come to."""
+
+    def next_job(self) -> JobPlan | None:
+        """The next one; None while, or as, there is none."""
+
+    def watch(self, plan: JobPlan) -> None:
+        """Called often while the job runs."""
+
+    def settle(self, plan: JobPlan) -> None:
+        """Called when it has ended and is not tried again; may change its status and reason."""
+
+
 class Schedule:
     """Runs what is planned; every change is in `sweep.json` at once."""
 
@@ -36,9 +50,10 @@ class Schedule:
         folder: Path,
         settings: LauncherConfig,
         start: Callable[[JobPlan], Child],
+        source: JobSource | None = None,
     ) -> None:
         self.sweep, self.folder, self.settings = sweep, folder, settings
-        self.start = start
+        self.start, self.source = start, source
         self.waiting: deque[JobPlan] = deque()
         self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
@@ -51,10 +66,12 @@ class Schedule:
         self.waiting.extend(plans)
         with Interrupts() as interrupts:
             try:
-                while self.running or (self.waiting and not self.over):
+                while True:
                     if interrupts.received is not None and not self.over:
                         self._interrupt(interrupts.received)
                     self._begin()
+                    if not self.running:
+                        break
                     self._collect()
                     time.sleep(POLL_S)
             except KeyboardInterrupt:  # the second one
@@ -72,8 +89,10 @@ class Schedule:
                 raise Interrupted(interrupts.received, more)
 
     def _begin(self) -> None:
-        while self.waiting and not self.over and len(self.running) < self.settings.jobs:
-            plan = self.waiting.popleft()
+        while not self.over and len(self.running) < self.settings.jobs:
+            plan = self._next()
+            if plan is None:
+                break
             job, refused, child = plan.job, plan.spec.error, None
             try:
                 if plan.replaces:
@@ -93,12 +112,20 @@ class Schedule:
             again += ", from its checkpoint" if plan.continues else ""
             log.info("%s: started%s", job.title, again)
 
+    def _next(self) -> JobPlan | None:
+        if self.waiting:
+            return self.waiting.popleft()
+        return None if self.source is None else self.source.next_job()
+
     def _collect(self) -> None:
         for plan, child in list(self.running):
             if child.has_ended():
                 self.running.remove((plan, child))
                 self._settle(plan, child, again=not self.over)
-            elif child.is_due(LINE_S):
+                continue
+            if self.source is not None:
+                self.source.watch(plan)
+            if child.is_due(LINE_S):
                 log.info("%s: %s", plan.job.title, child.last_line() or "starting")
 
     def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
@@ -121,6 +148,8 @@ class Schedule:
 
     def _report(self, plan: JobPlan, seconds: float, retries: bool = False) -> None:
         job = plan.job
+        if self.source is not None and not retries:
+            self.source.settle(plan)
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
         line = f"{job.title}: {job.status} in {seconds:.1f} s"

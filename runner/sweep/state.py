@@ -122,6 +122,7 @@ class Session:
     resumed: bool = False  # its folder was named to be continued, and may be anybody's
     sweep: Sweep | None = None
     earlier: list[Job] = field(default_factory=list)  # of an earlier process, not asked for yet
+    search: Any = None  # a SearchPlan, where the jobs are trials of a search
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)

@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM and their like: the step is finished, a checkpoint written, the run ends."""
+"""Ctrl-C, SIGTERM and their like: the step is finished, a checkpoint written, the run ends.
+
+A file `stop` in the run's folder asks for the same from anywhere that shares it, and the run is
+`stopped`, which is no failure.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +33,12 @@ AHEAD = ENDS[3:]
 """Those by which SLURM says that it will end the process; another one may follow at any time."""
 
 
+STOP_FILE = "stop"
+REASON_LETTERS = 500  # of a request that are read
+PRUNED = "pruned"
+"""The first word of a search's request."""
+
+
 class Terminated(KeyboardInterrupt):
     """A signal other than Ctrl-C outside of training; unwinds like Ctrl-C."""
 
@@ -40,6 +51,27 @@ def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interr
     """The error for a signal that arrived before a run was built."""
     number = error.number if isinstance(error, Terminated) else signal.SIGINT
     return Interrupted(number, where)
+
+
+def request_stop(folder: Path, reason: str) -> None:
+    """Ask the run in that folder to end after its step. Raises OSError."""
+    hidden = folder / f".{STOP_FILE}"
+    hidden.write_text(reason, encoding="utf-8")
+    os.replace(hidden, folder / STOP_FILE)
+
+
+def take_stop_request(folder: Path) -> str | None:
+    """The reason why the run in that folder is asked to end, once; 2 µs where there is none."""
+    path = folder / STOP_FILE
+    try:
+        if not path.is_file():
+            return None
+        with path.open(encoding="utf-8", errors="replace") as file:
+            reason = " ".join(file.read(REASON_LETTERS).split())
+        path.unlink()
+    except OSError:
+        return None
+    return reason or f"by the file {STOP_FILE} in its folder"
 
 
 def is_command() -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from runner.report.comparison import Comparison, as_json
 from runner.report.discover import of_folders
-from runner.report.replicates import find_replicates, t_quantile
+from runner.report.replicates import by_configuration, find_replicates, t_quantile
 from tests.report.planted_runs import run, sweep, texts
 
 BEST = {"lr=1": [0.80, 0.82, 0.90], "lr=0.1": [0.70, 0.71, 0.72]}
@@ -54,16 +54,17 @@ def test_folds_of_one_configuration_are_one_figure(tmp_path: Path) -> None:
     assert sentence.startswith("Best val/accuracy over 2 folds: 0.8500 ± 0.0707 (95 %: ")
 
 
-@pytest.mark.parametrize(
-    ("best", "repeated"), [({"lr=1": [0.8], "lr=0.1": [0.7]}, 0), ({**BEST, "lr=9": [0.5]}, 2)]
-)
-def test_runs_that_are_not_all_repeated_are_told_apart_by_themselves(
-    tmp_path: Path, best: dict[str, list[float]], repeated: int
-) -> None:
-    comparison = planted(tmp_path, best)
+def test_runs_without_a_replicate_are_told_apart_by_themselves(tmp_path: Path) -> None:
+    comparison = planted(tmp_path, {"lr=1": [0.8], "lr=0.1": [0.7]})
     (sentence,) = [text for text in texts(comparison) if text.startswith("Best")]
-    assert sentence.startswith("Best val/accuracy: from 0.")
-    assert len(find_replicates(comparison)) == repeated
+    assert sentence == "Best val/accuracy: from 0.7000 (lr=0.1) to 0.8000 (lr=1)."
+    assert not find_replicates(comparison) and by_configuration(comparison) is None
+
+
+def test_a_single_run_is_not_compared_with_means(tmp_path: Path) -> None:
+    said = texts(planted(tmp_path, {**BEST, "lr=9": [0.95]}))
+    assert not [text for text in said if "0.95" in text]
+    assert "With one run, and so not compared: lr=9." in said
 
 
 @pytest.mark.parametrize(

@@ -50,3 +50,10 @@ document.querySelectorAll(".command").forEach(box => {
   });
   box.append(button);
 });
+const mark = () => document.querySelectorAll(".scroll").forEach(box => {
+  const sign = box.previousElementSibling, wide = box.scrollWidth > box.clientWidth + 1;
+  sign.classList.toggle("needed", wide);
+  sign.classList.toggle("free", !wide);
+});
+mark();
+addEventListener("resize", mark);

@@ -1,0 +1,1 @@
+"""The sweeper plugin; Hydra looks for it here."""

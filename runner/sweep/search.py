@@ -1,0 +1,216 @@
+"""A search of hyper-parameters: trials are jobs of a sweep, and a study proposes the next one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config import RunConfig
+from runner.errors import StorageError, UsageError, install_command
+from runner.record.storage import open_regular, replace_text
+from runner.record.text import json_safe
+from runner.sweep.config import LauncherConfig, SearchSweeperConfig
+from runner.sweep.launch import JobStarter, make_spec, open_sweep, start_fork_server
+from runner.sweep.plan import JobPlan, load_previous_jobs, plan_jobs, wait_for_running_jobs
+from runner.sweep.schedule import Schedule
+from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
+from runner.sweep.state import WELL, Job, Sweep, current_session, now
+from runner.training.signals import PRUNED, request_stop
+from runner.training.summary import Summary
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+    from runner.sweep.study import StudyFile
+
+log = logging.getLogger("runner")
+
+RECORD = "search.json"
+MODE = "hydra.mode=RUN"  # of a trial whose recipe would begin a search
+LONGEST = 1 << 20  # bytes of a line
+
+
+def is_search(config: DictConfig) -> bool:
+    """Whether the sweeper of that config is a search."""
+    return OmegaConf.get_type(config.hydra.sweeper) is SearchSweeperConfig
+
+
+def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) -> SearchPlan:
+    """What is to be searched. Raises ConfigError, and UsageError where Optuna is missing."""
+    space = read_space(overrides, config.search)
+    metric, rises = resolve_metric(config)
+    if find_spec("optuna") is None:
+        fix = install_command("search")
+        raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
+    name = f"{config.name}-{typed_hash[:12]}"
+    return SearchPlan(space, config.search, metric, rises, name)
+
+
+def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:
+    """Run trials until there are enough, each in a process of its own.
+
+    Raises UsageError when another process writes into the sweep's folder, StorageError, and
+    Interrupted.
+    """
+    from runner.sweep.study import StudyFile
+
+    session = current_session()
+    plan: SearchPlan = session.search
+    given: Any = OmegaConf.to_object(config.hydra.launcher)
+    settings: LauncherConfig = replace(given, jobs=plan.settings.parallel or given.jobs)
+    with open_sweep(config, settings) as starter:
+        if starter.forks:
+            start_fork_server(settings)
+        earlier = load_previous_jobs(session.folder)
+        session.sweep = Sweep(session.command, session.hash, list(earlier), started=now())
+        session.sweep.start = "fork" if starter.forks else "spawn"
+        wait_for_running_jobs(session.folder, earlier)
+        starter.hydras.append(MODE)
+        study = StudyFile(plan, session.folder)
+        trials = Trials(study, starter, lambda overrides: compose(config, overrides))
+        trials.resume()
+        try:
+            Schedule(session.sweep, session.folder, settings, starter.start, trials).run([])
+        finally:
+            trials.write_record()
+
+
+@dataclass
+class RunningTrial:
+    """A trial that is being run, and what of its record was read."""
+
+    trial: Trial
+    position: int = 0  # in metrics.jsonl
+    validations: int = 0
+    asked_to_stop: bool = False
+
+
+@dataclass
+class Trials:
+    """The jobs of a search: each of them is the next trial of its study."""
+
+    study: StudyFile
+    starter: JobStarter
+    compose: Callable[[list[str]], DictConfig]
+    running: dict[int, RunningTrial] = field(default_factory=dict)  # by the job's number
+    left: list[Trial] = field(default_factory=list)  # by an earlier process, unfinished
+
+    def resume(self) -> None:
+        """Take up what an earlier process of this sweep has left."""
+        self.left = self.study.unfinished()
+        counted = len(self.study.trials())
+        if counted:
+            wanted, again = self.study.plan.settings.trials, len(self.left)
+            text = f"{counted - again} of {wanted} trials are done"
+            text += f", {again} that were cut off are run again" if again else ""
+            log.info("%s: %s", self.study.path, text)
+
+    def next_job(self) -> JobPlan | None:
+        """The next trial's; None where all have been asked for."""
+        trial = self.left.pop(0) if self.left else self.study.ask()
+        return None if trial is None else self._plan(trial)
+
+    def watch(self, plan: JobPlan) -> None:
+        """Report the trial's validations, and have it end where it is pruned."""
+        running = self.running[plan.job.number]
+        if running.asked_to_stop:
+            return
+        folder = self.starter.session.folder / plan.job.folder
+        for value in self._new_values(running, folder / "metrics.jsonl"):
+            running.validations += 1
+            reason = self.study.report(running.trial, running.validations, value)
+            if reason:
+                request_stop(folder, reason)
+                running.asked_to_stop = True
+                return
+
+    def settle(self, plan: JobPlan) -> None:
+        """Tell the study; one that was interrupted stays open, for the same command again."""
+        self.watch_last(plan)
+        running, job = self.running.pop(plan.job.number), plan.job
+        if job.status == "interrupted":
+            return
+        value = self._value(job)
+        pruned = job.status in WELL and job.reason.startswith(PRUNED)
+        status = "pruned" if pruned else "done" if value is not None else "failed"
+        self.study.tell(running.trial, status, value, job.reason)
+        self.write_record()
+
+    def watch_last(self, plan: JobPlan) -> None:
+        """Report what it wrote since it was last watched; it has ended."""
+        running = self.running[plan.job.number]
+        folder = self.starter.session.folder / plan.job.folder
+        for value in self._new_values(running, folder / "metrics.jsonl"):
+            running.validations += 1
+            self.study.report(running.trial, running.validations, value)
+
+    def write_record(self) -> None:
+        """Write `search.json`, from which the page is made; a full disk is a warning."""
+        try:
+            text = json.dumps(json_safe(self.study.record()), indent=2, allow_nan=False)
+            replace_text(self.starter.session.folder / RECORD, text + "\n")
+        except OSError as error:
+            log.warning("%s is not written: %s", RECORD, error.strerror or error)
+
+    def _plan(self, trial: Trial) -> JobPlan:
+        """The job of a trial: a new one, or that which an earlier process began."""
+        from runner.sweep.study import COMMAND, JOB
+
+        session = self.starter.session
+        assert session.sweep is not None  # noqa: S101  # made by search
+        jobs = session.sweep.jobs
+        overrides = self.study.plan.space.overrides(trial.params)
+        begun = [job for job in jobs if job.overrides == overrides]
+        number = begun[0].number if begun else max((job.number for job in jobs), default=-1) + 1
+        spec = make_spec(self.compose(overrides), overrides, number)
+        (plan,) = plan_jobs([spec], begun, session.folder)
+        session.sweep.jobs = [job for job in jobs if job not in begun] + [plan.job]
+        session.sweep.jobs.sort(key=lambda job: job.number)
+        plan.job.command = self.starter.command(plan)
+        trial.set_user_attr(JOB, plan.job.folder)
+        trial.set_user_attr(COMMAND, plan.job.command)
+        self.running[number] = RunningTrial(trial)
+        return plan
+
+    def _value(self, job: Job) -> float | None:
+        """The monitored metric; None, with the job's reason, where there is none to compare."""
+        if job.status not in WELL:
+            return None
+        metric, folder = self.study.plan.metric, self.starter.session.folder / job.folder
+        try:
+            summary = Summary.read(folder)
+        except StorageError as error:
+            job.status, job.reason = "failed", str(error)
+            return None
+        value = summary.monitored
+        if summary.monitor == metric and value is not None and math.isfinite(value):
+            return value
+        problem = f"{metric} is {value}: there is nothing to compare"
+        if summary.monitor != metric:
+            problem = f"its run is judged by {summary.monitor or 'nothing'}, not by {metric}"
+        job.status, job.reason = "failed", problem
+        return None
+
+    def _new_values(self, running: RunningTrial, path: Path) -> list[float]:
+        """The metric in the rows of validations that were added to the run's record."""
+        values, name = [], self.study.plan.metric.removeprefix("val/")
+        try:
+            with open_regular(path) as lines:
+                lines.seek(running.position)
+                while (line := lines.readline(LONGEST)).endswith(b"\n"):
+                    running.position += len(line)
+                    row = json.loads(line) if b'"val"' in line else {}
+                    if row.get("split") == "val":
+                        value = row.get(name)
+                        values.append(math.nan if value is None else float(value))
+        except (OSError, ValueError, TypeError):  # not there yet, or damaged
+            return values
+        return values

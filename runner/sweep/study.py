@@ -1,0 +1,246 @@
+"""A search's study in a file that several processes share: Optuna's storage, sampler and pruner."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from runner.checkpoint.lock import is_locked
+from runner.errors import StorageError
+from runner.record.storage import for_owners
+from runner.sweep.config import Pruner, Sampler, SearchConfig
+from runner.sweep.search_space import SearchPlan, Space
+from runner.training.signals import PRUNED
+
+JOURNAL = (".journal", ".log")  # suffixes of Optuna's other format
+WAIT_S = 60  # for another process that writes to the same file
+SWEEP, JOB, REASON, COMMAND = "sweep", "job", "reason", "command"
+"""User attributes of a trial."""
+STATES = {
+    TrialState.COMPLETE: "done",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "running",
+}
+DIGITS = 4
+FEWEST = 4  # finished trials from which on an importance says something
+
+
+class StudyFile:
+    """The trials of one search. Each ask is made under a lock, so that no two trials are alike."""
+
+    def __init__(self, plan: SearchPlan, folder: Path) -> None:
+        """Open or begin it; `folder` is the sweep's. Raises StorageError."""
+        self.plan, self.folder = plan, folder.absolute()
+        given = plan.settings.storage
+        self.path = Path(given).expanduser() if given else folder / "search.db"
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self.study = optuna.create_study(
+                    storage=_storage(self.path),
+                    study_name=plan.name,
+                    direction="maximize" if plan.rises else "minimize",
+                    pruner=_pruner(plan.settings),
+                    load_if_exists=True,
+                )
+        except Exception as error:  # SQLAlchemy, alembic and Optuna raise all kinds
+            reason = " ".join(str(error).split())[:200]
+            raise StorageError(f"search.storage: {self.path}: cannot be used: {reason}") from error
+
+    def trials(self) -> list[FrozenTrial]:
+        """All that count, in the order of their numbers."""
+        return self.study.get_trials(deepcopy=False, states=tuple(STATES))
+
+    def unfinished(self) -> list[Trial]:
+        """The trials that an earlier process of this folder's sweep left running."""
+        return [
+            Trial(self.study, trial._trial_id)
+            for trial in self.trials()
+            if trial.state is TrialState.RUNNING and trial.user_attrs.get(SWEEP) == str(self.folder)
+        ]
+
+    def ask(self) -> Trial | None:
+        """A trial with values that no other one has; None where all have been asked for."""
+        with self._locked():
+            self._end_lost_trials()
+            counted, space = self.trials(), self.plan.space
+            tried = {_key(trial.params) for trial in counted}
+            full = space.points is not None and len(tried) >= space.points
+            if full or len(counted) >= self.plan.settings.trials:
+                return None
+            number = len(self.study.get_trials(deepcopy=False))
+            values = self._propose(number)
+            if _key(values) in tried and space.points is not None:
+                left = [point for point in space.all_points() if _key(point) not in tried]
+                values = random.Random(number).choice(left)  # noqa: S311  # no secret
+            self.study.enqueue_trial(values)
+            trial = self.study.ask(_distributions(space))
+            trial.set_user_attr(SWEEP, str(self.folder))
+            return trial
+
+    def tell(self, trial: Trial, status: str, value: float | None, reason: str) -> None:
+        """Record the end of a trial: done with its value, pruned, or failed."""
+        if reason:
+            trial.set_user_attr(REASON, reason)
+        if status == "done":
+            self.study.tell(trial, value)
+        else:
+            pruned = status == "pruned" and bool(self._values(trial))
+            self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
+
+    def report(self, trial: Trial, validation: int, value: float) -> str:
+        """Note the metric at the n-th validation; why the trial is to end, or nothing."""
+        known = self._values(trial)
+        if validation not in known and math.isfinite(value):
+            trial.report(value, validation)
+        pruner = self.plan.settings.pruner
+        if pruner is Pruner.none or not trial.should_prune():
+            return ""
+        return (
+            f"{PRUNED} at validation {validation}: {self.plan.metric} {value:.4g} ({pruner.name})"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The search as `search.json` holds it."""
+        plan, trials = self.plan, self.trials()
+        done = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+        best = max(done, key=lambda t: _value(t) * (1 if plan.rises else -1), default=None)
+        importance = self._importance(done)
+        return {
+            "metric": plan.metric,
+            "direction": "maximize" if plan.rises else "minimize",
+            "sampler": plan.settings.sampler.name,
+            "pruner": plan.settings.pruner.name,
+            "storage": str(self.path),
+            "study": plan.name,
+            "wanted": plan.settings.trials,
+            "points": plan.space.points,
+            "best": None if best is None else best.number,
+            "parameters": [
+                {"key": p.key, "text": p.text, "importance": importance.get(p.key)}
+                for p in plan.space.parameters
+            ],
+            "trials": [_as_row(trial, self.folder) for trial in trials],
+        }
+
+    def _importance(self, done: list[FrozenTrial]) -> dict[str, float]:
+        """The share of each parameter, by PED-ANOVA, which needs no scikit-learn."""
+        if len(done) < FEWEST or len({trial.value for trial in done}) < 2:
+            return {}
+        try:
+            return get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
+        except (ValueError, RuntimeError, ZeroDivisionError):  # too much alike
+            return {}
+
+    def _values(self, trial: Trial) -> Mapping[int, float]:
+        return self.study._storage.get_trial(trial._trial_id).intermediate_values
+
+    def _propose(self, number: int) -> dict[str, Any]:
+        """What the sampler would try next, real numbers with DIGITS digits: they are typed again.
+
+        A function of the trials so far, the search's seed and the trial's number.
+        """
+        settings, proposed = self.plan.settings, {}
+        sampler = _sampler(settings.sampler, settings.seed + number)
+        trial = optuna.trial.create_trial(state=TrialState.RUNNING)
+        trial.number = number
+        for key, distribution in _distributions(self.plan.space).items():
+            value = sampler.sample_independent(self.study, trial, key, distribution)
+            if isinstance(value, float):
+                rounded = float(f"{value:.{DIGITS}g}")
+                value = min(max(rounded, distribution.low), distribution.high)
+            proposed[key] = value
+        return proposed
+
+    def _end_lost_trials(self) -> None:
+        """Those of processes of this machine that are gone, and of one that ended in `ask`."""
+        for trial in self.trials():
+            sweep = trial.user_attrs.get(SWEEP)
+            lost = sweep is None or (Path(sweep).is_dir() and not is_locked(Path(sweep)))
+            if trial.state is TrialState.RUNNING and lost:
+                self.tell(Trial(self.study, trial._trial_id), "failed", None, "its process ended")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """While entered, no other process asks."""
+        name = f"{self.path}.ask"  # .lock is the journal's own
+        with open(name, "ab", opener=for_owners) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _distributions(space: Space) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for p in space.parameters:
+        if p.choices:
+            made[p.key] = CategoricalDistribution(p.choices)
+        elif p.step:
+            made[p.key] = IntDistribution(int(p.low), int(p.high), p.log, p.step)
+        else:
+            made[p.key] = FloatDistribution(p.low, p.high, p.log)
+    return made
+
+
+def _storage(path: Path) -> Any:
+    if path.suffix in JOURNAL:
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        return JournalStorage(JournalFileBackend(str(path)))
+    options = {"connect_args": {"timeout": WAIT_S}}
+    return optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}", engine_kwargs=options)
+
+
+def _sampler(kind: Sampler, seed: int) -> Any:
+    """The same values for the same trials before; other ones for each trial."""
+    if kind is Sampler.tpe:  # running trials count as bad ones, so that several do not flock
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+    return optuna.samplers.RandomSampler(seed=seed)
+
+
+def _pruner(settings: SearchConfig) -> Any:
+    if settings.pruner is Pruner.median:
+        return optuna.pruners.MedianPruner(settings.startup, settings.warmup + 1)
+    if settings.pruner is Pruner.halving:
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=settings.warmup + 1)
+    return optuna.pruners.NopPruner()
+
+
+def _key(values: Mapping[str, object]) -> str:
+    return repr(sorted(values.items()))
+
+
+def _value(trial: FrozenTrial) -> float:
+    return trial.value if trial.value is not None else math.nan
+
+
+def _as_row(trial: FrozenTrial, folder: Path) -> dict[str, Any]:
+    ours = trial.user_attrs.get(SWEEP) == str(folder)
+    return {
+        "number": trial.number,
+        "status": STATES[trial.state],
+        "value": trial.value,
+        "values": dict(trial.params),
+        "reason": trial.user_attrs.get(REASON, ""),
+        "command": trial.user_attrs.get(COMMAND, ""),
+        "folder": trial.user_attrs.get(JOB, "") if ours else "",
+        "seconds": trial.duration.total_seconds() if trial.duration else None,
+    }
