@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +10,14 @@ from pathlib import Path
 from markupsafe import Markup
 
 from runner.benchmark.result import Effect
-from runner.record.storage import open_regular
 from runner.report import format, verdicts
-from runner.report.charts import Bar, Series, draw_bars, draw_curves, draw_points
-from runner.report.comparison import Comparison, Row, number, text
+from runner.report.charts import Bar, draw_bars, draw_curves, draw_points
+from runner.report.comparison import Comparison, Row, number
+from runner.report.curves import POINTS, Curve, read_curves, thin_curve
 from runner.report.replicates import by_configuration, configuration
+from runner.report.svg import Series
 
-Curve = list[tuple[float, float]]
-
-POINTS = 240  # of a curve; a phone is 360 wide
 DIVERGED = 100  # times as high as where the runs begin
-BYTES = 256 << 20  # of a record: what lies beyond is not read
-LONGEST = 1 << 20  # bytes of a line
 MOST_CURVES = 12  # at once: more cannot be told apart
 MOST_BARS = 40  # of a chart of rows: the fastest and the slowest
 KINDS = {
@@ -117,9 +112,8 @@ def _validation(comparison: Comparison) -> Iterator[Figure]:
     monitor, home = comparison.monitor, comparison.home
     if not monitor or home is None:
         return
-    name = monitor.removeprefix("val/")
     curves = {
-        row.name: read_curve(home / row.folder / "metrics.jsonl", "val", name)
+        row.name: read_curves(home / row.folder, [monitor]).get(monitor, [])
         for row in comparison.rows
         if row.finished and row.folder
     }
@@ -234,38 +228,10 @@ def read_losses(comparison: Comparison) -> dict[str, Curve]:
 
 def _row_curve(row: Row, home: Path | None) -> Curve:
     if home is not None and row.folder:
-        if curve := read_curve(home / row.folder / "metrics.jsonl"):
+        if curve := read_curves(home / row.folder).get("train/loss"):
             return curve
     first = row.measured.losses if row.measured else []  # of the first steps
     return [(i, loss) for i, loss in enumerate(first, 1) if number(loss) is not None]
-
-
-def read_curve(path: Path, split: str = "train", name: str = "loss") -> Curve:
-    """A number by step in the rows of a split; damaged lines are left out.
-
-    A step that comes twice, in a run that was rolled back or resumed, counts as it was last.
-    """
-    values: dict[float, float] = {}
-    quoted = f'"{split}"'.encode()
-    try:
-        with open_regular(path) as lines:
-            while (line := lines.readline(LONGEST)) and lines.tell() <= BYTES:
-                if quoted in line:
-                    values |= _value_of_row(line, split, name)
-    except OSError:
-        return []
-    return sorted(values.items())
-
-
-def _value_of_row(line: bytes, split: str, name: str) -> dict[float, float]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    step, value = number(entry, "step"), number(entry, name)
-    if text(entry, "split") != split or step is None or value is None:
-        return {}
-    return {step: value}
 
 
 def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
@@ -278,13 +244,3 @@ def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
     tops = [max(loss for _, loss in curve) for curve in curves.values()]
     below = [top for top in tops if top <= limit]
     return max(below) if 0 < len(below) < len(tops) else math.inf
-
-
-def thin_curve(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:
-    """At most `most` points: the lowest and highest of each stretch, so that no spike is lost."""
-    if len(curve) <= most:
-        return list(curve)
-    bounds = [i * len(curve) // (most // 2) for i in range(most // 2 + 1)]
-    parts = [curve[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-    by_loss = [sorted(part, key=lambda point: point[1]) for part in parts]
-    return sorted({point for part in by_loss for point in (part[0], part[-1])})

@@ -21,12 +21,12 @@ from markupsafe import Markup
 from runner.benchmark.result import Effect
 from runner.record import markdown
 from runner.report import format, verdicts
-from runner.report.charts import printable
 from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
 from runner.report.replicates import by_configuration
 from runner.report.search import SearchRecord, label, search_figures
+from runner.report.svg import printable
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}

@@ -9,10 +9,11 @@ from typing import Any
 
 from runner.overrides.groups import without_arguments
 from runner.report import format
-from runner.report.charts import Bar, Series, draw_bars, draw_history
+from runner.report.charts import Bar, draw_bars, draw_history
 from runner.report.comparison import number, text
 from runner.report.figures import Figure
 from runner.report.read_run import read_json
+from runner.report.svg import Series
 
 FILE = "search.json"
 RUNNING = "running"
