@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.errors import Interrupted, ProcessLost, RestartAll, RunnerError
 from runner.record.storage import read_record, replace_text
-from runner.record.text import dataclass_from_dict, describe_error
+from runner.record.text import dataclass_from_json, describe_error
 
 FILE = "outcome-{}.json"
 
@@ -52,6 +52,6 @@ class RankOutcome:
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
         """That of a process; None where it left none, as one that was killed."""
         try:
-            return dataclass_from_dict(cls, json.loads(read_record(folder / FILE.format(rank))))
-        except (OSError, ValueError, TypeError):
+            return dataclass_from_json(cls, json.loads(read_record(folder / FILE.format(rank))))
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
