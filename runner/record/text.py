@@ -166,6 +166,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return [_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
     if shape is dict and isinstance(value, dict):
         return {key: _convert(inner[1], item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(shape, type) and issubclass(shape, Enum):
+        return shape(value)
     if type(value) is shape and shape in (bool, int, str):
         return value
     raise ValueError(f"{path} is {str(value)[:40]!r}")
