@@ -5,7 +5,6 @@ A claim that this machine cannot test says so and why; a trial that fails costs 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
@@ -38,7 +37,7 @@ from runner.overrides.groups import CONF
 from runner.record import provenance
 from runner.record.console import print_stdout
 from runner.record.markdown import code, escape, table
-from runner.record.storage import replace_text
+from runner.record.storage import replace_text, write_json
 from runner.techniques.probe import dry_run_step
 from runner.training.run import Run
 
@@ -400,9 +399,8 @@ def markdown(claims: Claims) -> str:
 
 def write(claims: Claims, folder: Path) -> None:
     """claims.json and claims.md, whole or not at all. StorageError where that is not possible."""
-    data = json.dumps(asdict(claims), indent=2, default=str) + "\n"
-    for name, text in ((FILE, data), (PAGE, markdown(claims))):
-        try:
-            replace_text(folder / name, text)
-        except OSError as error:
-            raise StorageError(f"{folder / name}: not written: {error.strerror}") from error
+    write_json(folder / FILE, asdict(claims))
+    try:
+        replace_text(folder / PAGE, markdown(claims))
+    except OSError as error:
+        raise StorageError(f"{folder / PAGE}: not written: {error.strerror}") from error

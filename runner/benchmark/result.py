@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from runner.errors import StorageError
-from runner.record.storage import read_record, replace_text
-from runner.record.text import json_safe
+from runner.record.storage import read_record, write_json
+from runner.record.text import dataclass_from_json
 
 FILE = "benchmark.json"
 SCHEMA = 1
@@ -20,8 +17,6 @@ SAME = 0.02  # a difference too small to matter, and that two processes differ b
 DONE = "done"
 """Any other status of an arm is how it ended: failed, killed, timeout, oom, interrupted."""
 MEDIAN, MEAN = "median step", "mean step"
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -145,14 +140,7 @@ class BenchmarkResult:
 
     def write(self, folder: Path) -> None:
         """Replace `benchmark.json`; NaN and Inf become null. Raises StorageError."""
-        text = json.dumps(json_safe(asdict(self)), indent=2, default=str, allow_nan=False)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / FILE, text + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"{folder / FILE}: not written: {error.strerror or error}"
-            ) from error
+        write_json(folder / FILE, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> BenchmarkResult:
@@ -167,44 +155,8 @@ class BenchmarkResult:
                 raise StorageError(f"{path}: is no result of job=benchmark")
             if isinstance(values["schema"], int) and values["schema"] > SCHEMA:
                 raise StorageError(f"{path}: was written by a newer version of the runner")
-            return from_json(cls, values)
+            return dataclass_from_json(cls, values)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
-
-
-def from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """A dataclass of ours from JSON. ValueError or TypeError names what does not fit."""
-    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return kind(
-        **{
-            name: _convert(hints[name], value, f"{path}{name}")
-            for name, value in values.items()
-            if name in known
-        }
-    )
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """`value` as the type that the field has; a number that was not finite comes back as NaN."""
-    inner, shape = get_args(kind), get_origin(kind) or kind
-    if shape is Any:
-        return value
-    if shape is UnionType:
-        optional = value is None and NoneType in inner
-        return None if optional else _convert(inner[0], value, path)
-    if shape is float and (value is None or type(value) in (int, float)):
-        return math.nan if value is None else float(value)
-    if is_dataclass(kind) and isinstance(value, dict):
-        return from_json(kind, value, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
-    if shape is tuple and isinstance(value, list) and len(value) == len(inner):
-        low, high = (_convert(inner[0], item, path) for item in value)
-        return low, math.inf if math.isnan(high) else high  # an interval without an end
-    if shape is list and isinstance(value, list):
-        return [_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
-    if shape is dict and isinstance(value, dict):
-        return {key: _convert(inner[1], item, f"{path}.{key}") for key, item in value.items()}
-    if type(value) is shape and shape in (int, str):
-        return value
-    raise ValueError(f"{path} is {str(value)[:40]!r}")

@@ -13,11 +13,12 @@ import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
 from runner.record.storage import FileDigest, HashedFile
+from runner.record.text import dataclass_from_json
 from runner.security.sealed import read_sealed, sealed
 
 FOLDER = "debug/captures"
@@ -68,17 +69,12 @@ def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest of a capture; CheckpointError where it is damaged or forged."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
-    types = get_type_hints(CaptureManifest)
-    try:
-        files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
-        weights = CapturedWeights(body.pop("weights"))
-        for name, value in body.items():  # a value of another type must not become text elsewhere
-            if not isinstance(value, getattr(types[name], "__origin__", types[name])):
-                raise TypeError
+    try:  # a value of another type must not become text elsewhere
+        manifest = dataclass_from_json(CaptureManifest, body)
         # names in the file are never used as paths
-        if set(files) != ({STATE} if weights is CapturedWeights.again else {STATE, MODEL}):
+        again = manifest.weights is CapturedWeights.again
+        if set(manifest.files) != ({STATE} if again else {STATE, MODEL}):
             raise ValueError
-        manifest = CaptureManifest(files=files, weights=weights, **body)
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None
     if STEP.fullmatch(folder.resolve().name) and int(folder.resolve().name[5:]) != manifest.step:

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.errors import CheckpointError
 from runner.record.storage import FileDigest, HashedFile
+from runner.record.text import dataclass_from_json
 from runner.security.sealed import read_sealed, sealed
 
 NAME = "manifest.json"
@@ -46,10 +47,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:
-        files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
-        manifest = Manifest(files=files, **body)
-    except (TypeError, KeyError, AttributeError):
+        manifest = dataclass_from_json(Manifest, body)
+    except (TypeError, ValueError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
+    files = manifest.files
     model = shard_names(files) or [MODEL]  # names in it are never used as paths
     if set(files) - {PREPROCESSING} != {*model, STATE}:
         raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")

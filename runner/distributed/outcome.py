@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from runner.errors import Interrupted, ProcessLost, RestartAll, RunnerError
 from runner.masking import masked
 from runner.record.storage import read_record, replace_text
-from runner.record.text import dataclass_from_dict, describe_error
+from runner.record.text import dataclass_from_json, describe_error
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -64,13 +64,13 @@ class RankOutcome:
         """That of a process; None where it left none, as one that was killed."""
         try:
             return cls.parse(read_record(folder / FILE.format(rank)))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
 
     @classmethod
     def parse(cls, text: str | bytes) -> RankOutcome:
         """The one that `json.dumps(asdict(outcome))` wrote."""
-        return dataclass_from_dict(cls, json.loads(text))
+        return dataclass_from_json(cls, json.loads(text))
 
 
 class SharedOutcomes:

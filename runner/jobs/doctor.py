@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -21,9 +20,9 @@ from runner.device.config import DeviceConfig, DeviceKind
 from runner.device.device import select
 from runner.doctor import environment
 from runner.doctor.environment import DoctorCheck, Status, size
-from runner.errors import StorageError, UsageError
+from runner.errors import UsageError
 from runner.record.console import facts_table, print_stdout
-from runner.record.storage import replace_text
+from runner.record.storage import write_json
 from runner.record.text import escape_control_chars
 
 if TYPE_CHECKING:
@@ -74,10 +73,7 @@ def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> 
     print_stdout(show(report))
     if folder is not None:
         path = folder / "doctor.json"
-        try:
-            replace_text(path, json.dumps(report.as_dict(), indent=2) + "\n")
-        except OSError as error:
-            raise StorageError(f"{path}: {error.strerror}") from error
+        write_json(path, report.as_dict())
         print_stdout("", f"as JSON: {path}", soft_wrap=True)
     return report
 

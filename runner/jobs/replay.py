@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Collection, Sequence
@@ -49,9 +48,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
             capture, folder, attempt, trusted, attribute, seconds, where
         ).investigate()
     try:
-        storage.replace_text(
-            folder / "replay.json", json.dumps(page.as_dict(replay), indent=2) + "\n"
-        )
+        storage.write_json(folder / "replay.json", page.as_dict(replay))
         storage.replace_text(folder / "replay.md", page.markdown(replay))
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error

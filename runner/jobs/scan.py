@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -19,11 +18,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.text import Text
 
 from runner.config import RunConfig
-from runner.errors import Interrupted, SecurityError, StorageError, UsageError
+from runner.errors import Interrupted, SecurityError, UsageError
 from runner.findings import Reason, Severity, Trust
 from runner.record.console import console, plain_text, print_stdout, takes_live_display
-from runner.record.storage import replace_text
-from runner.record.text import escape_control_chars, json_safe
+from runner.record.storage import write_json
+from runner.record.text import escape_control_chars
 from runner.report.format import size
 from runner.security.config import SecurityLevel
 from runner.security.files.formats import is_loadable
@@ -164,9 +163,8 @@ class Scan:
         }
 
     def write(self, folder: Path) -> None:
-        """Write scan.json. Raises OSError."""
-        text = json.dumps(json_safe(self.as_dict()), indent=2, allow_nan=False) + "\n"
-        replace_text(folder / JSON, text)
+        """Write scan.json. Raises StorageError."""
+        write_json(folder / JSON, self.as_dict())
 
 
 def terminal(scan: Scan, most: int) -> RenderableType:
@@ -258,10 +256,7 @@ def _judged(path: Path, scan: Scan) -> Iterator[Item]:
 
 
 def _write(scan: Scan, folder: Path, rows: int) -> None:
-    try:
-        scan.write(folder)
-    except OSError as error:
-        raise StorageError(f"{folder / JSON}: {error.strerror}") from error
+    scan.write(folder)
     print_stdout(terminal(scan, rows), crop=False)
 
 

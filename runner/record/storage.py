@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, StorageError
 from runner.masking import masked
+from runner.record.text import json_safe
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
 NO_LINK = os.O_NOFOLLOW
@@ -169,6 +171,15 @@ def _regular(descriptor: int, path: str | Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a file", str(path))
     return descriptor
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file; NaN and Inf become null. Raises StorageError."""
+    text = json.dumps(json_safe(value), indent=2, default=str, allow_nan=False)
+    try:
+        replace_text(path, text + "\n")
+    except OSError as error:
+        raise StorageError(f"{path}: not written: {error.strerror or error}") from error
 
 
 def replace_text(path: Path, text: str) -> None:

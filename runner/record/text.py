@@ -9,12 +9,12 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
-from typing import Any, TypeVar
+from types import FrameType, NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from runner.errors import RunnerError
 from runner.masking import masked
@@ -132,7 +132,42 @@ def json_safe(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def dataclass_from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of the keys that it has; those of a newer version are left out."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
-    return kind(**{name: value for name, value in values.items() if name in known})
+def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """A dataclass of the keys that it has; those of a newer version are left out.
+
+    Raises ValueError or TypeError naming the value that does not fit its type.
+    """
+    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(
+        **{
+            name: _convert(hints[name], value, f"{path}{name}")
+            for name, value in values.items()
+            if name in known
+        }
+    )
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """`value` as the type that the field has; a number that was not finite comes back as NaN."""
+    inner, shape = get_args(kind), get_origin(kind) or kind
+    if shape is Any:
+        return value
+    if shape is UnionType:
+        optional = value is None and NoneType in inner
+        return None if optional else _convert(inner[0], value, path)
+    if shape is float and (value is None or type(value) in (int, float)):
+        return math.nan if value is None else float(value)
+    if is_dataclass(kind) and isinstance(value, dict):
+        return dataclass_from_json(kind, value, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
+    if shape is tuple and isinstance(value, list) and len(value) == len(inner):
+        low, high = (_convert(inner[0], item, path) for item in value)
+        return low, math.inf if math.isnan(high) else high  # an interval without an end
+    if shape is list and isinstance(value, list):
+        return [_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if shape is dict and isinstance(value, dict):
+        return {key: _convert(inner[1], item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(shape, type) and issubclass(shape, Enum):
+        return shape(value)
+    if type(value) is shape and shape in (bool, int, str):
+        return value
+    raise ValueError(f"{path} is {str(value)[:40]!r}")

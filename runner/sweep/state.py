@@ -17,7 +17,7 @@ from typing import Any
 from runner.errors import StorageError, UsageError
 from runner.overrides.groups import without_arguments
 from runner.record.storage import read_record, replace_text
-from runner.record.text import dataclass_from_dict
+from runner.record.text import dataclass_from_json
 
 log = logging.getLogger("runner")
 
@@ -97,12 +97,8 @@ def now() -> str:
 
 
 def _job(values: Any) -> Job:
-    job = dataclass_from_dict(Job, dict(values))
-    kinds: dict[str, Any] = {name: type(value) for name, value in vars(Job(0, [], "")).items()}
-    kinds |= {"seconds": (int, float), "exit_code": (int, type(None))}
-    types = all(isinstance(value, kinds[name]) for name, value in vars(job).items())
-    texts = types and all(isinstance(text, str) for text in job.overrides)
-    if not texts or not math.isfinite(job.seconds):
+    job = dataclass_from_json(Job, dict(values))
+    if not math.isfinite(job.seconds):
         raise TypeError("a job of other types")
     inside = Path(job.folder)
     longest = max((len(os.fsencode(part)) for part in inside.parts), default=LONGEST + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 from runner.data.batch import ColumnUse
 from runner.errors import StorageError
-from runner.record.storage import for_owners, read_record, replace_text
-from runner.record.text import dataclass_from_dict, json_safe
+from runner.record.storage import for_owners, read_record, write_json
+from runner.record.text import dataclass_from_json
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 
@@ -99,13 +98,7 @@ class Summary:
 
         StorageError where it cannot be written.
         """
-        text = json.dumps(json_safe(asdict(self)), indent=2, default=str, allow_nan=False)
-        try:
-            replace_text(folder / FILE, text + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"{folder / FILE}: not written: {error.strerror or error}"
-            ) from error
+        write_json(folder / FILE, asdict(self))
 
     def write_status(self, folder: Path) -> None:
         """Replace only the status `running` in the file, in its place: a full disk takes that."""
@@ -124,34 +117,6 @@ class Summary:
         Raises StorageError if it is missing or not readable.
         """
         try:
-            record = json.loads(read_record(folder / FILE))
-            metrics = {
-                k: math.nan if v is None else v for k, v in record.get("metrics", {}).items()
-            }
-            throughput = record.get("throughput", {})
-            nested = {
-                "metrics": metrics,
-                "throughput": dataclass_from_dict(
-                    Throughput,
-                    throughput
-                    | {"step_ms": dataclass_from_dict(StepTime, throughput.get("step_ms", {}))},
-                ),
-                "memory": dataclass_from_dict(MemoryPeaks, record.get("memory", {})),
-                "checkpoint": dataclass_from_dict(CheckpointPaths, record.get("checkpoint", {})),
-                "techniques": [
-                    dataclass_from_dict(TechniqueStatus, row)
-                    for row in record.get("techniques", [])
-                ],
-                "tools": [dataclass_from_dict(Cost, row) for row in record.get("tools", [])],
-                "columns": [
-                    dataclass_from_dict(ColumnUse, row) for row in record.get("columns", [])
-                ],
-                "choices": [dataclass_from_dict(Choice, row) for row in record.get("choices", [])],
-            }
-            return dataclass_from_dict(cls, record | nested)
-        except RecursionError:
-            raise StorageError(
-                f"{folder / FILE}: no readable summary (nested too deeply)"
-            ) from None
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+            return dataclass_from_json(cls, json.loads(read_record(folder / FILE)))
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise StorageError(f"{folder / FILE}: no readable summary ({error})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.config import RunConfig, config_hash
-from runner.errors import NotVerified, StorageError
+from runner.errors import NotVerified
 from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
 from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.reference import check_parity
 from runner.record.console import facts_table, plain_text, print_stdout
-from runner.record.storage import replace_text
+from runner.record.storage import write_json
 from runner.record.text import json_value
 from runner.verify import distributed, resume
 from runner.verify.distributed import FP64, DistributedEquality, verify_distributed
@@ -55,10 +54,7 @@ def main(config: RunConfig, folder: Path) -> Verified:
         screen = show_continuation(result)
         complaint = f"resume: not exact: {', '.join(result.differing[:3])}: {result.cause}"
     path = folder / "verify.json"
-    try:
-        replace_text(path, json.dumps(as_dict(what, result), indent=2) + "\n")
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from error
+    write_json(path, as_dict(what, result))
     print_stdout(screen)
     print_stdout("", f"as JSON: {path}", soft_wrap=True)
     if verdict(result) == "FAIL":

@@ -161,8 +161,7 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(run):
         ({"format": 2}, "has format 2"),
         ({"files": {"../../x": {"size": 1, "sha256": ""}}}, "lists"),
         ({"files": {"state.pt": 3}}, "not a manifest of the runner"),
-        ({"surprise": 1}, "not a manifest of the runner"),
-        ({"step": "3"}, "manifest.json: is that of step 3"),
+        ({"step": "3"}, "not a manifest of the runner"),
     ],
 )
 def test_a_manifest_of_another_kind_is_passed_over(run, changes, reason):

@@ -37,7 +37,6 @@ from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine
 from runner.benchmark.parity_checker import ParityChecker
-from runner.benchmark.result import from_json
 from runner.benchmark.rounds import MeasureOptions
 from runner.build import Components
 from runner.checkpoint.checkpointer import Checkpointer
@@ -49,7 +48,7 @@ from runner.parity.candidates import fresh, opened, quiet
 from runner.parity.trajectory import one_step
 from runner.record import provenance
 from runner.record.storage import replace_text
-from runner.record.text import escape_control_chars, json_safe
+from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
 from runner.techniques import kernels
 from runner.techniques.base import Choice
 from runner.techniques.config import Optimization
@@ -292,7 +291,7 @@ def cache_file(key: str) -> Path:
 def read_cache(path: Path) -> SearchResult | None:
     """The result of an earlier search, if any; a damaged file is reported and left alone."""
     try:
-        return from_json(SearchResult, json.loads(path.read_text(encoding="utf-8")))
+        return dataclass_from_json(SearchResult, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
