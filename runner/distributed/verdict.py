@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.distributed.outcome import RankOutcome
-from runner.record.text import dataclass_from_dict
+from runner.record.text import dataclass_from_json
 
 
 @dataclass
@@ -47,7 +47,7 @@ class MachineReport:
         ends = []
         for end in values.pop("ends"):
             outcome = end.pop("outcome")
-            own = None if outcome is None else dataclass_from_dict(RankOutcome, outcome)
+            own = None if outcome is None else dataclass_from_json(RankOutcome, outcome)
             ends.append(RankEnd(**end, outcome=own))
         return cls(ends, **values)
 
