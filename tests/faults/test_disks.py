@@ -119,7 +119,8 @@ def test_a_folder_that_is_deleted_is_made_again_and_the_run_goes_on(tmp_path: Pa
     run = tmp_path / "run"
     process = processes.start(tmp_path, [*LONG, f"hydra.run.dir={run}"])
     when(saved(run), process)
-    shutil.move(run, tmp_path / "away")
+    shutil.move(run, tmp_path / "away")  # at once, and not file by file while others are written
+    shutil.rmtree(tmp_path / "away")
     when(saved(run), process)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(LIMIT_S) == 143
