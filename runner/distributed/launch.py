@@ -26,7 +26,7 @@ from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.meeting import meet
 from runner.distributed.place import Place, find_place
 from runner.distributed.rank import STACKS, run_rank, start
-from runner.distributed.verdict import MachineReport, Verdict, judge
+from runner.distributed.verdict import MachineReport, RunVerdict, judge
 from runner.distributed.world import RANKS, open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import find, train
@@ -169,7 +169,7 @@ def _name(place: Place) -> str:
     return f"process {place.rank}{host}{cuda}"
 
 
-def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> Verdict:
+def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> RunVerdict:
     """What ended the run, as its record has it: on the machine of rank 0."""
     verdict = judge(reports, unreachable)
     verdict.folder = str(folder.absolute())
@@ -185,7 +185,7 @@ def _written(folder: Path) -> int:
     return 0
 
 
-def _error(verdict: Verdict, folder: Path, trained: bool) -> Exception:
+def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
     """The exception that a verdict other than `done` means, once the record says it, too.
 
     The record of a run that had ended before, and was not `trained` further, stays as it is.

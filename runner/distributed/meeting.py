@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
 from runner.distributed.place import Place
-from runner.distributed.verdict import MachineReport, Verdict
+from runner.distributed.verdict import MachineReport, RunVerdict
 from runner.errors import UsageError
 
 log = logging.getLogger("runner")
@@ -29,7 +29,7 @@ READ_S = 10.0  # that the others have to read the verdict
 POLL_S = 0.2
 STORE_S = 30  # for one call
 
-Judge = Callable[[Sequence[MachineReport], str], Verdict]
+Judge = Callable[[Sequence[MachineReport], str], RunVerdict]
 
 
 class Meeting:
@@ -61,7 +61,7 @@ class Meeting:
             self._failed = True
         return self._failed
 
-    def agree(self, own: MachineReport, judge: Judge) -> Verdict:
+    def agree(self, own: MachineReport, judge: Judge) -> RunVerdict:
         """The verdict of the first machine on what all report, once all processes have ended.
 
         `judge` is also given the name of a machine whose agent has ended, or "".
@@ -73,7 +73,7 @@ class Meeting:
         except RuntimeError:
             return self._unreachable()
 
-    def _decide(self, own: MachineReport, judge: Judge) -> Verdict:
+    def _decide(self, own: MachineReport, judge: Judge) -> RunVerdict:
         store, reports, lost = self._open(), [own], []
         for node in range(1, self.nodes):
             if self._await(f"report/{node}", node):
@@ -87,12 +87,12 @@ class Meeting:
             time.sleep(POLL_S)  # the store ends with this process
         return verdict
 
-    def _ask(self, own: MachineReport) -> Verdict:
+    def _ask(self, own: MachineReport) -> RunVerdict:
         store = self._open()
         store.set(f"report/{self.node}", own.dumps())
         if not self._await("verdict", 0):
             return self._unreachable()
-        verdict = Verdict.loads(store.get("verdict"))
+        verdict = RunVerdict.loads(store.get("verdict"))
         store.add("read", 1)
         return verdict
 
@@ -114,10 +114,10 @@ class Meeting:
             raise ValueError("a run of one machine")
         return self._store
 
-    def _unreachable(self) -> Verdict:
+    def _unreachable(self) -> RunVerdict:
         place = self.places[0]
         problem = f"the machine of process 0, {place.address}, has ended, or does not answer"
-        return Verdict("unreachable", problem)
+        return RunVerdict("unreachable", problem)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class MachineReport:
 
 
 @dataclass
-class Verdict:
+class RunVerdict:
     """How a run ends, or why its processes are started again; the same on each machine."""
 
     kind: str = "done"  # done | error | interrupted | restart | lost | unreachable
@@ -67,32 +67,32 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: bytes) -> Verdict:
+    def loads(cls, text: bytes) -> RunVerdict:
         """The one that `dumps` wrote."""
         return cls(**json.loads(text))
 
 
-def judge(reports: Sequence[MachineReport], unreachable: str = "") -> Verdict:
+def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
     """The verdict on what the machines report; `unreachable` names one that does not."""
     ends = sorted((end for report in reports for end in report.ends), key=lambda end: end.rank)
     by_kind = {end.kind: end for end in reversed(ends)}
     if (end := by_kind.get("error")) and end.outcome:
         message = end.outcome.message if end.rank == 0 else f"{end.name}: {end.outcome.message}"
-        return Verdict("error", message, end.outcome.exit_code)
+        return RunVerdict("error", message, end.outcome.exit_code)
     number = max(report.received for report in reports)
     if (end := by_kind.get("interrupted")) and end.outcome:
         number = number or end.outcome.exit_code - 128
     failed = unreachable or any(end.code for end in ends)
     if failed and number:
-        return Verdict("interrupted", exit_code=128 + number)
+        return RunVerdict("interrupted", exit_code=128 + number)
     if unreachable:
-        return Verdict("unreachable", unreachable)
+        return RunVerdict("unreachable", unreachable)
     if (end := by_kind.get("restart")) and end.outcome:
-        return Verdict("restart", f"{end.name}: {end.outcome.message}", 1, end.outcome.choices)
+        return RunVerdict("restart", f"{end.name}: {end.outcome.message}", 1, end.outcome.choices)
     if not failed:
-        return Verdict(exit_code=0)
+        return RunVerdict(exit_code=0)
     problems = [report.problem for report in reports if report.problem]
-    return Verdict("lost", problems[0] if problems else _cause(ends))
+    return RunVerdict("lost", problems[0] if problems else _cause(ends))
 
 
 def _cause(ends: Sequence[RankEnd]) -> str:

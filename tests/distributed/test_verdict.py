@@ -13,7 +13,7 @@ from runner.distributed import meeting
 from runner.distributed.meeting import Meeting
 from runner.distributed.outcome import RankOutcome, SharedOutcomes
 from runner.distributed.place import Place
-from runner.distributed.verdict import MachineReport, RankEnd, Verdict, judge
+from runner.distributed.verdict import MachineReport, RankEnd, RunVerdict, judge
 from runner.errors import DataError, Interrupted, ProcessLost
 
 LOST = RankOutcome(0, "lost", "another process has ended", 1)
@@ -55,7 +55,7 @@ def test_the_cause_is_told_from_what_followed(
     verdict = judge(copies, unreachable)
     assert (verdict.kind, verdict.exit_code) == (kind, code)
     assert message in verdict.message
-    assert Verdict.loads(verdict.dumps().encode()) == verdict
+    assert RunVerdict.loads(verdict.dumps().encode()) == verdict
 
 
 def places(node: int, port: int) -> list[Place]:
@@ -79,7 +79,7 @@ def test_one_machine_judges_and_all_hear_of_a_failure_at_once() -> None:
     asks.start()
     verdicts.append(first.agree(report(end(0, 1)), judge))
     asks.join()
-    assert verdicts[0] == verdicts[1] == Verdict("error", "process 1: row 7", 2)
+    assert verdicts[0] == verdicts[1] == RunVerdict("error", "process 1: row 7", 2)
     del host
 
 
