@@ -35,7 +35,7 @@ from runner.jobs.config import EVALUATING, JobKind
 from runner.models.build import build_model, refuse_lazy
 from runner.objectives.base import Objective, monitored
 from runner.objectives.build import adapt_sizes, build_objective, pairwise_loss
-from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
+from runner.optim.optimizer import Optimizer, build_optimizer, freeze, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
 from runner.random_state import exclusive_random_state
@@ -301,6 +301,12 @@ class _Build:
         self.choices += _first_weights(
             self.config, model, self.policy, self.resumes, self.continued
         )
+        if self.config.optimizer.freeze:
+            freeze(model, self.config.optimizer.freeze)
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            whole = sum(p.numel() for p in model.parameters())
+            reason = f"{trained:,} of {whole:,} parameters are trained"
+            self.choices.append(Choice("optimizer.freeze", f"{1 - trained / whole:.1%}", reason))
         self.model = model.to(self.device.torch)
 
     def make_objective(self) -> None:
@@ -395,7 +401,10 @@ class _Build:
 
     def build_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer:
         """A fresh optimizer over the model's weights."""
-        return build_optimizer(self.config.optimizer, self.draft.optimizer_class, model, options)
+        shards = None if self.world is None else self.world.shards
+        names = None if shards is None else shards.by_name()
+        cls = self.draft.optimizer_class
+        return build_optimizer(self.config.optimizer, cls, model, options, names)
 
     def apply_techniques(self) -> None:
         """Each technique in order; a smaller micro-batch of the resumed run is recorded."""

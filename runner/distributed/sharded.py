@@ -94,6 +94,11 @@ class Shards:
         state = model.state_dict(keep_vars=True)
         self.names = {name for name, value in state.items() if id(value) in self._number}
 
+    def by_name(self) -> dict[str, Tensor]:
+        """The rows of each weight, by the model's names."""
+        numbers = ((n, self._number.get(id(p))) for n, p in self.model.named_parameters())
+        return {name: self.own[number] for name, number in numbers if number is not None}
+
     def forget_gradients(self) -> None:
         """Before a step."""
         for weight in self.weights:

@@ -36,6 +36,16 @@ class SizeFit:
         return [name for name in self.sizes if getattr(sizes, name) is None]
 
 
+OTHER_NAMES = {
+    "classes": ("num_classes", "num_labels", "n_classes"),
+    "in_channels": ("in_chans",),
+    "image_size": ("img_size",),
+    "vocab": ("vocab_size",),
+    "sequence": ("seq_len",),
+}
+"""What constructors elsewhere call the sizes that the data states."""
+BUILDERS = {"timm": ("num_classes", "in_chans"), "torchvision": ("num_classes",)}
+"""Packages whose functions take these sizes by `**kwargs`, so that no signature names them."""
 LARGE = 10**8  # weights of about so many are counted before they are made
 COMMON = {f.name for f in fields(ModelConfig)}
 LABELS = ("classification", "regression")
@@ -65,7 +75,7 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
 
         factory = resolve(config._target_, "model._target_")
         arguments = assembled(config.arguments, resolve, "model")
-        model = construct(factory, arguments, sizes.for_constructor(), "model")
+        model = construct(factory, *_with_sizes(factory, arguments, sizes), "model")
         if not isinstance(model, nn.Module):
             problem = f"{config._target_} made a {type(model).__name__}, not a torch.nn.Module"
             fix = "name a module's class, or a function that returns a module"
@@ -75,6 +85,18 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
         fix = "there is nothing to train; leave requires_grad on for some"
         raise ConfigError("model", problem, fix)
     return model
+
+
+def _with_sizes(
+    factory: Any, arguments: dict[str, Any], sizes: Sizes
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The arguments, with sizes that no signature can name, and the sizes by all their names."""
+    known = sizes.for_constructor()
+    known |= {other: known[n] for n in known for other in OTHER_NAMES.get(n, ())}
+    package = str(getattr(factory, "__module__", "")).partition(".")[0]
+    if package not in BUILDERS or isinstance(factory, type):
+        return arguments, known
+    return {name: known[name] for name in BUILDERS[package] if name in known} | arguments, known
 
 
 def refuse_lazy(model: nn.Module) -> None:

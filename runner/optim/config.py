@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from runner.bounds import bounded, check_bounds
+from runner.errors import ConfigError
+
+GROUP_KEYS = ("match", "lr", "weight_decay")
 
 
 @dataclass
@@ -19,9 +23,34 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)  # further constructor arguments
     ema: float | None = bounded(None, above=0, below=1)  # decay of a running average of the weights
     _target_: str | None = None  # a class of the user's own, in place of `name`
+    # names of parameters that are not trained; a pattern may begin at any dot: [embeddings.*]
+    freeze: list[str] = field(default_factory=list)
+    # others' rates: '[{match: classifier.*, lr: 1e-3, weight_decay: 0}]'; the first match counts
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimizer")
+        if not all(self.freeze):
+            raise ConfigError("optimizer.freeze", "has an empty name", "e.g. [embeddings.*]")
+        for number, group in enumerate(self.groups):
+            self._check_group(f"optimizer.groups.{number}", group)
+
+    def _check_group(self, key: str, group: dict[str, Any]) -> None:
+        unknown = [name for name in group if name not in GROUP_KEYS]
+        if unknown:
+            fix = f"there are {', '.join(GROUP_KEYS)}"
+            raise ConfigError(f"{key}.{unknown[0]}", "there is no such key", fix)
+        match = group.get("match")
+        if not (match and isinstance(match, str)) or len(group) < 2:
+            problem = f"must name parameters and what is theirs, got {group}"
+            raise ConfigError(key, problem, "e.g. {match: classifier.*, lr: 1e-3}")
+        for name in GROUP_KEYS[1:]:
+            value = group.get(name, 0.0)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{key}.{name}", f"must be a number ≥ 0, got {value!r}")
+        if "lr" in group and not self.lr:
+            fix = "give the others a rate, or name them in optimizer.freeze"
+            raise ConfigError("optimizer.lr", f"is 0, and {key}.lr is a multiple of it", fix)
 
 
 class ScheduleKind(Enum):

@@ -56,6 +56,9 @@ class OptimizerStep:
     ) -> None:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        # of each group's rate in the scheduled one; an owner sets the rates as they are
+        owned = lr is None
+        self.rate_shares = [1.0 if owned else g.get("lr_share", 1.0) for g in optimizer.param_groups]
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
         # the fused kernels of MPS take the flag and the scale, and look at neither (torch 2.13)
@@ -76,6 +79,8 @@ class OptimizerStep:
         self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
+        several = len(set(self.rate_shares)) > 1 or self.rate_shares[0] != 1.0
+        self.share_of_groups = torch.tensor(self.rate_shares, device=self.device) if several else None
         read = self.in_kernel or self.device.type == "cpu"  # there a look at the flag is free
         undone = not read and RevertibleStep.fits(optimizer, model, self.scheduled)
         self.undo = RevertibleStep(optimizer) if undone else None
@@ -296,20 +301,28 @@ class OptimizerStep:
         if self.scheduled and self.lr is not None:
             at = self.updates.clamp(max=len(self.table) - 1)  # an arm of a benchmark continues
             torch.take(self.table, at, out=self.lr_now)
+            if self.share_of_groups is not None:
+                torch.mul(self.share_of_groups, self.lr_now, out=self.lr_each)
 
     def _set_schedule(self) -> None:
         if self.scheduled and (self.in_kernel or self.undo is not None):
             rates = [self.lr_at(u) for u in range(len(self.factors) + 1)]
             self.table = torch.tensor(rates, dtype=torch.float32, device=self.device)
             self.lr_now = torch.zeros((), dtype=torch.float32, device=self.device)
-            rate: float | Tensor = self.lr_now
+            if self.share_of_groups is None:
+                self._set_rates([self.lr_now] * len(self.groups))
+            else:
+                self.lr_each = torch.zeros_like(self.share_of_groups)
+                self._set_rates(self.lr_each.unbind())
         else:
-            rate = self.lr_at(0)
-        self._set_rate(rate)
+            self._set_rate(self.lr_at(0))
 
-    def _set_rate(self, rate: float | Tensor) -> None:
+    def _set_rate(self, rate: float) -> None:
+        self._set_rates([rate * share for share in self.rate_shares])
+
+    def _set_rates(self, rates: Iterable[float | Tensor]) -> None:
         if self.lr is not None:
-            for group in self.optimizer.param_groups:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
     @property

@@ -204,9 +204,12 @@ def _traced(
             kernel.count.add_(made)
             update.updates.add_(made)
             each = iter(gradients)
-            for group, divisor in zip(kernel.groups, divisors, strict=True):
+            for group, divisor, share in zip(
+                kernel.groups, divisors, update.rate_shares, strict=True
+            ):
                 mine = [_prepared(next(each), divisor, group.options) for _ in group.parameters]
-                (_adam if kernel.adam else _sgd)(group, mine, lr, kernel.count, made)
+                rate = lr if share == 1.0 else lr * share
+                (_adam if kernel.adam else _sgd)(group, mine, rate, kernel.count, made)
             for average, parameter in zip(update.average, parameters, strict=False):
                 average.add_((parameter - average) * (update.following * made))
             for buffer, old in zip(update.buffers.now(), before, strict=True):
