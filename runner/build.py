@@ -18,6 +18,7 @@ from runner.captures.run_captures import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config
+from runner.data.batch import Sizes
 from runner.data.config import UNCOUNTED, BadSamples
 from runner.data.dataset import Dataset, has_rare_class
 from runner.data.loader import BatchLoader, make_loader, mover
@@ -33,6 +34,7 @@ from runner.distributed.config import DistributedKind
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import EVALUATING, JobKind
 from runner.models.build import build_model, refuse_lazy
+from runner.models.config import HuggingFace
 from runner.objectives.base import Objective, monitored
 from runner.objectives.build import adapt_sizes, build_objective, pairwise_loss
 from runner.optim.optimizer import Optimizer, build_optimizer, freeze, optimizer_class
@@ -295,7 +297,7 @@ class _Build:
             sizes = self.data.sizes
             if sizes.task == "classification" and pairwise_loss(self.config.objective):
                 sizes = replace(sizes, classes=1)
-            model = build_model(self.config.model, sizes, self.resolve_target)
+            model = self.build_model(sizes)
         refuse_lazy(model)
         self.choices += self.data.match_dtype(model)
         self.choices += _first_weights(
@@ -308,6 +310,18 @@ class _Build:
             reason = f"{trained:,} of {whole:,} parameters are trained"
             self.choices.append(Choice("optimizer.freeze", f"{1 - trained / whole:.1%}", reason))
         self.model = model.to(self.device.torch)
+
+    def build_model(self, sizes: Sizes) -> nn.Module:
+        """That of the config; of a folder, with its weights unless a checkpoint brings some."""
+        config = self.config.model
+        if not isinstance(config, HuggingFace) or config._target_ is not None:
+            return build_model(config, sizes, self.resolve_target)
+        from runner.models.hugging_face import build_pretrained
+
+        fresh = self.resumes or config.weights is not None or not config.pretrained
+        model, choices = build_pretrained(config, sizes, None if fresh else self.policy)
+        self.choices += choices
+        return model
 
     def make_objective(self) -> None:
         """The objective, and the metric that decides which checkpoint is best."""

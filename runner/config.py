@@ -52,6 +52,8 @@ FITS = {
     "classifier": ("labelled text", ("stdlib_parts", "text")),
 }
 """What a model of ours reads and the data that has it; other models read anything of numbers."""
+READS_TEXT = ("text", "tokens")
+"""Data for which model=hf brings a tokenizer."""
 NO_RUN = ("none", "auto")
 NEEDS_MODEL = {kind: model for model, (_, kinds) in FITS.items() for kind in kinds}
 
@@ -184,10 +186,27 @@ class RunConfig:
             problem = "looks at whole weights, and with distributed=fsdp no process has them"
             raise ConfigError(key, problem, "use distributed=ddp, or leave it out")
 
+    def _check_blending(self) -> None:
+        """Blended samples have several classes, which only cross-entropy takes exactly."""
+        loss, data = self.objective, self.data
+        blends = [key for key in ("mixup", "cutmix") if getattr(data, key, 0) and not data._target_]
+        if blends and (loss._target_ or loss.loss not in (None, "cross_entropy")):
+            key = f"data.{blends[0]}"
+            problem = f"gives a sample shares of two classes, and {loss._target_ or loss.loss}"
+            fix = "use objective.loss=cross_entropy, or leave it out"
+            raise ConfigError(key, f"{problem} takes one class", fix)
+
     def _check_fit(self) -> None:
         """Our models read our data; what a foreign class reads is its own affair."""
+        self._check_blending()
         data, model = self.data, self.model
         if data._target_ or model._target_ or data.kind == "arrays":
+            return
+        if model.kind == "hf":
+            if data.kind not in READS_TEXT or getattr(data, "tokenizer", "") is None:
+                problem = f"hf reads the tokens of its tokenizer, and data={data.kind} has none"
+                fix = f"use {' or '.join(f'data={kind}' for kind in READS_TEXT)}"
+                raise ConfigError("model", problem, fix)
             return
         tokens = isinstance(data, data_config.Synthetic) and data.form.name == "tokens"
         needed = "gpt" if tokens else NEEDS_MODEL.get(data.kind)

@@ -26,6 +26,8 @@ LARGEST = {
     "data.classes": 1_000_000,
     "data.vocab": 10_000_000,
     "data.sequence": 10_000_000,
+    "data.randaugment": 100,
+    "data.cache_mb": 10_000_000,
     "data.default_steps": MOST_STEPS,
     "model.width": 65_536,
     "model.depth": 1024,

@@ -42,6 +42,7 @@ NEEDS = {
     ("data", "arrays"): ["data.path=x"],
     ("model", "gpt"): ["data=stdlib_text"],
     ("model", "classifier"): ["data=stdlib_parts"],
+    ("model", "hf"): ["data=text", "data.path=x", "model.path=y"],
     ("job", "evaluate"): ["checkpoint.resume=x"],
     ("job", "predict"): ["checkpoint.resume=x"],
     ("job", "replay"): ["replay.path=x"],

@@ -30,6 +30,7 @@ class Sizes:
     class_names: tuple[str, ...] = ()
     target_mean: float = 0.0  # regression: what the objective takes off the targets …
     target_deviation: float = 1.0  # … and divides them by, so that any unit can be learned
+    padding: int | None = None  # the id that fills up texts of a tokenizer
 
     def for_constructor(self) -> dict[str, int]:
         """The sizes that are known, by the names a constructor may ask for."""

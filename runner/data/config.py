@@ -292,6 +292,13 @@ class Images(FromFiles):
     image_size: int = bounded(64, min=1)  # each image is resized and centre-cropped to this square
     channels: int = 3  # 3: colour, 1: grey
     augment: bool = False  # random crop and horizontal flip, on training samples
+    randaugment: int = bounded(0, min=0)  # further random operations on each training sample …
+    magnitude: float = bounded(9.0, min=0, max=30)  # … and how strong these are
+    # blend each training sample with another one, and their classes: the parameter of the beta
+    # distribution that the shares are drawn from; of both, one or the other
+    mixup: float = bounded(0.0, min=0)
+    cutmix: float = bounded(0.0, min=0)
+    cache_mb: int = bounded(512, min=0)  # of decoded images that are kept in memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -308,18 +315,21 @@ class Text(CsvFormat):
     text: str = "text"  # csv column
     target: str = "label"  # csv column
     split_by: str | None = None  # column for data.split=group or time
-    sequence: int = bounded(256, min=1)  # bytes per sample
+    sequence: int = bounded(256, min=1)  # bytes per sample; tokens, with a tokenizer
+    tokenizer: str | None = None  # a Hugging Face folder; null: bytes. model=hf names its own
 
 
 @dataclass
 class Tokens(FromFiles):
     """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them.
 
-    `path` is one file, or a folder with train.bin and val.bin.
+    `path` is one file, or a folder with train.bin and val.bin; with a tokenizer also text: one .txt
+    file, or train.txt and val.txt.
     """
 
     kind: str = "tokens"
-    vocab: int = MISSING
+    vocab: int | None = None  # ids are below this; null: the tokenizer's
+    tokenizer: str | None = None  # a Hugging Face folder; model=hf names its own
     dtype: str = "uint16"
     sequence: int = bounded(256, min=1)
 

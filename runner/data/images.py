@@ -1,22 +1,28 @@
-"""A user's images: a folder per class, decoded as they are fetched."""
+"""A user's images: a folder per class or of `datasets`, decoded as they are first fetched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from runner.data.batch import Batch, Sizes
+from runner.data.augment import blend, rand_augment
+from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.config import BadSamples, Images
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
+from runner.data.image_cache import ImageCache
+from runner.data.labels import trained_labels
 from runner.data.preprocessing import PLAIN, Opening
+from runner.data.saved_dataset import SavedImages, is_saved
 from runner.data.usable import FIX, lacks_resources
-from runner.errors import BadSample, ConfigError
+from runner.device import memory
+from runner.errors import BadSample, ConfigError, DataError
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
@@ -32,8 +38,9 @@ MARGIN = 1.125  # the shorter side over the side of a random crop
 class ImageFolder(Dataset):
     """Batches of float32 [batch, channels, size, size] from 0 to 1, and labels.
 
-    The centre of an image is cut out and scaled. Augmentation
-    cuts elsewhere and mirrors every other image, as the sample's seed says.
+    The centre of an image is cut out and scaled. Augmentation cuts elsewhere, mirrors every other
+    image and changes it further, as the sample's seed says. Where samples are blended with others,
+    labels are shares of classes, float32 [batch, classes].
     """
 
     in_memory = False
@@ -47,7 +54,32 @@ class ImageFolder(Dataset):
         if fitted is not None:
             self.size = fitted.sizes.image_size or self.size
             channels = fitted.sizes.in_channels or channels
-        self.mode, self.augments = "RGB" if channels == 3 else "L", config.augment
+        self.mode, self.config = "RGB" if channels == 3 else "L", config
+        self.distorts = config.augment or config.randaugment > 0
+        self.blends = config.mixup > 0 or config.cutmix > 0
+        self.augments = self.distorts or self.blends
+        self.sources: Sequence[Any]
+        read = self._read_saved if is_saved(root) else self._read_folders
+        labels, names, notes = read(root, opening)
+        self.target, count = torch.from_numpy(labels), len(self.sources)
+        heads = min(HEADS, count) if config.bad_samples is BadSamples.stop else 0
+        for number in np.linspace(0, count - 1, heads).astype(int).tolist():
+            with self._named_errors(number):
+                _open(self.sources[number]).close()
+        strata = labels if opening.labelled else None
+        *parts, rule = opening.split(count, config, str(root), strata)
+        self.train, self.validation = parts
+        features = channels * self.size**2
+        shape = {"in_channels": channels, "image_size": self.size}
+        known = Sizes("classification", features, **shape, classes=len(names), class_names=names)
+        self.sizes = known if fitted is None else fitted.sizes
+        self.cache, kept = self._make_cache(channels)
+        self.choices = (*notes, *rule, *kept)
+
+    def _read_folders(
+        self, root: Path, opening: Opening
+    ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
+        """Labels, their names, and what was left out of a folder for each class."""
         others = []
 
         def takes(file: Path) -> bool:
@@ -56,51 +88,113 @@ class ImageFolder(Dataset):
             return image
 
         kinds = ", ".join(sorted(SUFFIXES))
-        files, labels, names, skipped = labelled_files(root, opening, takes, f"images ({kinds})")
-        self.files, self.target = files, torch.from_numpy(labels)
-        self.rows = relative_names(root, files)
-        heads = min(HEADS, len(files)) if config.bad_samples is BadSamples.stop else 0
-        for number in np.linspace(0, len(files) - 1, heads).astype(int):
-            with self._named_errors(files[number]):
-                _open(files[number]).close()
-        self.train, self.validation, self.choices = opening.split(
-            len(files), config, str(root), labels if opening.labelled else None
-        )
-        self.choices = (*skipped, *self.choices)
+        files, labels, names, notes = labelled_files(root, opening, takes, f"images ({kinds})")
+        self.sources, self.rows = files, relative_names(root, files)
         if others:
             reason = f"left out: files that are no images: {len(others):,}"
-            self.choices = (Choice("data.path", str(root), reason), *self.choices)
-        features = channels * self.size**2
-        shape = {"in_channels": channels, "image_size": self.size}
-        known = Sizes("classification", features, **shape, classes=len(names), class_names=names)
-        self.sizes = known if fitted is None else fitted.sizes
+            notes = (Choice("data.path", str(root), reason), *notes)
+        return labels, names, notes
 
-    @staticmethod
+    def _read_saved(
+        self, root: Path, opening: Opening
+    ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
+        """Labels and their names out of a folder that `datasets` wrote."""
+        saved = SavedImages(root, opening.policy)
+        self.sources, self.rows, names = saved, RowNames("row"), saved.class_names
+        if not opening.labelled:
+            return np.zeros(len(saved), np.int64), (), ()
+        if saved.labels is None:
+            raise DataError(f"data.path: {root} has no column of classes (ClassLabel)")
+        if opening.fitted is None:
+            return saved.labels, names, ()
+        trained = opening.fitted.sizes.class_names
+        return trained_labels(names, saved.labels, trained, str(root)), trained, ()
+
+    def _make_cache(self, channels: int) -> tuple[ImageCache, tuple[Choice, ...]]:
+        """Room for the images as they are before chance has a part; whole ones where they are cut
+        at random.
+        """
+        count, most = len(self.sources), self.config.cache_mb << 20
+        most = min(most, memory.available_bytes() // 4)
+        sizes = np.full(count, self.size**2)
+        if self.config.augment and most:
+            sizes = self._pixel_counts(most // channels)
+        cache = ImageCache(sizes, channels, most)
+        how = f"{cache.kept:,} of {count:,} images are decoded once, {cache.bytes / 1e6:,.0f} MB"
+        choice = Choice("data.cache_mb", self.config.cache_mb, how)
+        return cache, (choice,) if self.config.cache_mb else ()
+
+    def _pixel_counts(self, most: int) -> np.ndarray:
+        """Of each image by its head, until there are `most` of them; a bad one has none."""
+        sizes = np.full(len(self.sources), most + 1)
+        for number in range(len(self.sources)):
+            with suppress(DataError), self._named_errors(number):
+                with _open(self.sources[number]) as file:
+                    sizes[number] = file.width * file.height
+            if (most := most - int(sizes[number])) < 0:
+                break
+        return sizes
+
     @contextmanager
-    def _named_errors(path: Path, place: int = 0) -> Iterator[None]:
+    def _named_errors(self, index: int, place: int = 0) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a decoder may raise anything on bytes that are wrong
             if lacks_resources(error):
                 raise
-            problem = f"{path}: cannot be decoded as an image ({type(error).__name__}: {error})"
+            source = self.sources[index]
+            where = source if isinstance(source, Path) else f"{self.config.path}: row {index}"
+            problem = f"{where}: cannot be decoded as an image ({type(error).__name__}: {error})"
             raise BadSample(place, problem, f"; replace or remove the file, or {FIX}") from None
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Read, decode and crop; a file that cannot be decoded is a BadSample with its name."""
-        from PIL import ImageOps
-
-        channels = self.sizes.in_channels or 1
-        batch = np.empty((len(indices), self.size, self.size, channels), np.uint8)
+        if seeds is not None and self.blends:
+            return self._blended(indices, seeds)
+        batch = np.empty(
+            (len(indices), self.size, self.size, self.sizes.in_channels or 1), np.uint8
+        )
         for row, index in enumerate(indices.tolist()):
-            rng = None
-            if seeds is not None and self.augments:
-                rng = np.random.Generator(np.random.PCG64(int(seeds[row])))
-            with self._named_errors(self.files[index], row), _open(self.files[index]) as file:
+            draw = _generator(seeds[row]) if seeds is not None and self.distorts else None
+            batch[row] = self._sample(index, draw, row)
+        return _scaled(batch), self.target[torch.from_numpy(indices)]
+
+    def _blended(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        """Each with a training sample that its seed chooses: the batch has no part in it."""
+        batch = np.empty(
+            (len(indices), self.size, self.size, self.sizes.in_channels or 1), np.float32
+        )
+        target = torch.zeros(len(indices), self.sizes.classes or 1)
+        for row, index in enumerate(indices.tolist()):
+            draw = _generator(seeds[row])
+            other = int(self.train[draw.integers(len(self.train))])
+            used = draw if self.distorts else None
+            pair = self._sample(index, used, row), self._sample(other, used, row)
+            batch[row], share = blend(*pair, draw, self.config.mixup, self.config.cutmix)
+            target[row, self.target[index]] += share
+            target[row, self.target[other]] += 1 - share
+        return _scaled(batch), target
+
+    def _sample(self, index: int, draw: np.random.Generator | None, row: int) -> np.ndarray:
+        """Its pixels, uint8 [size, size, channels]; a bad one is named by its row in the batch."""
+        from PIL import Image, ImageOps
+
+        pixels = self.cache.get(index)
+        if pixels is None:
+            with self._named_errors(index, row), _open(self.sources[index]) as file:
                 image = ImageOps.exif_transpose(file).convert(self.mode)
-            batch[row] = np.asarray(self._crop(image, rng)).reshape(batch.shape[1:])
-        images = torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
-        return images, self.target[torch.from_numpy(indices)]
+            if not self.config.augment:
+                image = self._crop(image, None)
+            self.cache.put(index, _pixels(image))
+        elif draw is None and not self.config.augment:
+            return pixels
+        else:
+            image = Image.fromarray(pixels if pixels.shape[2] > 1 else pixels[..., 0])
+        if self.config.augment:
+            image = self._crop(image, draw)
+        if draw is not None and self.config.randaugment:
+            image = rand_augment(image, draw, self.config.randaugment, self.config.magnitude)
+        return _pixels(image)
 
     def labels(self) -> np.ndarray:
         """The folders' numbers."""
@@ -122,11 +216,25 @@ class ImageFolder(Dataset):
         return image
 
 
-def _open(path: Path) -> Image:
-    """The file with its head read; nothing is decoded yet."""
+def _generator(seed: Any) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(int(seed)))
+
+
+def _pixels(image: Image) -> np.ndarray:
+    pixels = np.asarray(image)
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+def _scaled(batch: np.ndarray) -> Tensor:
+    """Pixels from 0 to 255 as float32 from 0 to 1, the channel second."""
+    return torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
+
+
+def _open(source: Any) -> Image:
+    """The file or its bytes with the head read; nothing is decoded yet."""
     from PIL import Image
 
-    file = Image.open(path, formats=FORMATS)
+    file = Image.open(source, formats=FORMATS)
     most = Image.MAX_IMAGE_PIXELS
     if most is not None and file.width * file.height > most:  # where PIL would only warn
         file.close()

@@ -12,6 +12,7 @@ from runner.data.dataset import Dataset
 from runner.data.open import open_data
 from runner.data.paths import check_link, existing
 from runner.data.preprocessing import Opening, Preprocessing, source_of
+from runner.data.saved_dataset import split_names
 from runner.errors import ConfigError, DataError, UsageError
 from runner.techniques.base import Choice
 
@@ -23,6 +24,8 @@ FOLDERS = {
 }
 """What people call the folders of the parts, in any case."""
 SPLIT_FOLDERS = "data.split_folders"
+SAVED = ("tabular", "text", "images")
+"""Data that may be a folder of `datasets`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,10 @@ def find_parts(config: DataConfig, opening: Opening) -> Parts:
     root = Path(getattr(config, "path", "")).expanduser()
     own, places = Parts(), {"": root}
     if config._target_ is None and root.is_dir():
-        if getattr(config, "split_folders", False):
+        if config.kind in SAVED and (splits := split_names(root)):
+            own = _saved_splits(root, splits, config, opening)
+            places = {"": root / own.folder}
+        elif getattr(config, "split_folders", False):
             own = _split_folders(root, config, opening)
             places = {"": root / own.folder}
         elif config.kind == "tokens" and not whole:
@@ -98,6 +104,23 @@ def _check_disjoint(places: dict[str, Path]) -> None:
             relation = "is" if inside and around else "lies in" if inside else "contains"
             problem = f"{places[part]} {relation} {PATHS.get(other, 'data.path')}"
             raise ConfigError(PATHS[part], problem, "name other samples")
+
+
+def _saved_splits(root: Path, splits: list[str], config: DataConfig, opening: Opening) -> Parts:
+    """The splits of a folder that `datasets` wrote; those with other names are not used."""
+    places = {part: [n for n in splits if n.lower() in FOLDERS[part]] for part in FOLDERS}
+    if opening.whole(config) or len(places["train"]) != 1:
+        problem = f"{root} has the splits {', '.join(splits)}"
+        raise ConfigError("data.path", problem, f"name one of them, such as {root / splits[0]}")
+    train, *_ = places.pop("train")
+    paths = {part: root / names[0] for part, names in places.items() if names}
+    for folder in (root / train, *paths.values()):
+        check_link(folder, root, opening.policy)
+    used = [train, *(path.name for path in paths.values())]
+    reason = f"splits of {root}"
+    if others := [name for name in splits if name not in used]:
+        reason += f"; not used: {', '.join(others)}"
+    return Parts(train, paths, (Choice("data.path", ", ".join(used), reason),))
 
 
 def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> Parts:

@@ -44,6 +44,7 @@ class Preprocessing:
     fold: int = 0  # the one that is held out
     decimal: str = ""  # sign of the numbers in a csv, as data.decimal names it; "": a point
     thousands: str = ""  # likewise, as data.thousands
+    tokenizer: str = ""  # sha256 of its vocabulary
     format: int = FORMAT
 
     @classmethod
@@ -55,7 +56,8 @@ class Preprocessing:
         rule = config.split.name if config.split else next(iter(chosen), "random")
         known = (data.sizes, columns, target, tuple(data.ids), rule, config.folds or 0)
         signs = _number_signs(config, data.choices)
-        return cls(kind_of(config), source_of(config), *known, config.fold or 0, *signs)
+        tokenizer = getattr(data, "tokenizer", "")
+        return cls(kind_of(config), source_of(config), *known, config.fold or 0, *signs, tokenizer)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
         """What each column of a table was taken for, and its missing cells in training rows.

@@ -32,6 +32,7 @@ from runner.data.labels import class_name
 from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
 from runner.data.problems import GAPS, IGNORE, TYPES, Problems
+from runner.data.saved_dataset import is_saved
 from runner.data.table_files import Content, Kind, Select, read_content
 from runner.data.usable import KEY, NAMED
 from runner.errors import ConfigError, DataError
@@ -67,16 +68,18 @@ def read_table(
     needed: dict[str, str],
     ignore: Sequence[str] | None = None,
     fitted: Preprocessing | None = None,
+    folder: str = "",
 ) -> Table:
-    """The columns `needed` (by config key) of the table at `data.path`, all as texts.
+    """The columns `needed` (by config key) of the table at `data.path`, all as texts; of several
+    splits in `folder`.
 
     With `ignore`, every column but those, as numbers where it holds numbers; with `fitted`, its
     columns as what they were fitted as, in any order. A row with a cell that cannot be used, or
     none in a `needed` column, is left out with `data.bad_samples=drop`; rows with other missing
     cells with `data.missing=drop`. All other problems are one ConfigError or DataError.
     """
-    path = existing(config.path)
-    if path.is_dir():
+    path = existing(config.path) / folder
+    if path.is_dir() and not is_saved(path):
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
     types = config.types if isinstance(config, Tabular) and fitted is None else {}
     problems = Problems(path, config, dict(needed), [*(ignore or ())], dict(types))

@@ -81,6 +81,8 @@ def read_content(
     Numbers of a csv are read as those of the file that was `fitted` on, unless they are certainly
     written otherwise.
     """
+    if path.is_dir():
+        return _read_saved(path, select)
     with path.open("rb") as file:
         start = file.read(4)
     if not start:
@@ -397,6 +399,21 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
     except (pyarrow.ArrowException, OSError, IndexError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
     columns = {name: table.column(name) for name in used}
+    return Content(columns, "row", np.arange(1, len(table) + 1), {})
+
+
+def _read_saved(path: Path, select: Select) -> Content:
+    """The columns of a folder that `datasets` wrote."""
+    from runner.data.saved_dataset import read_saved
+
+    table = read_saved(path)
+    unreadable = {f.name: f.type for f in table.schema if not _is_readable(f.type)}
+    used = select(table.column_names, unreadable)
+    check_memory(path, 8 * len(table) * len(used), f"{len(table):,} rows", "select some of them")
+    columns = {name: table.column(name) for name in used}
+    for name, column in columns.items():
+        if _is_text(column.type):  # as parquet reads it: equal texts once
+            columns[name] = column.dictionary_encode().unify_dictionaries()
     return Content(columns, "row", np.arange(1, len(table) + 1), {})
 
 

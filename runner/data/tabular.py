@@ -44,7 +44,7 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     by = config.split_by if opening.divides(config) else None
     if by is not None:
         needed["data.split_by"] = by
-    table = read_table(config, needed, config.ignore, fitted)
+    table = read_table(config, needed, config.ignore, fitted, opening.folder)
     target = table.columns.pop(config.target) if opening.labelled else None
     *parts, rule = _divide(table, target, config, opening)
     if not table.columns:

@@ -16,6 +16,7 @@ from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.labels import check_classes, trained_labels
 from runner.data.preprocessing import PLAIN, Opening
+from runner.data.saved_dataset import is_saved
 from runner.data.table import read_table, split_values
 from runner.data.usable import lacks_resources, leave_out
 from runner.errors import ConfigError
@@ -74,10 +75,12 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
-def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
-    """The first `data.sequence` bytes of each text, padded, and its label."""
+def text(config: Text, opening: Opening = PLAIN) -> Dataset:
+    """The first `data.sequence` bytes or tokens of each text, padded, and its label."""
     path = opening.root(config)
-    passages = path.is_dir() or (path.suffix == ".txt" and not opening.labelled)
+    passages = (path.is_dir() and not is_saved(path)) or (
+        path.suffix == ".txt" and not opening.labelled
+    )
     if passages and config.split_by is not None and opening.divides(config):
         problem = f"is for a column of a table, and {path} is a folder"
         raise ConfigError("data.split", problem, "use data.split=stratified or random")
@@ -89,13 +92,24 @@ def text(config: Text, opening: Opening = PLAIN) -> TextClassificationDataset:
     else:
         classes = opening.fitted.sizes.class_names
         sequence = opening.fitted.sizes.sequence or sequence
+    strata = labels if opening.labelled else None
+    *parts, more = opening.split(len(texts), config, str(path), strata, by)
+    choices = (*choices, *more)
+    if config.tokenizer is not None:
+        from runner.data.tokenizer import TokenizedTexts, Tokenizer
+
+        tokenizer = Tokenizer(config.tokenizer, opening.fitted)
+        sequence, limits = tokenizer.length(sequence)
+        known = {"classes": len(classes), "vocab": tokenizer.vocab, "sequence": sequence}
+        made = Sizes("classification", **known, class_names=classes, padding=tokenizer.padding)
+        sizes = made if opening.fitted is None else opening.fitted.sizes
+        about = sizes, (parts[0], parts[1]), (*choices, *limits), rows
+        return TokenizedTexts(tokenizer, texts, labels.astype(np.int64), *about)
     if longer := sum(len(content) > sequence for content in texts):
         reason = f"{longer:,} of {len(texts):,} texts are longer; only their beginning is read"
         choices = (*choices, Choice("data.sequence", sequence, reason))
-    strata = labels if opening.labelled else None
-    *parts, more = opening.split(len(texts), config, str(path), strata, by)
-    known = ((parts[0], parts[1]), (*choices, *more), rows)
-    return TextClassificationDataset(texts, labels, classes, sequence, *known)
+    about_bytes = (parts[0], parts[1]), choices, rows
+    return TextClassificationDataset(texts, labels, classes, sequence, *about_bytes)
 
 
 Labelled = tuple[
@@ -112,7 +126,7 @@ def _from_table(config: Text, opening: Opening) -> Labelled:
     divides = config.split_by if opening.divides(config) else None
     if divides is not None:
         needed["data.split_by"] = divides
-    table = read_table(config, needed)
+    table = read_table(config, needed, folder=opening.folder)
     by = None if divides is None else split_values(table, divides, config.split)
     texts = cast("Texts", table.columns[config.text])
     encoded = [word.encode() for word in texts.words]

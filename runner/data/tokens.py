@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class TokenWindows(Dataset):
     """
 
     augments = True  # the epoch's offset comes with the seeds
+    tokenizer = ""  # digest of the one that made the ids
 
     def __init__(
         self, train: TokenStream, validation: TokenStream, *, vocab: int, sequence: int
@@ -72,22 +74,53 @@ class TokenWindows(Dataset):
 
 def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
     """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
-    if config.vocab < 2:
-        raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")
+    path = existing(config.path)
+    texts = path.suffix == ".txt" or (path / "train.txt").is_file()
+    if texts:
+        return _tokenized(config, path, opening)
+    vocab = config.vocab
+    if vocab is None and config.tokenizer is not None:
+        from runner.data.tokenizer import Tokenizer
+
+        vocab = Tokenizer(config.tokenizer, opening.fitted).vocab
+    if vocab is None:
+        raise ConfigError("data.vocab", "data=tokens needs it", "data.vocab=…")
+    if vocab < 2:
+        raise ConfigError("data.vocab", f"{vocab} ids are too few", "use 2 or more")
     if config.dtype not in DTYPES:
         raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
-    kind, path = np.dtype(config.dtype), existing(config.path)
+    kind = np.dtype(config.dtype)
+    streams = _streams(config, path, opening, "bin", lambda file: _map(file, kind))
+    return TokenWindows(*streams, vocab=vocab, sequence=config.sequence)
+
+
+def _tokenized(config: Tokens, path: Path, opening: Opening) -> TokenWindows:
+    """The same windows over text; all of its ids are held, 4 bytes each."""
+    if config.tokenizer is None:
+        problem = f"{path} is text, and data=tokens takes ids"
+        raise ConfigError("data.tokenizer", problem, "name the folder of a tokenizer")
+    from runner.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(config.tokenizer, opening.fitted)
+    streams = _streams(config, path, opening, "txt", tokenizer.stream)
+    windows = TokenWindows(*streams, vocab=tokenizer.vocab, sequence=config.sequence)
+    windows.tokenizer = tokenizer.digest
+    return windows
+
+
+def _streams(
+    config: Tokens, path: Path, opening: Opening, kind: str, read: Callable[[Path], np.ndarray]
+) -> tuple[TokenStream, TokenStream]:
+    """What is trained on and what is held out: two files of a folder, or the end of one."""
     if path.is_dir():
-        files = [
-            check_link(existing(f"{path}/{n}.bin"), path, opening.policy) for n in ("train", "val")
-        ]
-        train, validation = (TokenStream(_map(file, kind), str(file)) for file in files)
-    else:
-        ids = _map(path, kind)
-        cut = len(ids) - round(len(ids) * config.validation) if opening.divides(config) else 0
-        validation = TokenStream(ids[cut:], str(path), cut)
-        train = TokenStream(ids[:cut], str(path)) if cut else validation
-    return TokenWindows(train, validation, vocab=config.vocab, sequence=config.sequence)
+        places = (existing(f"{path}/{name}.{kind}") for name in ("train", "val"))
+        files = [check_link(place, path, opening.policy) for place in places]
+        train, validation = (TokenStream(read(file), str(file)) for file in files)
+        return train, validation
+    ids = read(path)
+    cut = len(ids) - round(len(ids) * config.validation) if opening.divides(config) else 0
+    validation = TokenStream(ids[cut:], str(path), cut)
+    return (TokenStream(ids[:cut], str(path)) if cut else validation), validation
 
 
 def _map(path: Path, kind: np.dtype) -> np.ndarray:

@@ -91,4 +91,14 @@ class Classifier(Transformer):
     dropout: float = bounded(0.1, min=0, below=1)
 
 
-OPTIONS: dict[str, type[ModelConfig]] = {cls.kind: cls for cls in (Mlp, Cnn, Gpt, Classifier)}
+@dataclass
+class HuggingFace(ModelConfig):
+    """A model of transformers out of a local folder; texts go through the tokenizer in it."""
+
+    kind: str = "hf"
+    path: str = MISSING  # the folder: config.json, tokenizer and weights; nothing is downloaded
+    pretrained: bool = True  # false: fresh weights, and config.json and tokenizer are enough
+
+
+_ALL = (Mlp, Cnn, Gpt, Classifier, HuggingFace)
+OPTIONS: dict[str, type[ModelConfig]] = {cls.kind: cls for cls in _ALL}

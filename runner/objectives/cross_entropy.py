@@ -17,6 +17,8 @@ NEVER = -(2**31)  # no target is this; torch's default would drop every -100 wit
 class CrossEntropy:
     """The mean over the targets that are not `ignore_index`, weighted by their classes' weights.
 
+    Targets may be shares of classes instead, float [n, classes], of samples that were blended.
+
     With None all of them count, so that their number is known from the shape. `gamma`: the focal
     loss, (1 - p)^gamma times the cross-entropy -log p (Lin et al. 2017, arXiv:1708.02002).
     """
@@ -42,6 +44,8 @@ class CrossEntropy:
             if self.gamma is not None:
                 return self._mean_focal(logits, target)
             weights = self.class_weights
+            if self.is_shares(logits.shape, target):
+                return self._mean_of_shares(logits, target)
             return F.cross_entropy(
                 logits,
                 target,
@@ -73,6 +77,22 @@ class CrossEntropy:
         # where p is 1, the slope of a power below 1 is infinite
         return (-torch.expm1(-loss)).clamp_min(1e-12) ** self.gamma * loss
 
+    def is_shares(self, shape: torch.Size, target: Tensor) -> bool:
+        """Whether the targets are shares of classes, [n, classes], of samples that were blended."""
+        return target.is_floating_point() and target.shape == shape and self.gamma is None
+
+    def _mean_of_shares(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The mean cross-entropy, of each class in the share that it has of the sample."""
+        weights = self.class_weights
+        loss = F.cross_entropy(
+            logits,
+            target.to(logits.dtype),
+            weight=None if weights is None else weights.to(logits.dtype),
+            label_smoothing=self.label_smoothing,
+            reduction="mean" if weights is None else "sum",
+        )
+        return loss if weights is None else loss / (target @ weights).sum()
+
     def _mean_focal(self, logits: Tensor, target: Tensor) -> Tensor:
         each, weights = self.each(logits, target), self._weights(target)
         total = weights.sum()
@@ -91,6 +111,9 @@ class CrossEntropy:
 
         A tensor when the device has to count them.
         """
+        if target.is_floating_point():  # shares of classes
+            weights = self.class_weights
+            return len(target) if weights is None else (target @ weights).sum()
         if self.class_weights is not None:
             return self._weights(target).sum()
         if self.ignore_index is None:

@@ -58,7 +58,9 @@ class OptimizerStep:
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         # of each group's rate in the scheduled one; an owner sets the rates as they are
         owned = lr is None
-        self.rate_shares = [1.0 if owned else g.get("lr_share", 1.0) for g in optimizer.param_groups]
+        self.rate_shares = [
+            1.0 if owned else g.get("lr_share", 1.0) for g in optimizer.param_groups
+        ]
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
         # the fused kernels of MPS take the flag and the scale, and look at neither (torch 2.13)
@@ -80,7 +82,9 @@ class OptimizerStep:
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
         several = len(set(self.rate_shares)) > 1 or self.rate_shares[0] != 1.0
-        self.share_of_groups = torch.tensor(self.rate_shares, device=self.device) if several else None
+        self.share_of_groups = (
+            torch.tensor(self.rate_shares, device=self.device) if several else None
+        )
         read = self.in_kernel or self.device.type == "cpu"  # there a look at the flag is free
         undone = not read and RevertibleStep.fits(optimizer, model, self.scheduled)
         self.undo = RevertibleStep(optimizer) if undone else None

@@ -1,0 +1,131 @@
+"""model=hf: a model of transformers out of a local folder, with its weights or fresh ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.data.batch import Sizes
+from runner.data.paths import existing
+from runner.errors import ConfigError
+from runner.models.config import HuggingFace
+from runner.models.stored import read_weights, some
+from runner.security.files.policy import FilePolicy
+from runner.security.hugging_face import import_transformers, load_from, silenced
+from runner.techniques.base import Choice
+
+log = logging.getLogger("runner")
+
+KEY = "model.path"
+AUTO = {
+    "classification": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "language_modelling": "AutoModelForCausalLM",
+}
+ALTERED = ("quantization_config", "fusion_config")
+"""Of a config: what puts other modules in the place of the model's."""
+
+
+def build_pretrained(
+    config: HuggingFace, sizes: Sizes, policy: FilePolicy | None
+) -> tuple[nn.Module, list[Choice]]:
+    """The model in fp32 on the CPU, sized by the data; weights of the folder unless `policy` is
+    None.
+
+    Raises ConfigError for a folder or data that do not fit, SecurityError for refused weights.
+    """
+    transformers = import_transformers(KEY)
+    folder = existing(config.path, KEY)
+    if sizes.vocab is None:
+        problem = "is for text: the data has no token ids"
+        raise ConfigError("model", f"hf {problem}", "use data=text, data=tokens, or another model")
+    settings = load_from(folder, KEY, transformers.AutoConfig.from_pretrained)
+    _fit_settings(settings, sizes, config.path)
+    auto = getattr(transformers, AUTO[sizes.task])
+    if policy is None:
+        return _fresh(auto, settings, config.path), []
+    weights = read_weights(folder, policy)
+    state: dict[str, Any] = {}
+    for part in weights.parts(policy):
+        state |= part
+    cls = type(_on_meta(auto, settings, config.path))
+    try:
+        with silenced(transformers):
+            model, info = cls.from_pretrained(
+                None,
+                config=settings,
+                state_dict=state,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                local_files_only=True,
+            )
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(KEY, f"{weights.path}: the model does not load it: {reason}") from error
+    reason = "; ".join([weights.trust.name.lower(), *weights.notes, *_describe(model, info)])
+    made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
+    log.info("%s: %s: %s", KEY, made.value, made.reason)
+    return model, [made]
+
+
+def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:
+    """Put the data's sizes into the model's config; ConfigError where it cannot have them."""
+    for name in ALTERED:
+        if getattr(settings, name, None) is not None:
+            raise ConfigError(KEY, f"{path} has a {name}", "name the folder of the plain model")
+    most = getattr(settings, "max_position_embeddings", None)
+    if isinstance(most, int) and (sizes.sequence or 0) > most:
+        problem = f"{sizes.sequence} is more than the {most} positions of the model in {path}"
+        raise ConfigError("data.sequence", problem, f"data.sequence={most}")
+    if (sizes.vocab or 0) > settings.vocab_size:
+        problem = f"{path} has {settings.vocab_size} tokens, and the data's ids go up to "
+        fix = f"leave out data.tokenizer: the one of {path} is used"
+        raise ConfigError("data.tokenizer", f"{problem}{(sizes.vocab or 0) - 1}", fix)
+    settings._attn_implementation = None  # none out of the folder, which may name code on a server
+    settings.use_cache = False  # for generation: it holds what training frees
+    if getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = sizes.padding
+    if sizes.task != "language_modelling":
+        names = sizes.class_names or tuple(map(str, range(sizes.classes or 1)))
+        settings.num_labels = len(names) if sizes.task == "classification" else sizes.classes
+        settings.id2label = dict(enumerate(names))
+        settings.label2id = {name: number for number, name in enumerate(names)}
+
+
+def _fresh(auto: Any, settings: Any, path: str) -> nn.Module:
+    try:
+        model: nn.Module = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+    except (ValueError, ImportError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        problem = f"{path}: {auto.__name__} has no such model: {reason}"
+        raise ConfigError(KEY, problem, "name a model that is for the data's task") from error
+    return model
+
+
+def _on_meta(auto: Any, settings: Any, path: str) -> nn.Module:
+    with torch.device("meta"):
+        return _fresh(auto, settings, path)
+
+
+def _describe(model: Any, info: dict[str, Any]) -> list[str]:
+    """What was loaded and what stays fresh; ConfigError where that is part of the body."""
+    own, body = [*model.state_dict()], f"{model.base_model_prefix}."
+    misfits = {entry[0]: entry[1:] for entry in info["mismatched_keys"]}
+    fresh = sorted({*info["missing_keys"], *misfits})
+    if inside := [name for name in misfits if name.startswith(body)]:
+        stored, wanted = (list(shape) for shape in misfits[inside[0]][:2])
+        problem = f"{inside[0]} is {stored}, and the model's {wanted}"
+        raise ConfigError(KEY, problem, "its config.json is of another model")
+    if len(fresh) >= len(own):
+        problem = "none of its weights has a name of the model's"
+        raise ConfigError(KEY, problem, "name the folder of a model, or model.pretrained=false")
+    parts = [f"{len(own) - len(fresh):,} of {len(own):,} tensors"]
+    if fresh:
+        parts.append(f"fresh: {some(fresh)}")
+    if left := sorted(info["unexpected_keys"]):
+        parts.append(f"left out of the file: {some(left)}")
+    return parts

@@ -1,0 +1,257 @@
+"""model=hf: a tokenizer and a model from a local folder are trained by overrides alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner import build, load, train
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.data.open import open_data
+from runner.data.tokenizer import MULTIPLE
+from runner.errors import ConfigError, SecurityError
+from runner.jobs import evaluate, predict
+from tests import runs
+from tests.models import folders
+
+pytest.importorskip("transformers")
+STEPS = 60
+TUNED = (
+    *("training.batch_size=16", f"training.steps={STEPS}", "checkpoint.every=20"),
+    *("checkpoint.keep=9", "optimizer.lr=5e-3", "optimizer.ema=0.8", "data.workers=0"),
+    *("optimizer.freeze=[embeddings.*]", "optimizer.groups=[{match: classifier, lr: 5e-3}]"),
+    *("device.threads=1", "optimization=none", "schedule=linear"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model in shards, reviews, and a run that was fine-tuned by a command."""
+    folder = tmp_path_factory.mktemp("hf")
+    folders.bert(folder / "bert", shards=True)
+    folders.reviews(folder / "reviews.csv")
+    done = runs.command(folder, *overrides(folder), "hydra.run.dir=run", *runs.QUICK, *TUNED[-3:])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def overrides(folder: Path) -> list[str]:
+    data = ["data=text", f"data.path={folder}/reviews.csv"]
+    return [*data, "model=hf", f"model.path={folder}/bert", *TUNED]
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return [*csv.DictReader(file)]
+
+
+def end(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+    restored = Checkpointer(folder, keep=9).restore()
+    assert restored is not None and restored.step == STEPS
+    state = restored.state["update"]["optimizer"]["state"]
+    return restored.model, [t for entry in state.values() for t in entry.values()]
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    (weights, state), (others, other_state) = end(one), end(other)
+    assert weights.keys() == others.keys() and len(state) == len(other_state) > 0
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
+
+
+def test_bert_learns_and_a_run_from_a_checkpoint_ends_in_the_same_bits(
+    place: Path, tmp_path: Path
+) -> None:
+    summary = json.loads((place / "run/summary.json").read_text())
+    assert summary["best"] > 0.95
+    chosen = {c["key"]: c["reason"] for c in summary["choices"]}
+    assert "37 of 41 tensors" in chosen["model.path"] and "in 6 shards" in chosen["model.path"]
+    assert "left out of the file: cls.predictions" in chosen["model.path"]
+    assert "parameters are trained" in chosen["optimizer.freeze"]
+    weights, _ = end(place / "run")
+    from transformers import BertModel
+
+    body = BertModel.from_pretrained(place / "bert").state_dict()
+    names = {n for n in body if torch.equal(body[n], weights[f"bert.{n}"])}
+    assert names == {n for n in body if n.startswith("embeddings.")}  # loaded, and frozen
+
+    step = next((place / "run/checkpoints").glob("step_*20"))
+    shutil.copytree(step, tmp_path / "checkpoints" / step.name)
+    config = runs.config(*overrides(place), "checkpoint.resume=auto")
+    with build(config, tmp_path) as run:
+        assert run.progress.step == 20
+        train(run)
+    assert_same_end(place / "run", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_in_the_same_bits_once_it_is_resumed(
+    place: Path, tmp_path: Path
+) -> None:
+    typed = [*overrides(place), "hydra.run.dir=run", *runs.QUICK, "device.threads=1"]
+    command = [sys.executable, "-m", "runner", *typed]
+    environment = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+    deadline = time.monotonic() + 400
+    while not [*tmp_path.glob("run/checkpoints/step_*20")] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = runs.command(tmp_path, "checkpoint.resume=run")
+    assert done.returncode == 0, done.stderr
+    assert_same_end(place / "run", tmp_path / "run")
+
+
+def test_new_texts_are_predicted_by_the_job_and_from_python_as_transformers_does(
+    place: Path, tmp_path: Path
+) -> None:
+    new = folders.reviews(tmp_path / "new.csv", 11, labels=False)
+    texts = [row["text"] for row in table(new)]
+    asked = [*overrides(place), f"checkpoint.resume={place}/run", "job=predict"]
+    predict.main(runs.config(*asked, f"data.path={new}"), tmp_path)
+    rows = table(tmp_path / "predictions.csv")
+    right = [row["prediction"] == ("bad", "good")[n % 2] for n, row in enumerate(rows)]
+    assert len(rows) == 11 and sum(right) >= 9  # chance: 5.5
+    with load(place / "run") as model:
+        columns = model.predict({"text": texts})
+        single = model.predict([{"text": texts[3]}])
+    good = np.array([float(row["probability good"]) for row in rows])
+    np.testing.assert_allclose(columns["probability good"], good, rtol=1e-6)
+    np.testing.assert_allclose(single["probability good"], good[3:4], rtol=1e-5)  # other padding
+
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    settings = BertConfig.from_pretrained(place / "bert", num_labels=2)
+    theirs = BertForSequenceClassification(settings).eval()
+    with runs.opened(*overrides(place), f"checkpoint.resume={place}/run", "job=predict") as run:
+        with run.update.averaged():
+            theirs.load_state_dict(run.model.state_dict())
+    ids = AutoTokenizer.from_pretrained(place / "bert")(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = theirs(ids["input_ids"], ids["attention_mask"]).logits.double().softmax(1)
+    names = [name.removeprefix("probability ") for name in rows[0] if "probability" in name]
+    np.testing.assert_allclose(logits[:, names.index("good")], good, rtol=1e-4)
+
+
+def test_batches_are_padded_to_their_longest_text_and_masked(place: Path) -> None:
+    config = runs.config(*overrides(place)).data
+    data = open_data(config, lambda *_: None)
+    widths = set()
+    for start in range(0, 40, 4):
+        inputs, _ = data.fetch(np.arange(start, start + 4), None)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        longest = int(mask.sum(1).max())
+        widths.add(ids.shape[1])
+        assert ids.shape[1] == -(-longest // MULTIPLE) * MULTIPLE
+        assert torch.equal(ids == 0, mask == 0)  # [PAD]
+        assert (ids[:, 0] == 2).all()  # [CLS]
+        assert all(row[int(n) - 1] == 3 for row, n in zip(ids, mask.sum(1), strict=True))  # [SEP]
+    assert len(widths) > 1
+    assert data.sizes.sequence == 64  # the tokenizer's own limit, below data.sequence
+
+
+def test_a_decoder_learns_from_plain_text_and_labels_texts_without_a_padding_token(
+    tmp_path: Path,
+) -> None:
+    folders.gpt2(tmp_path / "gpt2")
+    texts = [row["text"] for row in table(folders.reviews(tmp_path / "r.csv"))]
+    (tmp_path / "corpus.txt").write_text("\n".join(texts * 3))
+    own = ["model=hf", f"model.path={tmp_path}/gpt2", "training.steps=40", "optimizer.lr=1e-2"]
+    own += ["training.batch_size=8", "optimization=none"]
+    text = ["data=tokens", f"data.path={tmp_path}/corpus.txt", "data.sequence=16"]
+    summary = runs.trained(*own, *text, folder=tmp_path / "run")
+    assert summary.metrics["val/perplexity"] < 20  # of some 60 ids in use
+    labelled = ["data=text", f"data.path={tmp_path}/r.csv", "training.micro_batch=3"]
+    with runs.opened(*own, *labelled) as run:
+        assert run.model.config.pad_token_id == 3  # the end of a text
+        assert train(run).metrics["val/accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param("ultra", marks=pytest.mark.slow), "memory_efficient"]
+)
+def test_techniques_engage_or_say_why_not(place: Path, level: str) -> None:
+    short = ["training.steps=8", "training.validate_every=8", "checkpoint.every=8"]
+    summary = runs.trained(*overrides(place), *short, f"optimization={level}", "data.workers=2")
+    assert summary.status == "done"
+    for row in summary.techniques:
+        assert row.engaged or row.reason or not row.requested, row
+        assert "could not be collected" not in row.reason
+    if level == "memory_efficient":
+        assert runs.status(summary, "recompute").engaged
+
+
+@pytest.mark.parametrize("kind", ["weights", pytest.param("export", marks=pytest.mark.slow)])
+def test_a_tuned_model_is_exported(place: Path, tmp_path: Path, kind: str) -> None:
+    asked = ["job=evaluate", f"evaluate.export={kind}", f"checkpoint.resume={place}/run"]
+    summary = evaluate.main(runs.config(*overrides(place), *asked), tmp_path)
+    assert summary.metrics["val/accuracy"] > 0.95
+    assert summary.export["bytes"] > 0
+
+
+@pytest.fixture
+def broken(place: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the model's folder, to damage."""
+    yield Path(shutil.copytree(place / "bert", tmp_path / "bert"))
+
+
+def change(folder: Path, **more: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"model_type": "unheard_of"}, "model.path: .* cannot be read"),
+        (
+            {"model_type": "new", "auto_map": {"AutoConfig": "a.B"}},
+            r"needs code of its own \(trust_remote_code\), which is never run",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+        ({"hidden_size": 16}, "its config.json is of another model"),
+        ({"max_position_embeddings": 32}, "data.sequence: 64 is more than the 32 positions"),
+        ({"vocab_size": 20}, "has 20 tokens, and the data's ids go up to"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_an_error_with_its_key(
+    place: Path, broken: Path, more: dict[str, Any], problem: str
+) -> None:
+    change(broken, **more)
+    (broken / "a.py").write_text("raise SystemExit('code of the folder ran')")
+    with pytest.raises(ConfigError, match=problem):
+        runs.trained(*overrides(place), f"model.path={broken}", f"data.tokenizer={place}/bert")
+
+
+def test_pickled_weights_and_another_vocabulary_are_refused(
+    place: Path, broken: Path, tmp_path: Path
+) -> None:
+    for file in broken.glob("*.safetensors*"):
+        file.unlink()
+    torch.save({"bert.x": torch.nn.Linear(2, 2)}, broken / "pytorch_model.bin")
+    with pytest.raises(SecurityError, match=r"pytorch_model.bin: refused"):
+        runs.trained(*overrides(place), f"model.path={broken}")
+    vocabulary = broken / "tokenizer.json"
+    vocabulary.write_text(vocabulary.read_text().replace("great", "grear"))
+    asked = [f"checkpoint.resume={place}/run", "job=predict", f"data.tokenizer={broken}"]
+    with pytest.raises(ConfigError, match="another vocabulary than the one that the model"):
+        predict.main(runs.config(*overrides(place), *asked), tmp_path / "out")
+
+
+@pytest.mark.parametrize("data", ["digits", "stdlib_parts", "stdlib_text"])
+def test_data_without_tokens_of_the_model_are_refused(data: str) -> None:
+    with pytest.raises(ConfigError, match=f"data={data} has none; use data=text or data=tokens"):
+        runs.config("model=hf", "model.path=somewhere", f"data={data}")
