@@ -101,18 +101,18 @@ def test_bert_learns_and_a_run_from_a_checkpoint_ends_in_the_same_bits(
 def test_a_run_that_is_killed_ends_in_the_same_bits_once_it_is_resumed(
     place: Path, tmp_path: Path
 ) -> None:
-    typed = [*overrides(place), "hydra.run.dir=run", *runs.QUICK, "device.threads=1"]
+    typed = [*overrides(place), "hydra.run.dir=outputs/run", *runs.QUICK]
     command = [sys.executable, "-m", "runner", *typed]
     environment = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
     deadline = time.monotonic() + 400
-    while not [*tmp_path.glob("run/checkpoints/step_*20")] and time.monotonic() < deadline:
+    while not [*tmp_path.glob("outputs/run/checkpoints/step_*20")] and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    done = runs.command(tmp_path, "checkpoint.resume=run")
+    done = runs.command(tmp_path, "checkpoint.resume=outputs/run")
     assert done.returncode == 0, done.stderr
-    assert_same_end(place / "run", tmp_path / "run")
+    assert_same_end(place / "run", tmp_path / "outputs/run")
 
 
 def test_new_texts_are_predicted_by_the_job_and_from_python_as_transformers_does(
