@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
+PAGES = (GUIDE, GUIDE.with_name("fine-tuning.md"))
 BLOCK = re.compile(r"(?:Save as `([^`\n]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
-def blocks() -> list[tuple[str, str, str]]:
+def blocks(page: Path) -> list[tuple[str, str, str]]:
     """`(file name or "", language, text)` of each block, in order."""
-    return BLOCK.findall(GUIDE.read_text())
+    return BLOCK.findall(page.read_text())
 
 
 def test_the_guide_is_short_and_every_program_has_a_name() -> None:
     assert len(GUIDE.read_text().splitlines()) <= 600
-    assert all(name for name, language, _ in blocks() if language in ("python", "yaml"))
+    programs = [block for page in PAGES for block in blocks(page)]
+    assert all(name for name, language, _ in programs if language in ("python", "yaml"))
 
 
 def test_prose_has_at_most_100_columns() -> None:
@@ -36,10 +38,11 @@ def test_prose_has_at_most_100_columns() -> None:
 
 
 @pytest.mark.slow
-def test_every_block_of_the_guide_runs_as_it_is_pasted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_of_the_guide_runs_as_it_is_pasted(tmp_path: Path, page: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = ["set -eu"]
-    for name, language, text in blocks():
+    for name, language, text in blocks(page):
         if name:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)

@@ -41,7 +41,7 @@ class ImageCache:
         if not size or start + size > self.starts[index + 1]:
             return None
         pixels = self.pixels[start : start + size]
-        if crc32(pixels) != head["crc"]:
+        if crc32(pixels.data) != head["crc"]:
             return None
         return pixels.reshape(height, width, self.channels)
 
@@ -52,5 +52,5 @@ class ImageCache:
             return
         flat = np.ascontiguousarray(pixels).reshape(-1)
         self.pixels[start + HEAD.itemsize :][: flat.size] = flat
-        head = np.array([(crc32(flat), *pixels.shape[:2])], HEAD)
+        head = np.array([(crc32(flat.data), *pixels.shape[:2])], HEAD)
         self.pixels[start : start + HEAD.itemsize] = head.view(np.uint8)

@@ -59,8 +59,8 @@ class Tokenizer:
             pieces = iter(lambda: file.readlines(PIECE), [])
             parts = self._ids(["".join(lines) for lines in pieces], add_special_tokens=False)
         end = [] if self.of.eos_token_id is None else [[self.of.eos_token_id]]
-        ids: np.ndarray = np.concatenate([np.array(p, np.int32) for p in [*parts, *end]] or [[]])
-        return ids
+        rows = [np.array(part, np.int32) for part in [*parts, *end]]
+        return np.concatenate([np.zeros(0, np.int32), *rows])
 
     def _ids(self, texts: list[str], **options: Any) -> list[list[int]]:
         plain = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}

@@ -51,7 +51,7 @@ def build_pretrained(
     state: dict[str, Any] = {}
     for part in weights.parts(policy):
         state |= part
-    cls = type(_on_meta(auto, settings, config.path))
+    cls: Any = type(_on_meta(auto, settings, config.path))
     try:
         with silenced(transformers):
             model, info = cls.from_pretrained(

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.errors import ConfigError
+from runner.errors import ConfigError, install_command
 from runner.record.text import shorten
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ REMOTE = ("trust_remote_code", "custom code", "auto_map")
 def import_transformers(key: str) -> Any:
     """The package, told not to use the network; ConfigError where it is not installed."""
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
-        raise ConfigError(key, "needs transformers, not installed", "pip install 'runner[hf]'")
+        raise ConfigError(key, "needs transformers, not installed", install_command("hf"))
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read at its import
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns after each fork
     return import_module("transformers")
