@@ -110,7 +110,7 @@ class World:
 
         After a loss the group is left as it is: taking it down is not sure to return.
         """
-        if error is not None and not self.left:
+        if isinstance(error, Exception) and not self.left:  # a signal is sent to all
             self._write(RankOutcome.of(self.rank, error))
         if self._stacks is not None:
             self._stacks.close()

@@ -18,6 +18,8 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 
+import psutil
+
 from tests.faults import processes
 from tests.faults.end_state import end_state
 from tests.faults.modes import MODES, SLOW, typed
@@ -58,6 +60,7 @@ class Killer:
         start = time.monotonic()
         code = processes.start(whole, typed(mode, whole / "run")).wait(LIMIT_S)
         self.life = time.monotonic() - start
+        self.least = self.life / 2  # a run that has little left to do is shorter still
         assert code == 0, (whole / "console.log").read_text()[-3000:]
         self.expected = end_state(whole / "run")
         self._numbers, self._lock, self._begun = count(), Lock(), 0
@@ -109,20 +112,14 @@ class Killer:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(min(0.01, max(0.0, deadline - time.monotonic())))
         if process.poll() == 0:  # it was quicker than the first one, which had a busy machine
-            self.life = min(self.life, time.monotonic() - start)
+            self.life = max(self.least, min(self.life, time.monotonic() - start))
         return process.poll() is None
 
     def _kill(self, folder: Path, pid: int) -> bool:
         """Whether it was the process that was started, and not one that it has started."""
-        victim, name = pid, ""
+        victim = pid
         if "distributed=ddp" in MODES[self.mode]:
-            ranks = processes.ranks(pid)
-            with self._lock:  # two of three; one of a run that has no ranks yet is the agent's
-                of_agents = self.tally.victims["the agent"]
-                rank = bool(ranks) and self.tally.victims["a rank"] < 2 * (of_agents + 1)
-                victim = self.draw.choice(ranks) if rank else pid
-                name = "a rank" if rank else "the agent"
-                self.tally.victims[name] += 1
+            victim = self._choose_victim(pid)
         root = folder / "run" / "checkpoints"
         if list(root.glob(".tmp-*")):
             self.tally.when["saving"] += 1
@@ -131,6 +128,27 @@ class Killer:
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         return victim == pid
+
+    def _choose_victim(self, agent: int) -> int:
+        """A rank for two of three kills, once there are any, else the agent."""
+        with self._lock:
+            victims = self.tally.victims
+            name = "a rank" if victims["a rank"] < 2 * (victims["the agent"] + 1) else "the agent"
+            victims[name] += 1
+        if name == "the agent":
+            return agent
+        deadline = time.monotonic() + LIMIT_S
+        while not (ranks := processes.ranks(agent)) and time.monotonic() < deadline:
+            if not psutil.pid_exists(agent):
+                break
+            time.sleep(0.01)
+        if not ranks:
+            with self._lock:
+                self.tally.victims.subtract({name: 1})
+                self.tally.victims["the agent"] += 1
+            return agent
+        time.sleep(self.draw.uniform(0, self.life / 4))  # into what it does
+        return self.draw.choice(processes.ranks(agent) or [agent])
 
     def _compare(self, folder: Path, code: int, kills: int) -> None:
         problem = f"exit code {code}" if code else ""
