@@ -50,6 +50,7 @@ checks.outputs
 captures parity.flops
 distributed.facts
 training.evaluation training.evidence training.grace training.step training.test_set \
+training.trials \
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
 distributed.batchnorm

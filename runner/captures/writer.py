@@ -23,6 +23,7 @@ from runner.data.batch import Batch
 from runner.data.nested import tensors, tree_map
 from runner.record import storage
 from runner.record.provenance import versions
+from runner.techniques.base import TRIALS
 from runner.training.run import Run
 
 MIB = 2**20
@@ -79,7 +80,7 @@ def take_capture(
         config_hash=run.config_hash,
         config=dict(of.settings),
         given=of.given,
-        choices=_json_safe({choice.key: choice.value for choice in run.choices}),
+        choices=_json_safe(_choices(run)),
         micro_batch=run.micro_batch,
         threads=run.device.threads,
         device=_json_safe(run.device.describe()),
@@ -126,6 +127,11 @@ def write_capture(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return f"{FOLDER}/{name}"
+
+
+def _choices(run: Run) -> dict[str, Any]:
+    trials = {} if run.trials is None else {TRIALS: run.trials.history()}
+    return {choice.key: choice.value for choice in run.choices} | trials
 
 
 def _choose_weights(

@@ -340,6 +340,14 @@ class OptimizerStep:
         self.table.fill_(self.lr_at(0))
         self.updates.zero_()
 
+    def align_state(self) -> None:
+        """Lay the optimizer's state out as its weights, whose memory order has changed."""
+        if self.kernel is not None:
+            self.kernel.write_counter()
+        align_state(self.optimizer)
+        if self.kernel is not None:
+            self.kernel.take_over()
+
     # -- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def quiet(config: RunConfig) -> RunConfig:
     config = deepcopy(config)
     config.monitoring.progress = config.checkpoint.enabled = False
     config.debug = DebugConfig()
+    config.optimization.measure = False  # all that is asked for is used, as far as it was
     if config.checkpoint.resume == "auto":
         config.checkpoint.resume = "none"
     return config

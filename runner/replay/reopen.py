@@ -131,6 +131,8 @@ def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) ->
         if run.inputs is not None and state.get("inputs") is not None:
             run.inputs.load(state["inputs"])  # which samples are left out
         set_random(state["random"])
+        if run.trials is not None:
+            run.trials.enter(run, checkpoint.step + 1)
         _run_steps(run, capture)
         model, update = run.model.state_dict(), run.update.state()
         rest = {"update": update, "buffers": _unsaved(run.model, model), "random": random_state()}
@@ -168,6 +170,8 @@ def _load_state(run: Run, capture: Capture) -> None:
             buffer.copy_(capture.buffers[name])
     run.progress = Progress(**{**deepcopy(dict(capture.progress)), "step": capture.step - 1})
     set_random(capture.random)
+    if run.trials is not None:
+        run.trials.enter(run, capture.step)
 
 
 def _unsaved(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from runner.techniques.config import Amp, Precision
 from runner.training.run import Run
 
 KEY = "optimization.amp.dtype"
+ENABLED = "optimization.amp.enabled"
 
 
 def unavailable(knobs: Amp, device: Device) -> str | None:
@@ -42,14 +43,34 @@ def apply(knobs: Amp, draft: RunBuilder) -> str | None:
         mflop = cost.mflop / max(1, cost.products)
         if mflop < knobs.min_mflop:
             return f"a product takes {mflop:,.1f} MFLOP: casting costs more than it saves"
+    autocast: list[partial[Any]] = []
+
+    def turn(run: Run, on: bool) -> None:
+        (run.contexts.append if on else run.contexts.remove)(autocast[0])
+
+    measured = draft.measure("amp", turn)
+    if not measured and (reason := _by_rule(knobs, draft)):
+        return reason
     dtype = _choose_dtype(knobs, draft)
     if dtype is torch.float16:
         draft.loss_scale = knobs.initial_scale
     # what fsdp gathers is to be freed after each block: no 16-bit copy of it may stay in a cache
     cached = draft.world is None or draft.world.kind != "fsdp"
-    autocast = partial(torch.autocast, draft.device.kind, dtype=dtype, cache_enabled=cached)
-    draft.contexts.append(autocast)
+    autocast.append(partial(torch.autocast, draft.device.kind, dtype=dtype, cache_enabled=cached))
+    draft.contexts.append(autocast[0])
     return None
+
+
+def _by_rule(knobs: Amp, draft: RunBuilder) -> str | None:
+    """Why a level leaves it out where the run is too short to measure; as before on resume."""
+    able = draft.device.capabilities
+    fast = able.fp16_fast if knobs.dtype is Precision.fp16 else able.bf16_fast or able.fp16_fast
+    if fast or not (draft.measures or ENABLED in draft.recorded):
+        return None
+    reason = f"{draft.device.name} has no fast {knobs.dtype.value} product, and "
+    reason += f"{draft.total_steps:,} steps are too few to measure what it gains"
+    draft.choose(ENABLED, lambda: (False, reason))
+    return reason
 
 
 def _choose_dtype(knobs: Amp, draft: RunBuilder) -> torch.dtype:

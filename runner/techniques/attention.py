@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,7 +70,15 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
         dtypes = {call.dtype for call in calls}
         name = draft.choose(KEY, lambda: _choose(draft.device, dtypes, matrix_mb))
     if name != DEFAULT:
-        draft.scope.enter_context(kernels.use(name, draft.model))
+        stack = draft.scope.enter_context(ExitStack())
+
+        def turn(run: Run, on: bool) -> None:
+            stack.close()
+            if on:
+                stack.enter_context(kernels.use(name, run.model))
+
+        stack.enter_context(kernels.use(name, draft.model))
+        draft.measure("attention", turn)
     return None
 
 

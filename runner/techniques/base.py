@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from runner.training.run import Recovery, Run
 
 
+TRIALS = "optimization.trials"  # in checkpoints: what runner.training.trials has measured
+TRIAL_SHARE = 0.02  # of a run's steps, that measuring may take
+SHORTEST_TRIAL = 27  # steps: three to settle, six pairs of two blocks, of two steps each
+
+
 @dataclass(frozen=True)
 class Choice:
     """Something decided automatically, and why."""
@@ -30,6 +36,16 @@ class Choice:
     key: str
     value: Any
     reason: str
+
+
+@dataclass
+class Switch:
+    """What turns a technique on and off between two steps, so that its gain can be measured."""
+
+    name: str
+    turn: Callable[[Run, bool], None]
+    first: bool = True  # whether it is on before its trial
+    on: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,7 @@ class RunParts:
     remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
     choices: list[Choice] = field(default_factory=list)
     fallen: dict[str, str] = field(default_factory=dict)  # techniques given up on the way, and why
+    switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
 
 
 @dataclass(kw_only=True)
@@ -130,10 +147,38 @@ class RunBuilder(RunParts):
     cuda_graphs: bool = False
     forward_cost: ForwardCost | None = None  # once it was counted
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here
+    measures: bool = False  # techniques whose gain depends on machine and model are measured
 
     def parts(self) -> dict[str, Any]:
         """The fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
+
+    def measure(
+        self, name: str, turn: Callable[[Run, bool], None], *, first: bool = True, least: int = 0
+    ) -> bool:
+        """Whether the run will measure what a technique gains; `turn` switches it on and off.
+
+        Not where all trials together would take more than TRIAL_SHARE of its steps, or where it has
+        less than `least` of them. `first` is whether it is on before its trial. A run that is
+        continued or replayed measures what it had measured.
+        """
+        known = {trial["name"] for trial in self.recorded.get(TRIALS, ())}
+        trials = len(self.switches) + 1
+        room = trials * SHORTEST_TRIAL <= self.total_steps * TRIAL_SHARE
+        if name not in known and not (self.measures and room and self.total_steps >= least):
+            if self.measures and not room:
+                self._note_too_short()
+            return False
+        self.switches.append(Switch(name, turn, first))
+        return True
+
+    def _note_too_short(self) -> None:
+        if all(choice.key != "optimization.measure" for choice in self.choices):
+            needed = math.ceil((len(self.switches) + 1) * SHORTEST_TRIAL / TRIAL_SHARE)
+            reason = (
+                f"{self.total_steps:,} steps are too few; techniques go by rule below {needed:,}"
+            )
+            self.choices.append(Choice("optimization.measure", False, reason))
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
         """What the run that this one continues had chosen, else what `decide` says, and why."""

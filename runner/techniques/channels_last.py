@@ -19,16 +19,30 @@ def apply(knobs: ChannelsLast, draft: RunBuilder) -> str | None:
     """Lay weights and batches out in NHWC order."""
     if not any(isinstance(m, nn.Conv2d) for m in draft.model.modules()):
         return "the model has no 2-d convolution"
+    order = MemoryOrder()
     draft.model.to(memory_format=NHWC)  # type: ignore[call-overload]
-    draft.placements.append(_place)
+    draft.placements.append(order.place)
+    draft.measure("channels_last", order.turn)
     return None
 
 
-def _place(batch: Batch) -> Batch:
-    inputs = batch[0]
-    if isinstance(inputs, Tensor) and inputs.ndim == 4:
-        inputs = inputs.contiguous(memory_format=NHWC)
-    return inputs, batch[1]
+class MemoryOrder:
+    """The order of batches and weights, which can be turned back to NCHW."""
+
+    format = NHWC
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch in that order."""
+        inputs = batch[0]
+        if isinstance(inputs, Tensor) and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=self.format)
+        return inputs, batch[1]
+
+    def turn(self, run: Run, on: bool) -> None:
+        """Lay out weights and optimizer state, which fused kernels read in one order."""
+        self.format = NHWC if on else torch.contiguous_format
+        run.model.to(memory_format=self.format)  # type: ignore[call-overload]
+        run.update.align_state()
 
 
 def engaged(knobs: ChannelsLast, run: Run) -> Evidence:

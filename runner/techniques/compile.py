@@ -39,13 +39,9 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     Where the whole step is one graph, the model's own would only be compiled twice; it waits
     for the case that the step's graph cannot be made.
     """
-    least, steps = knobs.min_steps, draft.total_steps
-    if least is None:
-        from runner.techniques.cost import compile_break_even
-
-        least = int(draft.choose(KEY, lambda: compile_break_even(draft)))
-    if steps < least:
-        return f"{steps:,} steps do not pay it back; that takes {least:,} or more"
+    reason = too_short(draft, knobs.min_steps)
+    if reason is not None:
+        return reason
     from runner.techniques import compiler
     from runner.techniques.probe import repeated_blocks
 
@@ -58,9 +54,36 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     draft.compilation = compilation = compiler.Compilation(parts, modes)
     draft.recoveries.append(compilation.recover)
     draft.scope.callback(compilation.stop)
-    if draft.whole_step is None:
-        compilation.start()
+    shared = any(switch.name == "whole_step" for switch in draft.switches)
+    if draft.whole_step is None or shared:  # where both are measured, each compiles
+        least = 2 * int(least_steps(draft) or 0) if shared else 0
+        measured = draft.measure("compile", compilation.turn, first=False, least=least)
+        if not measured and draft.whole_step is None:
+            compilation.start()
     return None
+
+
+def least_steps(draft: RunBuilder, otherwise: int | None = 0) -> int | None:
+    """From how many steps on compiling is tried; a number that was asked for is taken as it is.
+
+    Else by a timed step where a level is measured, and by a rule where `otherwise` is None.
+    """
+    if otherwise:
+        return otherwise
+    if draft.measures or otherwise is None or KEY in draft.recorded:
+        from runner.techniques.cost import compile_break_even, compile_rule
+
+        decide = compile_break_even if draft.measures else compile_rule
+        return int(draft.choose(KEY, lambda: decide(draft)))
+    return otherwise
+
+
+def too_short(draft: RunBuilder, otherwise: int | None = 0) -> str | None:
+    """Why a run of so many steps is not compiled, or None."""
+    least, steps = least_steps(draft, otherwise), draft.total_steps
+    if least is None or steps >= least:
+        return None
+    return f"run too short ({steps:,} steps; it is tried from {least:,} on)"
 
 
 def engaged(knobs: Compile, run: Run) -> Evidence:

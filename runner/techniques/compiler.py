@@ -53,6 +53,7 @@ class Compilation:
     def __init__(self, parts: list[nn.Module], modes: list[str]) -> None:
         self.parts, self.modes = parts, modes
         self.mode = ""  # eager
+        self.paused: tuple[str, list[Any]] | None = None  # the mode, and what was compiled in it
 
     def start(self) -> None:
         """Compile at the next call, in the first mode that is left."""
@@ -67,6 +68,19 @@ class Compilation:
         self.mode = ""
         for part in self.parts:
             part._compiled_call_impl = None
+
+    def turn(self, run: Run, on: bool) -> None:
+        """Go on compiled, or eagerly for a while; what is compiled stays."""
+        if on and self.paused is not None:
+            self.mode, implementations = self.paused
+            self.paused = None
+            for part, implementation in zip(self.parts, implementations, strict=True):
+                part._compiled_call_impl = implementation
+        elif on and not self.mode:
+            self.start()
+        elif not on and self.mode:
+            self.paused = self.mode, [part._compiled_call_impl for part in self.parts]
+            self.stop()
 
     def recover(self, run: Run, error: Exception) -> bool:
         """Go down a mode, if it is the compiler that failed."""

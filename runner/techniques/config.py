@@ -165,7 +165,7 @@ class Compile(BuiltIn):
 
     mode: CompileMode = CompileMode.auto
     regional: bool = False  # each repeated block alone: compiles in a fraction of the time
-    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: the break-even
+    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: by a rule
 
 
 @dataclass
@@ -220,6 +220,7 @@ class Optimization:
 
     level: str = "custom"  # the option this came from, for the record
     strict: bool = False
+    measure: bool = False  # the run times techniques whose gain is not sure, keeps what is faster
     system: System = field(default_factory=System)  # looks at the model as it came
     tf32: Tf32 = field(default_factory=Tf32)
     channels_last: ChannelsLast = field(default_factory=ChannelsLast)  # before anything captures

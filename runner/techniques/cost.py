@@ -18,7 +18,9 @@ from runner.techniques.products import ProductCounter
 from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
-GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there
+TRY_SHARE = 0.1  # of a run, that it may lose by compiling in vain
+WORK_FLOP = {"cpu": 4e12}  # of a run that compiling pays in: minutes on a CPU of few cores
+OTHER_WORK_FLOP = 4e15  # and on an accelerator
 PASSES = 6  # that are timed, on each machine as many; the first ones are never the fastest
 ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
@@ -70,11 +72,25 @@ def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
     return counter.get_total_flops(), sum(one in flop_registry for one in products)
 
 
-def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
-    """From how many steps on compiling pays back, and what that rests on.
+def compile_rule(draft: RunBuilder) -> tuple[int, str]:
+    """From how many steps on a run is compiled without measuring, and what that rests on.
 
-    It does once the time that it saves (some 15 % of each step, which is timed) is more than it
-    takes (half a minute, the first time).
+    By counted operations, so that the same run is always compiled or never.
+    """
+    cost = forward_cost(draft)
+    if cost.unknown:
+        steps = COLD_S / TRY_SHARE / ASSUMED_S
+    else:
+        flop = 3e6 * cost.mflop * draft.batch_size / draft.micro_batch
+        steps = WORK_FLOP.get(draft.device.kind, OTHER_WORK_FLOP) / max(flop, 1.0)
+    return int(float(f"{steps:.1e}")), f"by rule: {cost}"
+
+
+def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
+    """From how many steps on compiling is tried, and what that rests on.
+
+    What it gains is measured then. A run that is compiled in vain (half a minute, the first time)
+    takes at most TRY_SHARE longer.
     """
     try:
         seconds = step_seconds(draft)
@@ -82,8 +98,8 @@ def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
     except NotRestorable as error:
         seconds = ASSUMED_S
         measured = f"the model is not timed, {error}; taken for {1e3 * seconds:.3g} ms a step"
-    steps = int(float(f"{COLD_S / GAIN / seconds:.1e}"))  # two digits: the timing is no better
-    return steps, f"{measured}; compiling takes up to {COLD_S:.0f} s and saves some {GAIN:.0%}"
+    steps = int(float(f"{COLD_S / TRY_SHARE / seconds:.1e}"))  # the timing is no better
+    return steps, f"{measured}; {COLD_S:.0f} s of compiling are to be {TRY_SHARE:.0%} of the run"
 
 
 def step_seconds(draft: RunBuilder) -> float:

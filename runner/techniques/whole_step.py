@@ -7,7 +7,7 @@ gradients, are made the ordinary way, with the same weights and optimizer state.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo.config as dynamo
@@ -20,6 +20,9 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import WholeStep
 from runner.techniques.fused_optimizer import fastest
 from runner.training.run import Run
+
+if TYPE_CHECKING:
+    from runner.optim.whole_step import StepGraph
 
 
 def unavailable(knobs: WholeStep, device: Device) -> str | None:
@@ -39,6 +42,7 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     if draft.recompute is not None:
         return "recompute needs a boundary between forward and backward, one graph has none"
     fused, reason = fastest(draft.optimizer_class, draft.model)
+    reason = reason or compile_technique.too_short(draft)
     if reason is not None:
         return reason
     if draft.device.kind == "cpu" and draft.objective.indices is None:
@@ -51,7 +55,21 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
         draft.whole_step = dict(torch._inductor.list_mode_options(compiler.modes("auto", draft)[0]))
     # with whose state the graph works, and which makes the steps that are not full batches
     draft.optimizer_options.update(fused)
+    draft.measure("whole_step", Graph().turn, first=False)
     return None
+
+
+class Graph:
+    """The run's graph while steps are made without it."""
+
+    made: StepGraph | None = None
+
+    def turn(self, run: Run, on: bool) -> None:
+        """Give it back to the run, or take it; one that could not be made is gone."""
+        if on:
+            run.whole, self.made = self.made or run.whole, None
+        else:
+            run.whole, self.made = None, run.whole or self.made
 
 
 def _allow_gradients_in_graphs(scope: ExitStack) -> None:

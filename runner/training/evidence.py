@@ -93,6 +93,8 @@ def collect_evidence(run: Run) -> None:
         safe=large_parameters(run.model),
     ):  # fmt: skip
         for name, technique in run.techniques:
+            if run.trials is not None and run.trials.dropped(name):
+                continue
             try:
                 run.evidence[name] = technique.engaged(run)
             except Exception as error:  # must not end the run
@@ -104,6 +106,9 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
     rows = {row.name: row for row in run.engagements}
     for name, _ in run.techniques:
         evidence, fallen = run.evidence.get(name), run.fallen.get(name, "")
+        dropped = run.trials is not None and run.trials.dropped(name)
+        if run.trials is not None:
+            evidence = run.trials.evidence(name, evidence)
         if evidence is None:
             reason = fallen or "the run ended before evidence was collected"
             status = "fell back" if fallen else ""
@@ -112,6 +117,7 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
             )
             continue
         status = "engaged" if evidence.engaged else "fell back" if fallen else "failed"
+        status = "skipped" if dropped else status
         rows[name] = TechniqueStatus(
             name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
         )

@@ -64,6 +64,8 @@ def train(run: Run) -> Summary:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
+    if run.trials is not None:
+        run.trials.plan(run, run.trial_room)
     build_summary(run, "running", must=True)
     status, reason = "failed", "a hook swallowed an exception"
     try:

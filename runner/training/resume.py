@@ -19,7 +19,7 @@ from runner.checkpoint.sound import broken
 from runner.data.config import LOADING
 from runner.errors import CheckpointError
 from runner.record.text import shorten
-from runner.techniques.base import Choice
+from runner.techniques.base import TRIALS, Choice
 from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
@@ -49,6 +49,9 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would take the place of the one to go back to
         run.checkpointer.lead_to = _lead_to(run, bad)
+        if run.trials is not None:  # replaced, not changed: a checkpoint may be on its way out
+            kept = {**run.checkpointer.choices, TRIALS: run.trials.history()}
+            run.checkpointer.choices = kept
         planned = best or run.progress.step % run.checkpoint_every == 0
         state = {**_state(run), "planned": planned, "clean": not bad}
         sharded = () if run.shards is None else run.shards.names

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from runner.training.left_out import LeftOut
     from runner.training.metrics import Reader
     from runner.training.timing import Stopwatch
+    from runner.training.trials import Trials
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Run(RunParts):
     reader: Reader
     guardian: StabilityController
     whole: StepGraph | None = None  # makes steps in one graph
+    trials: Trials | None = None  # of techniques whose gain is measured
+    trial_room: int = 0  # steps that they may take
     inputs: BatchValidator | None = None  # checks each batch before its step
     captures: Captures | None = None  # writes bad steps for job=replay
     left_out: LeftOut | None = None  # counts bad samples, which data.bad_samples=drop leaves out

@@ -35,6 +35,16 @@ def make_step(
     if empty and run.left_out is not None:
         return run.left_out.no_step(), Verdict.KEEP
     due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
+    trials = run.trials
+    if trials is None or trials.over:
+        return _make_step(run, batch, due)
+    start, full = trials.start(run), run.train.samples(0)
+    made = _make_step(run, batch, due)
+    trials.end(run, start, usual=not due and run.train.samples(run.progress.step) == full)
+    return made
+
+
+def _make_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     if due:
         return _hooked_step(run, batch, due)
     if run.whole is not None and run.whole.takes(batch):
@@ -125,8 +135,8 @@ def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
         run.whole = None
         run.fallen["whole_step"] = reason = compiler.summarize_error(error)
         log.warning("optimization.whole_step: fell back: %s", reason)
-        if run.compilation is not None:
-            run.compilation.start()
+        if run.compilation is not None and not (run.trials and run.trials.dropped("compile")):
+            run.compilation.turn(run, True)
         return None
     run.watch.split("whole_step")
     return Step(number, loss, norm, skipped)

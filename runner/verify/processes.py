@@ -136,6 +136,7 @@ def unobserved(config: RunConfig) -> RunConfig:
     config = copy(config)
     config.job, config.debug = JobConfig(), replace(DebugConfig(), hooks=config.debug.hooks)
     config.monitoring = replace(config.monitoring, progress=False)
+    config.optimization = replace(config.optimization, measure=False)  # by rule: steps repeat
     return config
 
 

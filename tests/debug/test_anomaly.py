@@ -291,7 +291,7 @@ def test_an_operation_belongs_to_the_innermost_module_that_made_it() -> None:
 
 @pytest.mark.slow
 def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
-    compiled = "optimization=ultra debug.anomaly.every=5 optimization.compile.min_steps=0"
+    compiled = "optimization=ultra debug.anomaly.every=5 optimization.measure=false"
     overrides = [*ANOMALY, *compiled.split(), "training.steps=20"]
 
     class Bad(nn.Module):

@@ -415,6 +415,7 @@ def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
 @pytest.mark.slow
 def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
     overrides = ["optimization=ultra", "model=mlp", "debug=full", "training.steps=60"]
+    overrides.append("optimization.measure=false")
     run, summary = run_of([*DIGITS, *overrides], tmp_path)
     assert (summary.status, summary.faults) == ("done", {})
     assert run.whole is not None and run.whole.steps >= 6

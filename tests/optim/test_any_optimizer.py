@@ -74,7 +74,7 @@ def config(name: str, level: str, lr: float = 0.02, **stability: Any) -> RunConf
         f"model._target_=my_training.{'Bag' if name == 'SparseAdam' else 'Net'}",
         *["checks.inputs.enabled=false", "checks.model.enabled=false", "optimizer.ema=0.9"],
         *["schedule=cosine", "training.batch_size=16", "training.steps=20"],
-        *["training.validate_every=1000", *LEVELS[level]],
+        *["training.validate_every=1000", *LEVELS[level], "optimization.measure=false"],
     )
     optimizer = replace(base.optimizer, lr=lr, weight_decay=0.0, **OPTIMIZERS[name])
     return replace(base, optimizer=optimizer, stability=replace(base.stability, **stability))

@@ -251,9 +251,10 @@ class OnlyOfFew(Products):
 
 
 EAGER = ["optimization=none", GPT[-1]]
+ULTRA = ("optimization=ultra", "optimization.measure=false")
 LEVELS = [
     pytest.param(EAGER, id="eager"),
-    pytest.param(["optimization=ultra"], id="ultra", marks=[needs_compiler, pytest.mark.slow]),
+    pytest.param([*ULTRA], id="ultra", marks=[needs_compiler, pytest.mark.slow]),
 ]
 
 

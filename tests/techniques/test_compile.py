@@ -100,11 +100,11 @@ def test_the_second_run_finds_what_the_first_compiled(
     assert [evidence["cache"] for evidence in pair] == ["cold", "warm"]
 
 
-def test_a_short_run_stays_eager_when_its_step_is_timed() -> None:
+def test_a_short_run_stays_eager_by_its_counted_operations() -> None:
     summary = runs.trained(*TINY, COMPILE, "optimization.compile.min_steps=null")
     stays = runs.status(summary, "compile")
     assert not stays.engaged
-    assert "do not pay it back" in stays.reason
+    assert "run too short" in stays.reason
 
 
 @needs_compiler

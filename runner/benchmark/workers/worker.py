@@ -118,6 +118,7 @@ def benchmarked(config: RunConfig) -> RunConfig:
     config.schedule = ScheduleConfig(warmup=config.schedule.warmup)
     config.checkpoint.enabled, config.checkpoint.resume = False, "none"
     config.monitoring.progress = False
+    config.optimization.measure = False  # arms differ in what they ask for
     return config
 
 

@@ -1,0 +1,271 @@
+"""Whether a technique pays here: blocks of training steps with it and without, then a decision.
+
+Each trial has its steps from the start, so which of them are made with the technique is a function
+of the step alone: a resumed run and a replay make them the same way. What was timed and decided is
+in every checkpoint, and wins on resume.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from runner.errors import CheckpointError
+from runner.techniques.base import Choice, Evidence, Switch
+from runner.training.run import Run
+
+log = logging.getLogger("runner")
+
+WARM_UP = 5  # steps of a process before the first trial
+SETTLING = 3  # steps before the blocks of a trial whose technique compiles in the first
+FEWEST_PAIRS, PAIRS = 6, 10  # of blocks; with fewer than six no interval of 95 % is closed
+LONGEST_BLOCK = 40  # steps; the first of each is not timed
+HOPELESS = ((1, 0.25), (2, 0.5))  # a trial ends when all of so many pairs are below this ratio
+LEAST_GAIN = 0.02  # below it, and with an interval around 1, a technique is left out
+ALPHA = 0.05
+ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
+"""Of the trials: what compiles comes last, since it captures what the others have decided."""
+
+
+class Outcome(NamedTuple):
+    """What a trial found: milliseconds a step, and times as fast with the technique."""
+
+    with_ms: float
+    without_ms: float
+    ratio: float
+    low: float  # of the interval of 95 %
+    high: float
+    pairs: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the technique is the faster; one that may be as fast as nothing is not kept."""
+        if self.low <= 1 <= self.high:
+            return self.ratio > 1 + LEAST_GAIN
+        return self.ratio > 1
+
+    @property
+    def reason(self) -> str:
+        """Both figures, in words."""
+        verdict = (
+            "faster here" if self.kept else "slower here" if self.ratio < 1 else "no gain here"
+        )
+        noise = " (within the noise)" if self.low <= 1 <= self.high else ""
+        used, without = f"{self.with_ms:.3g} ms", f"{self.without_ms:.3g} ms"
+        return f"{verdict}: {used} against {without} without it{noise}"
+
+    def facts(self) -> dict[str, Any]:
+        """The figures, for the evidence."""
+        rounded = {name: float(f"{value:.4g}") for name, value in self._asdict().items()}
+        return {
+            "measured_ms": rounded["with_ms"],
+            "without_ms": rounded["without_ms"],
+            "times_as_fast": rounded["ratio"],
+            "interval": [rounded["low"], rounded["high"]],
+            "pairs": self.pairs,
+        }
+
+
+@dataclass
+class Trial:
+    """The steps of one technique's trial, and the fastest step of each of its blocks so far."""
+
+    name: str
+    first: int  # step
+    block: int  # steps
+    pairs: int  # of blocks: with and without, then without and with
+    settling: int  # steps with the technique before the first block
+    fastest: list[float | None] = field(default_factory=list)  # seconds, by block
+    kept: bool | None = None  # decided at the last step
+
+    def __post_init__(self) -> None:
+        if not self.fastest:
+            self.fastest = [None] * (2 * self.pairs)
+
+    @property
+    def last(self) -> int:
+        """Its last step."""
+        return self.first + self.settling + 2 * self.pairs * self.block - 1
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The block of a step, and its place in it; -1 before the first and after the last."""
+        inside = self.first + self.settling <= step <= self.last
+        return divmod(step - self.first - self.settling, self.block) if inside else (-1, 0)
+
+    def arm(self, step: int, before: bool) -> bool:
+        """Whether that step is made with the technique; `before` the trial, as it is then."""
+        if step < self.first:
+            return before
+        if step > self.last:
+            return self.kept is not False
+        block, _ = self.place(step)
+        return block < 0 or block % 4 in (0, 3)
+
+    def note(self, step: int, seconds: float) -> None:
+        """The time of a step; the first of a block pays for the change."""
+        block, place = self.place(step)
+        if block >= 0 and place > 0:
+            known = self.fastest[block]
+            self.fastest[block] = seconds if known is None else min(known, seconds)
+
+    def times(self) -> list[tuple[float, float]]:
+        """Seconds of a step with it and without, by pair of blocks."""
+        pairs = zip(self.fastest[::2], self.fastest[1::2], strict=True)
+        return [
+            (b, a) if number % 2 else (a, b)
+            for number, (a, b) in enumerate(pairs)
+            if a is not None and b is not None
+        ]
+
+    def stop_early(self, step: int) -> None:
+        """End the trial with this step where the technique costs several times what it may gain."""
+        block, place = self.place(step)
+        done, ratios = block // 2 + 1, [without / used for used, without in self.times()]
+        if block % 2 and place == self.block - 1 and done < self.pairs and len(ratios) == done:
+            if any(done >= least and max(ratios) < ratio for least, ratio in HOPELESS):
+                self.pairs, self.fastest = done, self.fastest[: 2 * done]
+                self.kept = False
+
+    def extend(self) -> int:
+        """Steps that were added, for a pair of blocks, where too few pairs were timed."""
+        missing = len(self.times()) < FEWEST_PAIRS and self.kept is None
+        if not missing or self.pairs >= 2 * FEWEST_PAIRS:
+            return 0
+        self.pairs += 1
+        self.fastest += [None, None]
+        return 2 * self.block
+
+    def outcome(self) -> Outcome | None:
+        """None where too few blocks were timed."""
+        pairs = self.times()
+        if len(pairs) < FEWEST_PAIRS and self.kept is not False:
+            return None
+        ratios = sorted(without / used for used, without in pairs)
+        cut = max(0, _rank(len(ratios)))
+        used, without = (1e3 * median(times) for times in zip(*pairs, strict=True))
+        return Outcome(used, without, median(ratios), ratios[cut], ratios[-1 - cut], len(pairs))
+
+
+def _rank(n: int) -> int:
+    """From both ends of n sorted values, those left out of a 95 % interval of their median."""
+    rank, tail = -1, 0.0
+    while tail + 2 * math.comb(n, rank + 1) / 2**n <= ALPHA:
+        rank += 1
+        tail += 2 * math.comb(n, rank) / 2**n
+    return rank
+
+
+class Trials:
+    """The trials of a run, one after another; nothing is timed before `plan`."""
+
+    def __init__(self, switches: Iterable[Switch], recorded: Sequence[Mapping[str, Any]]) -> None:
+        self.switches = {switch.name: switch for switch in switches}
+        trials = [_read(row) for row in recorded]
+        self.trials = [trial for trial in trials if trial.name in self.switches]
+        self.timed = False
+        self.over = False  # no step is different from here on
+
+    def plan(self, run: Run, room: int) -> None:
+        """Give `room` steps to the techniques without a trial, and time from here on."""
+        self.timed = True
+        new = [name for name in ORDER if name in self.switches and self.find(name) is None]
+        step = max([run.progress.step + WARM_UP, *(trial.last for trial in self.trials)]) + 1
+        share = room // max(1, len(new))
+        pairs = PAIRS if share >= SETTLING + 2 * PAIRS * 3 else FEWEST_PAIRS
+        block = min(LONGEST_BLOCK, (share - SETTLING) // (2 * pairs))
+        for name in new:
+            trial = Trial(name, step, block, pairs, 0 if self.switches[name].first else SETTLING)
+            if block > 1 and trial.last < run.total_steps:
+                self.trials.append(trial)
+                step = trial.last + 1
+        self.over = False
+
+    def find(self, name: str) -> Trial | None:
+        """A technique's trial."""
+        return next((trial for trial in self.trials if trial.name == name), None)
+
+    def dropped(self, name: str) -> bool:
+        """Whether the technique was measured and is not used."""
+        trial = self.find(name)
+        return trial is not None and trial.kept is False
+
+    def enter(self, run: Run, step: int) -> None:
+        """Switch each technique to what that step is made with."""
+        for name, switch in self.switches.items():
+            trial = self.find(name)
+            on = switch.first if trial is None else trial.arm(step, switch.first)
+            if on is not switch.on:
+                switch.turn(run, on)
+                switch.on = on
+        self.over = all(step > trial.last for trial in self.trials)
+
+    def start(self, run: Run) -> float:
+        """Before a step that may be timed; on an accelerator the host waits."""
+        run.device.synchronize()
+        return perf_counter()
+
+    def end(self, run: Run, started: float, usual: bool) -> None:
+        """After the step: its time where it is a `usual` one, a decision, what the next one has."""
+        step = run.progress.step + 1
+        trial = next((t for t in self.trials if t.first <= step <= t.last), None)
+        if trial is not None and self.timed:
+            run.device.synchronize()
+            if usual and trial.name not in run.fallen:
+                trial.note(step, perf_counter() - started)
+            trial.stop_early(step)
+            if step == trial.last and (more := trial.extend()):
+                for later in self.trials[self.trials.index(trial) + 1 :]:
+                    later.first += more
+            elif step == trial.last:
+                self._decide(run, trial)
+        self.enter(run, step + 1)
+
+    def _decide(self, run: Run, trial: Trial) -> None:
+        outcome = trial.outcome()
+        trial.kept = outcome is None or outcome.kept
+        if outcome is not None:
+            run.choices.append(choice_of(trial, outcome))
+            log.info("optimization.%s: %s", trial.name, outcome.reason)
+
+    def evidence(self, name: str, shown: Evidence | None) -> Evidence | None:
+        """What a technique's evidence is with the figures of its trial, once it is decided."""
+        trial = self.find(name)
+        outcome = None if trial is None or trial.kept is None else trial.outcome()
+        if trial is None or outcome is None:
+            return shown
+        if not trial.kept:
+            return Evidence(False, outcome.reason, outcome.facts())
+        return shown and Evidence(shown.engaged, shown.reason, {**shown.facts, **outcome.facts()})
+
+    def history(self) -> list[dict[str, Any]]:
+        """All that was planned, timed and decided, for the checkpoint."""
+        return [asdict(trial) for trial in self.trials]
+
+    def choices(self) -> list[Choice]:
+        """What was decided so far, with the figures."""
+        pairs = [(trial, trial.outcome()) for trial in self.trials if trial.kept is not None]
+        return [choice_of(trial, outcome) for trial, outcome in pairs if outcome is not None]
+
+
+def _read(row: Mapping[str, Any]) -> Trial:
+    """A trial from a checkpoint. Raises CheckpointError."""
+    try:
+        trial = Trial(**row)
+        numbers = (trial.first, trial.block, trial.pairs, trial.settling + 1)
+        sound = all(type(n) is int and 0 < n < 2**31 for n in numbers)
+        sound = sound and len(trial.fastest) == 2 * trial.pairs
+        if sound and all(x is None or type(x) is float for x in trial.fastest):
+            return trial
+    except TypeError:
+        pass
+    raise CheckpointError("the checkpoint's trials of techniques are damaged; start afresh")
+
+
+def choice_of(trial: Trial, outcome: Outcome) -> Choice:
+    """The decision as it is listed."""
+    return Choice(f"optimization.{trial.name}.enabled", bool(trial.kept), outcome.reason)
