@@ -590,7 +590,7 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
 
 def _warn_uncompiled(run: Run) -> None:
     if run.whole is not None or run.compilation is not None:
-        from runner.techniques.compile import warn_graph_obstacle
+        from runner.techniques.compiler import warn_graph_obstacle
 
         warn_graph_obstacle(run)
 

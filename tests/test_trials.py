@@ -19,7 +19,7 @@ from runner.techniques.base import TRIALS
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
 from runner.training.step import make_step
-from runner.training.trials import Outcome, Trial
+from runner.training.trials import GainEstimate, Trial
 from tests import runs
 
 STEPS, MADE = 1400, 60  # 2 % of them are 28
@@ -188,7 +188,7 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
         assert (one.name, two.name, two.first) == ("compile", "whole_step", one.last + 1)
         run.trials.enter(run, two.first)
         assert run.whole is not None
-        two.kept = False
+        two.used = False
         run.trials.enter(run, two.last + 1)
         assert run.whole is None
     with runs.opened(*ultra, "optimization.measure=false") as run:
@@ -202,8 +202,8 @@ def test_blocks_alternate_and_a_hopeless_trial_ends_early() -> None:
     for step in range(11, 17):
         trial.note(step, 1.0 if trial.arm(step, True) else 0.1)
         trial.stop_early(step)
-    assert (trial.kept, trial.last) == (False, 16)
-    assert trial.outcome() == Outcome(1000, 100, 0.1, 0.1, 0.1, 1)
+    assert (trial.used, trial.last) == (False, 16)
+    assert trial.outcome() == GainEstimate(1000, 100, 0.1, 0.1, 0.1, 1)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_faster_is_kept_by_the_interval_of_the_pairs(gains: list[float], kep
             trial.note(step, 1.0 if trial.arm(step, False) else gain)
     outcome = trial.outcome()
     assert outcome is not None
-    assert outcome.kept is kept
+    assert outcome.faster is kept
     assert outcome.low == min(gains)
     assert outcome.high == max(gains)
     assert copy.deepcopy(trial).outcome() == outcome

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from runner.device.device import Device
 from runner.techniques.base import Choice, Evidence, RunBuilder
@@ -90,7 +89,9 @@ def engaged(knobs: Amp, run: Run) -> Evidence:
 
     A layer is the innermost module of a product of matrices, a convolution or attention.
     """
-    products = _types_of_a_step(run)
+    from runner.techniques.layer_evidence import product_dtypes
+
+    products = product_dtypes(run)
     low = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())
     facts: dict[str, Any] = {
         "products": _count(dtype for types in products.values() for dtype in types),
@@ -99,32 +100,6 @@ def engaged(knobs: Amp, run: Run) -> Evidence:
     if run.update.scale is not None:
         facts["loss_scale"] = float(run.update.scale.value)
     return Evidence.of_share(low, len(products), "layers with all products in 16 bits", **facts)
-
-
-def _types_of_a_step(run: Run) -> dict[nn.Module, set[torch.dtype]]:
-    """The types of each layer's products in a forward."""
-    from torch.utils.flop_counter import flop_registry
-
-    from runner.techniques.probe import OperatorObserver, dry_run_step, forward_hooks
-
-    active: list[nn.Module] = []
-    products: dict[nn.Module, set[torch.dtype]] = {}
-
-    def note(operator: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
-        if product and active and isinstance(first, Tensor):
-            products.setdefault(active[-1], set()).add(first.dtype)
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        active.append(module)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        active.pop()
-
-    with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(note):
-        dry_run_step(run)
-    return products
 
 
 def _count(dtypes: Iterable[torch.dtype]) -> dict[str, int]:

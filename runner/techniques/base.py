@@ -167,18 +167,12 @@ class RunBuilder(RunParts):
         room = trials * SHORTEST_TRIAL <= self.total_steps * TRIAL_SHARE
         if name not in known and not (self.measures and room and self.total_steps >= least):
             if self.measures and not room:
-                self._note_too_short()
+                needed = math.ceil(trials * SHORTEST_TRIAL / TRIAL_SHARE)
+                reason = f"{self.total_steps:,} steps are too few; by rule below {needed:,}"
+                self.choose("optimization.measure", lambda: (False, reason))
             return False
         self.switches.append(Switch(name, turn, first))
         return True
-
-    def _note_too_short(self) -> None:
-        if all(choice.key != "optimization.measure" for choice in self.choices):
-            needed = math.ceil((len(self.switches) + 1) * SHORTEST_TRIAL / TRIAL_SHARE)
-            reason = (
-                f"{self.total_steps:,} steps are too few; techniques go by rule below {needed:,}"
-            )
-            self.choices.append(Choice("optimization.measure", False, reason))
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
         """What the run that this one continues had chosen, else what `decide` says, and why."""

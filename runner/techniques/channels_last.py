@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -51,18 +49,8 @@ def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
     With its weights in NHWC a convolution writes that order whatever it reads, and copies
     an input in NCHW first.
     """
-    from runner.techniques.probe import dry_run_step, forward_hooks
+    from runner.techniques.layer_evidence import convolution_orders
 
-    orders: dict[nn.Module, list[bool]] = {}  # of the tensors whose order can be told
-
-    def note(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        for tensor in (*inputs[:1], output):
-            nhwc = tensor.is_contiguous(memory_format=NHWC)
-            if not (nhwc and tensor.is_contiguous()):
-                orders.setdefault(layer, []).append(nhwc)
-
-    layers = [m for m in run.model.modules() if isinstance(m, nn.Conv2d)]
-    with forward_hooks(layers, after=note):
-        dry_run_step(run)
+    orders = convolution_orders(run)
     good = sum(map(all, orders.values()))
     return Evidence.of_share(good, len(orders), "convolutions read and write NHWC")

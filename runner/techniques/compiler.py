@@ -26,11 +26,14 @@ from runner.device.capabilities import cpu_flags
 from runner.errors import DataError
 from runner.record.text import shorten
 from runner.techniques.base import RunBuilder
+from runner.training.hook import Hook
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+WORK_FLOP = {"cpu": 4e12}  # of a run that compiling pays in: minutes on a CPU of few cores
+OTHER_WORK_FLOP = 4e15  # and on an accelerator
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
 CALLS = re.compile(
     r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
@@ -145,6 +148,22 @@ def reset_counters() -> None:
     """Let `compilation_facts` be about what is compiled from here on."""
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
+
+
+def compile_rule(draft: RunBuilder) -> tuple[int, str]:
+    """From how many steps on a run is compiled without measuring, and what that rests on.
+
+    By counted operations, so that the same run is always compiled or never.
+    """
+    from runner.techniques.cost import ASSUMED_S, COLD_S, TRY_SHARE, forward_cost
+
+    cost = forward_cost(draft)
+    if cost.unknown:
+        steps = COLD_S / TRY_SHARE / ASSUMED_S
+    else:
+        flop = 3e6 * cost.mflop * draft.batch_size / draft.micro_batch
+        steps = WORK_FLOP.get(draft.device.kind, OTHER_WORK_FLOP) / max(flop, 1.0)
+    return int(float(f"{steps:.1e}")), f"by rule: {cost}"
 
 
 # -- faults and messages ---------------------------------------------------------------------------
@@ -292,6 +311,34 @@ def out_of_range(indices: Any, limit: int) -> bool:
         return False
     low, high = indices.aminmax()
     return bool(low.item() < 0 or high.item() >= limit)
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+def graph_obstacle(run: Run, eager: bool = False) -> str:
+    """What looks at every step, so that none is made in one graph; empty where nothing does.
+
+    With `eager`, what has every step made uncompiled.
+    """
+    for hook in run.hooks:
+        events = ("around", "on_gradients")  # what a step in one graph has no place for
+        looks = any(getattr(type(hook), event) is not getattr(Hook, event) for event in events)
+        if hook.every == 1 and looks and (hook.eager or not eager):
+            tool = getattr(hook, "name", "")  # a debug tool has one, which is that of its key
+            name = f"debug={tool}" if tool else type(hook).__name__
+            slower = f"; debug.{tool}.every=50 leaves most of it" if tool else ""
+            how = "uncompiled" if hook.eager else "in more than one graph"
+            return f"{name} looks at every step, which is then made {how}{slower}"
+    return ""
+
+
+def warn_graph_obstacle(run: Run) -> None:
+    """Say at the start that a hook keeps every step from being compiled."""
+    compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
+    if compiled and (reason := graph_obstacle(run, eager=run.whole is None)):
+        name = "compile" if run.whole is None else "whole_step"
+        log.warning("optimization.%s: %s", name, reason)
 
 
 # -- cache -----------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
 TRY_SHARE = 0.1  # of a run, that it may lose by compiling in vain
-WORK_FLOP = {"cpu": 4e12}  # of a run that compiling pays in: minutes on a CPU of few cores
-OTHER_WORK_FLOP = 4e15  # and on an accelerator
 PASSES = 6  # that are timed, on each machine as many; the first ones are never the fastest
 ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
@@ -70,20 +68,6 @@ def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
     ):
         call(draft.model, inputs)
     return counter.get_total_flops(), sum(one in flop_registry for one in products)
-
-
-def compile_rule(draft: RunBuilder) -> tuple[int, str]:
-    """From how many steps on a run is compiled without measuring, and what that rests on.
-
-    By counted operations, so that the same run is always compiled or never.
-    """
-    cost = forward_cost(draft)
-    if cost.unknown:
-        steps = COLD_S / TRY_SHARE / ASSUMED_S
-    else:
-        flop = 3e6 * cost.mflop * draft.batch_size / draft.micro_batch
-        steps = WORK_FLOP.get(draft.device.kind, OTHER_WORK_FLOP) / max(flop, 1.0)
-    return int(float(f"{steps:.1e}")), f"by rule: {cost}"
 
 
 def compile_break_even(draft: RunBuilder) -> tuple[int, str]:

@@ -87,7 +87,7 @@ def engaged(knobs: WholeStep, run: Run) -> Evidence:
     made = max(len(run.watch.steps), whole.steps)  # a loop of the user's own is not timed
     facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.compilation_facts()}
     if not whole.steps:
-        return Evidence(False, compile_technique.graph_obstacle(run) or "no full batch came", facts)
+        return Evidence(False, compiler.graph_obstacle(run) or "no full batch came", facts)
     return Evidence.of_share(whole.steps, made, "steps made in one graph", **facts)
 
 

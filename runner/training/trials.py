@@ -32,7 +32,7 @@ ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
 """Of the trials: what compiles comes last, since it captures what the others have decided."""
 
 
-class Outcome(NamedTuple):
+class GainEstimate(NamedTuple):
     """What a trial found: milliseconds a step, and times as fast with the technique."""
 
     with_ms: float
@@ -43,8 +43,8 @@ class Outcome(NamedTuple):
     pairs: int
 
     @property
-    def kept(self) -> bool:
-        """Whether the technique is the faster; one that may be as fast as nothing is not kept."""
+    def faster(self) -> bool:
+        """Whether the technique is the faster; one that may be as fast as nothing is not used."""
         if self.low <= 1 <= self.high:
             return self.ratio > 1 + LEAST_GAIN
         return self.ratio > 1
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     def reason(self) -> str:
         """Both figures, in words."""
         verdict = (
-            "faster here" if self.kept else "slower here" if self.ratio < 1 else "no gain here"
+            "faster here" if self.faster else "slower here" if self.ratio < 1 else "no gain here"
         )
         noise = " (within the noise)" if self.low <= 1 <= self.high else ""
         used, without = f"{self.with_ms:.3g} ms", f"{self.without_ms:.3g} ms"
@@ -81,7 +81,7 @@ class Trial:
     pairs: int  # of blocks: with and without, then without and with
     settling: int  # steps with the technique before the first block
     fastest: list[float | None] = field(default_factory=list)  # seconds, by block
-    kept: bool | None = None  # decided at the last step
+    used: bool | None = None  # decided at the last step
 
     def __post_init__(self) -> None:
         if not self.fastest:
@@ -102,7 +102,7 @@ class Trial:
         if step < self.first:
             return before
         if step > self.last:
-            return self.kept is not False
+            return self.used is not False
         block, _ = self.place(step)
         return block < 0 or block % 4 in (0, 3)
 
@@ -129,26 +129,28 @@ class Trial:
         if block % 2 and place == self.block - 1 and done < self.pairs and len(ratios) == done:
             if any(done >= least and max(ratios) < ratio for least, ratio in HOPELESS):
                 self.pairs, self.fastest = done, self.fastest[: 2 * done]
-                self.kept = False
+                self.used = False
 
     def extend(self) -> int:
         """Steps that were added, for a pair of blocks, where too few pairs were timed."""
-        missing = len(self.times()) < FEWEST_PAIRS and self.kept is None
+        missing = len(self.times()) < FEWEST_PAIRS and self.used is None
         if not missing or self.pairs >= 2 * FEWEST_PAIRS:
             return 0
         self.pairs += 1
         self.fastest += [None, None]
         return 2 * self.block
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> GainEstimate | None:
         """None where too few blocks were timed."""
         pairs = self.times()
-        if len(pairs) < FEWEST_PAIRS and self.kept is not False:
+        if len(pairs) < FEWEST_PAIRS and self.used is not False:
             return None
         ratios = sorted(without / used for used, without in pairs)
         cut = max(0, _rank(len(ratios)))
         used, without = (1e3 * median(times) for times in zip(*pairs, strict=True))
-        return Outcome(used, without, median(ratios), ratios[cut], ratios[-1 - cut], len(pairs))
+        return GainEstimate(
+            used, without, median(ratios), ratios[cut], ratios[-1 - cut], len(pairs)
+        )
 
 
 def _rank(n: int) -> int:
@@ -192,7 +194,7 @@ class Trials:
     def dropped(self, name: str) -> bool:
         """Whether the technique was measured and is not used."""
         trial = self.find(name)
-        return trial is not None and trial.kept is False
+        return trial is not None and trial.used is False
 
     def enter(self, run: Run, step: int) -> None:
         """Switch each technique to what that step is made with."""
@@ -227,7 +229,7 @@ class Trials:
 
     def _decide(self, run: Run, trial: Trial) -> None:
         outcome = trial.outcome()
-        trial.kept = outcome is None or outcome.kept
+        trial.used = outcome is None or outcome.faster
         if outcome is not None:
             run.choices.append(choice_of(trial, outcome))
             log.info("optimization.%s: %s", trial.name, outcome.reason)
@@ -235,10 +237,10 @@ class Trials:
     def evidence(self, name: str, shown: Evidence | None) -> Evidence | None:
         """What a technique's evidence is with the figures of its trial, once it is decided."""
         trial = self.find(name)
-        outcome = None if trial is None or trial.kept is None else trial.outcome()
+        outcome = None if trial is None or trial.used is None else trial.outcome()
         if trial is None or outcome is None:
             return shown
-        if not trial.kept:
+        if not trial.used:
             return Evidence(False, outcome.reason, outcome.facts())
         return shown and Evidence(shown.engaged, shown.reason, {**shown.facts, **outcome.facts()})
 
@@ -248,7 +250,7 @@ class Trials:
 
     def choices(self) -> list[Choice]:
         """What was decided so far, with the figures."""
-        pairs = [(trial, trial.outcome()) for trial in self.trials if trial.kept is not None]
+        pairs = [(trial, trial.outcome()) for trial in self.trials if trial.used is not None]
         return [choice_of(trial, outcome) for trial, outcome in pairs if outcome is not None]
 
 
@@ -266,6 +268,6 @@ def _read(row: Mapping[str, Any]) -> Trial:
     raise CheckpointError("the checkpoint's trials of techniques are damaged; start afresh")
 
 
-def choice_of(trial: Trial, outcome: Outcome) -> Choice:
+def choice_of(trial: Trial, outcome: GainEstimate) -> Choice:
     """The decision as it is listed."""
-    return Choice(f"optimization.{trial.name}.enabled", bool(trial.kept), outcome.reason)
+    return Choice(f"optimization.{trial.name}.enabled", bool(trial.used), outcome.reason)
