@@ -48,7 +48,7 @@ from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
 from runner.stability.controller import StabilityController
 from runner.techniques.application import apply_techniques
-from runner.techniques.base import TRIAL_SHARE, TRIALS, Choice, RunBuilder, Technique
+from runner.techniques.base import TRIALS, Choice, RunBuilder, Technique
 from runner.techniques.config import Optimization
 from runner.training.hook import Hook
 from runner.training.length import micro_batch, resolve_batches, resolve_every, resolve_steps
@@ -171,7 +171,10 @@ class _Build:
         self.scope.callback(run.train.close)
         trains = self.config.job.kind not in EVALUATING
         _resume(run, self.config.checkpoint.resume, trains)
-        self.prepare_trials(run)
+        if run.switches:
+            from runner.training.trials import prepare_trials
+
+            prepare_trials(run, self.recorded.get(TRIALS, ()), self.draft.measures)
         _warn_uncompiled(run)
         run.captures = self.make_captures()  # last: what a resume reads is no bad step
         return run
@@ -529,17 +532,6 @@ class _Build:
             distributed={} if self.world is None else self.world.describe(),
             guardian=StabilityController(config.stability, self.update, self.model, raises),
         )
-
-    def prepare_trials(self, run: Run) -> None:
-        """Measure techniques where some can be switched; the next step is made as recorded."""
-        if not run.switches:
-            return
-        from runner.training.trials import Trials
-
-        run.trials = Trials(run.switches, self.recorded.get(TRIALS, ()))
-        run.trial_room = int(TRIAL_SHARE * self.total_steps) if self.draft.measures else 0
-        run.choices += run.trials.choices()
-        run.trials.enter(run, run.progress.step + 1)
 
     def build_hooks(self) -> list[Hook]:
         """Everything that watches the run, in the order in which it is entered."""

@@ -183,7 +183,7 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
         assert run.trials is not None
         assert run.whole is None
         assert not began  # steps are eager until their trial
-        run.trials.plan(run, 108)
+        run.trials.plan(run)
         one, two = run.trials.trials
         assert (one.name, two.name, two.first) == ("compile", "whole_step", one.last + 1)
         run.trials.enter(run, two.first)

@@ -49,8 +49,8 @@ def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
     With its weights in NHWC a convolution writes that order whatever it reads, and copies
     an input in NCHW first.
     """
-    from runner.techniques.layer_evidence import convolution_orders
+    from runner.techniques.layer_evidence import convolution_layouts
 
-    orders = convolution_orders(run)
+    orders = convolution_layouts(run)
     good = sum(map(all, orders.values()))
     return Evidence.of_share(good, len(orders), "convolutions read and write NHWC")

@@ -55,7 +55,7 @@ def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
     return products
 
 
-def convolution_orders(run: Run) -> dict[nn.Module, list[bool]]:
+def convolution_layouts(run: Run) -> dict[nn.Module, list[bool]]:
     """Whether tensors of each convolution are in NHWC order, those where that can be told."""
     orders: dict[nn.Module, list[bool]] = {}
 

@@ -106,7 +106,6 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
     rows = {row.name: row for row in run.engagements}
     for name, _ in run.techniques:
         evidence, fallen = run.evidence.get(name), run.fallen.get(name, "")
-        dropped = run.trials is not None and run.trials.dropped(name)
         if run.trials is not None:
             evidence = run.trials.evidence(name, evidence)
         if evidence is None:
@@ -117,7 +116,7 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
             )
             continue
         status = "engaged" if evidence.engaged else "fell back" if fallen else "failed"
-        status = "skipped" if dropped else status
+        status = "skipped" if run.trials and run.trials.dropped(name) else status
         rows[name] = TechniqueStatus(
             name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
         )

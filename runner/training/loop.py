@@ -65,7 +65,7 @@ def train(run: Run) -> Summary:
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
     if run.trials is not None:
-        run.trials.plan(run, run.trial_room)
+        run.trials.plan(run)
     build_summary(run, "running", must=True)
     status, reason = "failed", "a hook swallowed an exception"
     try:

@@ -49,9 +49,9 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would take the place of the one to go back to
         run.checkpointer.lead_to = _lead_to(run, bad)
-        if run.trials is not None:  # replaced, not changed: a checkpoint may be on its way out
-            kept = {**run.checkpointer.choices, TRIALS: run.trials.history()}
-            run.checkpointer.choices = kept
+        if run.trials is not None:
+            # replaced, not changed: a checkpoint may be on its way out
+            run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
         planned = best or run.progress.step % run.checkpoint_every == 0
         state = {**_state(run), "planned": planned, "clean": not bad}
         sharded = () if run.shards is None else run.shards.names

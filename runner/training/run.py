@@ -93,7 +93,6 @@ class Run(RunParts):
     guardian: StabilityController
     whole: StepGraph | None = None  # makes steps in one graph
     trials: Trials | None = None  # of techniques whose gain is measured
-    trial_room: int = 0  # steps that they may take
     inputs: BatchValidator | None = None  # checks each batch before its step
     captures: Captures | None = None  # writes bad steps for job=replay
     left_out: LeftOut | None = None  # counts bad samples, which data.bad_samples=drop leaves out

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from runner.errors import CheckpointError
-from runner.techniques.base import Choice, Evidence, Switch
+from runner.techniques.base import TRIAL_SHARE, Choice, Evidence, Switch
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
@@ -169,15 +169,15 @@ class Trials:
         self.switches = {switch.name: switch for switch in switches}
         trials = [_read(row) for row in recorded]
         self.trials = [trial for trial in trials if trial.name in self.switches]
-        self.timed = False
+        self.timed, self.room = False, 0  # steps that they may take
         self.over = False  # no step is different from here on
 
-    def plan(self, run: Run, room: int) -> None:
-        """Give `room` steps to the techniques without a trial, and time from here on."""
+    def plan(self, run: Run) -> None:
+        """Give steps to the techniques that have no trial, and time from here on."""
         self.timed = True
         new = [name for name in ORDER if name in self.switches and self.find(name) is None]
         step = max([run.progress.step + WARM_UP, *(trial.last for trial in self.trials)]) + 1
-        share = room // max(1, len(new))
+        share = self.room // max(1, len(new))
         pairs = PAIRS if share >= SETTLING + 2 * PAIRS * 3 else FEWEST_PAIRS
         block = min(LONGEST_BLOCK, (share - SETTLING) // (2 * pairs))
         for name in new:
@@ -252,6 +252,14 @@ class Trials:
         """What was decided so far, with the figures."""
         pairs = [(trial, trial.outcome()) for trial in self.trials if trial.used is not None]
         return [choice_of(trial, outcome) for trial, outcome in pairs if outcome is not None]
+
+
+def prepare_trials(run: Run, recorded: Sequence[Mapping[str, Any]], measures: bool) -> None:
+    """Give the run its trials; the next step is made as they were recorded."""
+    run.trials = trials = Trials(run.switches, recorded)
+    trials.room = int(TRIAL_SHARE * run.total_steps) if measures else 0
+    run.choices += trials.choices()
+    trials.enter(run, run.progress.step + 1)
 
 
 def _read(row: Mapping[str, Any]) -> Trial:
