@@ -342,6 +342,8 @@ class OptimizerStep:
 
     def align_state(self) -> None:
         """Lay the optimizer's state out as its weights, whose memory order has changed."""
+        from runner.optim.optimizer_state import align_state
+
         if self.kernel is not None:
             self.kernel.write_counter()
         align_state(self.optimizer)
