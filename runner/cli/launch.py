@@ -234,7 +234,7 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
     summary = _find(checked)(checked, folder)
     if not isinstance(summary, Summary):
         return None
-    _show(masked_all(summary), folder)
+    _show(masked_all(summary), folder, checked.monitoring.verbose)
     return summary.monitored
 
 
@@ -249,10 +249,10 @@ def _find(config: RunConfig) -> Job:
     return main
 
 
-def _show(summary: Summary, folder: Path) -> None:
-    from runner.report import run as report
+def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
+    from runner.report.run import EndTable
 
-    print_stdout(report.terminal(summary, folder), crop=False)  # a command is one line
+    print_stdout(EndTable(summary, folder, verbose), fold=False, crop=False)
 
 
 def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:

@@ -19,6 +19,7 @@ class MonitoringConfig:
     progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
     line_every_s: float = bounded(5.0, above=0)  # seconds between plain lines
     log_level: str = "info"
+    verbose: bool = False  # the end of a run has all that report.md has
 
     def __post_init__(self) -> None:
         check_bounds(self, "monitoring")

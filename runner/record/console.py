@@ -23,6 +23,7 @@ from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 LOG = "run.log"
+UNFOLDED = 100_000  # columns of what has no width
 FILE_LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -58,12 +59,14 @@ class Screen(Console):
         raise BrokenPipeError("the reader of this output has gone")
 
 
-def print_stdout(*parts: RenderableType, **options: Any) -> None:
-    """Print a result, in a pipe without blanks at the ends of lines.
+def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> None:
+    """Print a result, in a pipe without blanks at the ends of lines, and folded only if `fold`.
 
     A reader that has read enough (`| head`) is no error.
     """
     screen = Screen()
+    if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
+        screen.width = UNFOLDED
     with screen.capture() as printed:
         for part in parts:
             screen.print(part, **options)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: bars with intervals, points, curves.
+"""Charts as inline SVG in HTML: bars with intervals, points, curves.
 
 Numbers are text as well, so nothing depends on a colour or a length alone. Charts stretch with
 the page: positions across are per cent, and only curves lie in a stretched view of their own, so
@@ -11,16 +11,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from runner.record.text import CONTROL
+from runner.report.svg import (
+    DASHES,
+    PLOT_HEIGHT,
+    Scale,
+    Series,
+    curve_scales,
+    join,
+    percent,
+    tag,
+    tick_label,
+)
 
 BAR_HEIGHT = 34  # pixels, with the room around it
-PLOT_HEIGHT = 260
-DASHES = (None, "7 4", "2 3", "10 3 2 3")
 COLOURS = 7
-LARGEST, LEAST = 1e300, 1e-290  # on an axis: beyond, sums are not finite and parts are nothing
-VOID = {"line", "rect", "circle", "path", "polyline"}
 MARKERS = (
     ("circle", {"r": 6}),
     ("rect", {"x": -5.5, "y": -5.5, "width": 11, "height": 11}),
@@ -41,89 +47,6 @@ class Bar:
     ends: tuple[float, float] | None
     text: str
     kind: str = "plain"  # reference | faster | slower | plain | hint | unclear | fail: its fill
-
-
-@dataclass(frozen=True)
-class Series:
-    """A curve, or a point by itself; `style` is its colour, and its dashes or shape."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-    style: int = 0
-    text: str = ""  # said beside its name
-
-
-def printable(value: object) -> str:
-    """Anything as text for a page: control characters and direction marks become blanks.
-
-    Markup stays as it is; the caller escapes the rest.
-    """
-    if isinstance(value, Markup):
-        return value
-    return CONTROL.sub(" ", str(value)).translate({0xFFFE: " ", 0xFFFF: " "})
-
-
-def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
-    """An element. `class_` is `class`, other underscores are hyphens; None leaves one out."""
-    listed = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    if name in VOID:
-        return Markup(f"<{name}{listed}/>")  # noqa: S704  # every value is escaped
-    return Markup(f"<{name}{listed}>{_join(*inside)}</{name}>")  # noqa: S704  # as above
-
-
-def _join(*parts: object) -> Markup:
-    return Markup("").join(escape(printable(part)) for part in parts)
-
-
-def tick_label(value: float) -> str:
-    """A tick's label."""
-    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.3f}%"
-
-
-class Scale:
-    """From values to 0 … 100, evenly or by their logarithm."""
-
-    def __init__(self, low: float, high: float, log: bool = False) -> None:
-        low, high = (min(max(end, -LARGEST), LARGEST) for end in (low, high))
-        self.log = log and low > 0
-        if high - low < LEAST:
-            high = low + (abs(low) if abs(low) > LEAST else 1.0)
-        self.low, self.high = low, high
-        ends = (math.log(low), math.log(high)) if self.log else (low, high)
-        self.start, self.length = ends[0], ends[1] - ends[0]
-
-    def __call__(self, value: float) -> float:
-        """The position of the value, in per cent; values outside lie on the edge."""
-        value = min(max(value, self.low), self.high)
-        at = math.log(value) if self.log else value
-        return 100 * ((at - self.start) / self.length)
-
-    def down(self, value: float) -> float:
-        """The same in pixels from the top of a plot."""
-        return PLOT_HEIGHT * (1 - self(value) / 100)
-
-    def ticks(self, most: int = 5) -> list[float]:
-        """Round values for the axis, at most about so many."""
-        if self.log:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            powers = [10.0**e for e in range(first, last + 1)]
-            fine = [m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high]
-            inside = fine if len(fine) <= most else [x for x in fine if x in powers]
-            return inside[:: max(1, math.ceil(len(inside) / most))]
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / most))
-        step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= most)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [i * step for i in range(first, last + 1)]
 
 
 def draw_bars(
@@ -148,7 +71,7 @@ def draw_bars(
     marks = [_x_label(scale(x), f"{tick_label(x)}{unit}") for x in scale.ticks()]
     axis = tag("svg", *marks, class_="axis", height=22, **HIDDEN)
     listed = tag("ul", *items, class_="bars", aria_label=described)
-    return _join(listed, tag("div", axis, class_="bar-axis"))
+    return join(listed, tag("div", axis, class_="bar-axis"))
 
 
 def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
@@ -161,24 +84,24 @@ def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
     parts.append(_upright(scale(1.0), 0, BAR_HEIGHT, "one"))
     if bar.ends is not None:
         a, b = (scale(end) for end in bar.ends)
-        across = {"x1": _percent(a), "x2": _percent(b), "y1": middle, "y2": middle}
+        across = {"x1": percent(a), "x2": percent(b), "y1": middle, "y2": middle}
         parts.append(tag("line", **across, class_="whisker"))
         parts += [_upright(x, middle - 6, middle + 6, "whisker") for x in (a, b)]
     return tag("svg", *parts, height=BAR_HEIGHT, **HIDDEN)
 
 
 def _box(left: float, right: float, above: float, **attributes: object) -> Markup:
-    size = {"x": _percent(left), "y": above, "width": _percent(right - left)}
+    size = {"x": percent(left), "y": above, "width": percent(right - left)}
     return tag("rect", **size, height=BAR_HEIGHT - 2 * above, **attributes)
 
 
 def _upright(x: float, top: float, bottom: float, kind: str) -> Markup:
-    return tag("line", x1=_percent(x), x2=_percent(x), y1=top, y2=bottom, class_=kind)
+    return tag("line", x1=percent(x), x2=percent(x), y1=top, y2=bottom, class_=kind)
 
 
 def _x_label(x: float, text: str) -> Markup:
     anchor = "start" if x < 6 else "end" if x > 94 else "middle"
-    return tag("text", text, x=_percent(x), y=15, text_anchor=anchor)
+    return tag("text", text, x=percent(x), y=15, text_anchor=anchor)
 
 
 def draw_points(series: Sequence[Series], x_title: str, y_title: str) -> Markup:
@@ -189,7 +112,7 @@ def draw_points(series: Sequence[Series], x_title: str, y_title: str) -> Markup:
     for one in series:
         (x, y), (name, size) = one.points[0], MARKERS[one.style % len(MARKERS)]
         shape = tag(name, **size)
-        place = {"x": _percent(x_scale(x)), "y": f"{y_scale.down(y):.1f}"}
+        place = {"x": percent(x_scale(x)), "y": f"{y_scale.down(y):.1f}"}
         drawn.append(tag("svg", shape, **place, class_="marker"))
         view = {"viewBox": "-9 -9 18 18", "width": 18, "height": 18}
         marks.append(tag("svg", shape, class_="marker", **view, **HIDDEN))
@@ -200,13 +123,7 @@ def draw_curves(
     series: Sequence[Series], x_title: str, y_title: str, top: float = math.inf
 ) -> Markup:
     """Curves over one another, told apart by colour and dashes; the axis ends at `top`."""
-    xs = [x for one in series for x, _ in one.points]
-    ys = [y for one in series for _, y in one.points if y <= top]
-    low, high = min(ys), max(ys)
-    log = low > 0 and high / low > 30
-    room = 0 if log else 0.12 * (high - low) or 0.1 * abs(high) or 1.0
-    start = low - room if log or low < 0 or low > room else 0.0
-    x_scale, y_scale = Scale(min(xs), max(xs)), Scale(start, high + room, log)
+    x_scale, y_scale = curve_scales(series, top)
     view = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
     drawn, marks = [], []
     for one in series:
@@ -256,4 +173,4 @@ def _plot(
         tag("div", titles[0], class_="x-title"),
         class_="plot",
     )
-    return _join(plot, tag("ul", *legend, class_="legend"))
+    return join(plot, tag("ul", *legend, class_="legend"))

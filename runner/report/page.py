@@ -20,10 +20,10 @@ from markupsafe import Markup
 from runner.benchmark.result import Effect
 from runner.record import markdown
 from runner.report import format, verdicts
-from runner.report.charts import printable
 from runner.report.columns import columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
+from runner.report.svg import printable
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}

@@ -1,4 +1,4 @@
-"""What a run came to: a table for the terminal, `report.md` for the folder."""
+"""The end of a run: a table for the terminal, `report.md` for the folder."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from runner.errors import StorageError
 from runner.record import history
 from runner.record import markdown as md
-from runner.record.console import facts_table, plain_text
+from runner.record.console import plain_text
 from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
+from runner.report.curves import draw_run
 from runner.report.format import metric, seconds, short_path, size, technique_status
 from runner.techniques.base import TechniqueStatus
 from runner.training.summary import Summary
@@ -28,7 +29,7 @@ from runner.training.summary import Summary
 log = logging.getLogger("runner")
 
 Rows = list[tuple[str, str]]
-SHOWN = 3  # facts of a technique, in the terminal
+MIN_NAME, MAX_NAME = 14, 32  # columns of a name
 MANY = 3  # techniques that never ran share a line in the terminal
 USEFUL = (
     "result",
@@ -38,37 +39,55 @@ USEFUL = (
     "files",
 )  # of a run that failed; report.md has all
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
-# keys of what was left out because the config says so: it is under the faults, with the count
-ASKED_FOR = ("data.bad_samples", "checks.table.")
+CURVES = "curves.svg"
 CHOSEN = "new data may do worse: these samples chose the checkpoint"
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What was done, of jobs that do not train."""
 
 
-def terminal(summary: Summary, folder: Path | None) -> RenderableType:
-    """The end of a run at a glance; made for 80 columns, fits fewer."""
-    title = plain_text(summary.name or "run", "bold").append("  ")
-    title.append(plain_text(summary.status, STYLES.get(summary.status, "red")))
-    if summary.reason:
-        title.append(plain_text(f"  {summary.reason}", "dim"))
-    parts: list[RenderableType] = [Text(), title]
-    faults = History.read(folder) if folder is not None else []
-    for heading, rows in _sections(summary, folder, faults, full=False):
-        if not rows or (summary.status == "failed" and heading not in USEFUL):
-            continue
-        result = heading == "result"
-        styles = ("bold green" if result and "best" in value else "" for _, value in rows)
-        table = facts_table((*row, style) for row, style in zip(rows, styles, strict=True))
-        parts += [Text(), Text(heading, style="bold cyan"), Padding(table, (0, 0, 0, 2))]
-    if folder is not None:
-        commands = {"look at it:    ": f"tensorboard --logdir {_logdir(folder)}"}
-        if again := _replay(folder, faults):
-            commands["look into it:  "] = again
-        parts.append(Text())
-        for name, command in commands.items():  # broken over two lines, it cannot be copied
+class EndTable:
+    """The end of a run: result, speed, what engaged, where; the rest is in report.md.
+
+    `verbose`: every technique's evidence and every choice as well. Made for 80 columns, fits fewer;
+    a value is folded at the console's width, a command never.
+    """
+
+    def __init__(self, summary: Summary, folder: Path | None, verbose: bool = False) -> None:
+        faults = History.read(folder) if folder is not None else []
+        self.title = plain_text(summary.name or "run", "bold").append("  ")
+        self.title.append(plain_text(summary.status, STYLES.get(summary.status, "red")))
+        if summary.reason:
+            self.title.append(plain_text(f"  {summary.reason}", "dim"))
+        failed = summary.status == "failed" and not verbose
+        self.sections = [
+            (heading, rows)
+            for heading, rows in _sections(summary, folder, faults, verbose)
+            if rows and not (failed and heading not in USEFUL)
+        ]
+        self.commands = []
+        if folder is not None:
+            self.commands = [("look at it:    ", f"tensorboard --logdir {_logdir(folder)}")]
+            if again := _replay(folder, faults):
+                self.commands.append(("look into it:  ", again))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from (Text(), self.title)
+        longest = max((len(name) for _, rows in self.sections for name, _ in rows), default=0)
+        column = min(max(longest, MIN_NAME), MAX_NAME)
+        room = max(options.max_width - column - 4, 1)
+        for heading, rows in self.sections:
+            yield from (Text(), Text(heading, "bold cyan"))
+            for name, value in rows:
+                style = "bold green" if heading == "result" and "best" in value else ""
+                names = plain_text(name).wrap(console, column, overflow="fold")
+                values = plain_text(value).wrap(console, room, overflow="fold")
+                for left, right in zip_longest(names, values, fillvalue=Text()):
+                    cell = Text("  " + left.plain.ljust(column + 2), "dim")
+                    yield cell.append(right.plain, f"not dim {style}") if right else cell
+        yield Text()
+        for name, command in self.commands:
             line = (name, "dim"), escape_control_chars(command)
-            parts.append(Text.assemble(*line, no_wrap=True, overflow="ignore"))
-    return Group(*parts)
+            yield Text.assemble(*line, no_wrap=True, overflow="ignore")
 
 
 def markdown(summary: Summary, folder: Path | None = None) -> str:
@@ -83,6 +102,8 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
             parts.append(history.fault_table(faults))
             if folder is not None and (again := _replay(folder, faults)):
                 parts += ["To look into the first that was kept:", md.code(again, "sh")]
+        if heading == "result" and folder is not None and (folder / CURVES).is_file():
+            parts.append(f"![losses and the monitored metric by step]({CURVES})")
     if columns := summary.columns:
         used = [(x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns]
         parts += ["## Columns", md.table(("column", "taken for", "missing cells"), used)]
@@ -96,8 +117,10 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
 
 
 def write(summary: Summary, folder: Path) -> None:
-    """Write `report.md`; a disk that does not take it is no reason to fail a run that went well."""
+    """Write `report.md` and its curves; a disk that refuses them does not fail the run."""
     try:
+        if drawing := draw_run(folder, summary.monitor):
+            replace_text(folder / CURVES, drawing)
         replace_text(folder / "report.md", markdown(summary, folder))
     except OSError as error:
         log.warning("no report.md: %s", error)
@@ -115,25 +138,18 @@ def _sections(
     summary: Summary, folder: Path | None, faults: list[Fault], full: bool
 ) -> Iterator[tuple[str, Rows]]:
     full_reasons = full or folder is None  # there is no report.md that would have them
-    choices = [(x.key, x.value, x.reason) for x in summary.choices]
-    if not full:
-        choices = [x for x in choices if not x[0].startswith(ASKED_FOR)]
-    reasons = [(key, f"{value}: {reason}") for key, value, reason in choices]
-    techniques = _techniques(summary, full_reasons)
-    if choices and not full_reasons:
-        values = dict.fromkeys(f"{key}={value}" for key, value, _ in choices)
-        techniques.append(("chosen", ", ".join(values)))
+    reasons = [(x.key, f"{x.value}: {x.reason}") for x in summary.choices if full_reasons]
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
     of_faults = [("skipped steps", skipped)] if skipped else []
     yield "result", _result(summary, full)
     yield "test set", _test(summary, full)
-    yield "speed and memory", _speed(summary)
+    yield "speed", _speed(summary)
     yield "processes", [_process(rank) for rank in summary.distributed.get("ranks", ()) if full]
-    yield "techniques", techniques
-    yield "chosen automatically", reasons if full_reasons else []
+    yield "techniques", _techniques(summary, full_reasons)
+    yield "chosen automatically", reasons
     yield "faults", of_faults + history.fault_rows(summary.faults, faults)
     yield "debug tools", _tools(summary)
-    yield "files", [] if folder is None else _files(summary, folder)
+    yield "files", [] if folder is None else _files(summary, folder, full)
 
 
 def _replay(folder: Path, faults: list[Fault]) -> str:
@@ -155,23 +171,27 @@ def _tools(summary: Summary) -> Rows:
 
 
 def _techniques(summary: Summary, full: bool) -> Rows:
-    """Those that were requested, the engaged ones first; in short, a line for what never ran."""
+    """Those that were requested, the engaged ones first; in short, a line for each of both kinds.
+
+    One that was tried and failed has its reason in either case.
+    """
     requested = [row for row in summary.techniques if row.requested]
     states = {row.name: technique_status(vars(row)) for row in requested}
+    engaged = [row for row in requested if row.engaged]
+    rows = [(row.name, _evidence(row)) for row in engaged if full]
+    if engaged and not full:
+        rows = [("engaged", ", ".join(row.name for row in engaged))]
     unused = [name for name, state in states.items() if state in ("not applicable", "skipped")]
     if full or len(unused) < MANY:
         unused = []
-    rows = [(x.name, _evidence(x, None if full else SHOWN)) for x in requested if x.engaged]
     for row in requested:
         if not row.engaged and row.name not in unused:
             rows.append((row.name, f"{states[row.name]}: {row.reason}"))
-    if unused:
-        rows.append(("not applied", f"{', '.join(unused)} (reasons in report.md)"))
-    return rows
+    return [*rows, ("not applied", ", ".join(unused))] if unused else rows
 
 
-def _evidence(row: TechniqueStatus, most: int | None) -> str:
-    """At most so many of the facts that show that it engaged."""
+def _evidence(row: TechniqueStatus) -> str:
+    """The facts that show that it engaged."""
     facts = []
     for name, value in row.evidence.items():
         if isinstance(value, dict):
@@ -180,7 +200,7 @@ def _evidence(row: TechniqueStatus, most: int | None) -> str:
         if isinstance(value, bool | int | float | str) and value != "":
             shown = str(value).lower() if isinstance(value, bool) else value
             facts.append(f"{name.replace('_', ' ')} {shown}")
-    parts = "; ".join(part for part in (row.reason, ", ".join(facts[:most])) if part)
+    parts = "; ".join(part for part in (row.reason, ", ".join(facts)) if part)
     return f"engaged: {parts}" if parts else "engaged"
 
 
@@ -194,16 +214,19 @@ def _result(summary: Summary, full: bool) -> Rows:
     if summary.best is not None and verb is None:
         finite = summary.faults.get("validation_not_finite")
         of = " (of validations with a finite loss)" if finite else ""
-        best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
-        rows = [(summary.monitor, f"{values.pop(summary.monitor, '')}   {best}".strip())]
+        parts = [f"best {metric(summary.best)} at step {summary.best_step:,}{of}"]
+        if last := values.pop(summary.monitor, ""):
+            parts.insert(0, f"{last} at the end")
+        rows = [(summary.monitor, ", ".join(parts))]
     if full or len(values) < 2:
         rows += values.items()
     else:
-        rows.append(("metrics", ", ".join(f"{name} {value}" for name, value in values.items())))
+        short = ((name.removeprefix("val/"), value) for name, value in values.items())
+        rows.append(("metrics", ", ".join(f"{name} {value}" for name, value in short)))
     if classes and not full:
         rows.append(_class_range(classes))
     if summary.checkpoint.best is not None and verb is None and not summary.tested:
-        rows.append(("without a test", CHOSEN))
+        rows.append(("no test set", CHOSEN))
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
     if summary.columns and verb is None and not full:
@@ -212,7 +235,7 @@ def _result(summary: Summary, full: bool) -> Rows:
     if verb is not None:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
         return [*rows, (verb, f"{of}{took}")]
-    return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:.2f} epochs {took}")]
+    return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {took}")]
 
 
 def _column_kinds(summary: Summary) -> str:
@@ -265,7 +288,7 @@ def _speed(summary: Summary) -> Rows:
         rows.append(("step", step))
     if speed.split:
         shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
-        rows.append(("its time", shares))
+        rows.append(("spent on", shares))
     if memory.peak_process_bytes:
         of = " (rank 0)" if summary.distributed else ""
         peak = _peaks(memory.peak_process_bytes, memory.peak_device_bytes)
@@ -308,14 +331,18 @@ def _flops(facts: dict[str, Any]) -> str:
 
 
 def _peaks(process: int, device: int | None) -> str:
-    return f"{size(process)} process" + (f", {size(device)} device" if device else "")
+    return f"{size(process)}, {size(device)} on the device" if device else size(process)
 
 
-def _files(summary: Summary, folder: Path) -> Rows:
+def _files(summary: Summary, folder: Path, full: bool) -> Rows:
     rows = [("run", short_path(folder))]
     saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
     if paths := [f"{Path(path).name} ({which})" for which, path in saved.items() if path]:
         rows.append(("checkpoints/", ", ".join(paths)))
+    if not full:
+        rows.append(
+            ("report.md", "every reason and choice, the curves; or monitoring.verbose=true")
+        )
     if exported := summary.export:
         off = exported.get("largest_difference")
         by = f", off by {off:.2g} at most" if off is not None else ""

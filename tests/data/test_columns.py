@@ -477,7 +477,7 @@ def test_a_run_lists_what_each_column_was_taken_for(tmp_path: Path) -> None:
     page = report.markdown(summary, run)
     assert "## Columns" in page and "| since | date: year, month, weekday, days | 0 |" in page
     console = Console(width=100, file=StringIO())
-    console.print(report.terminal(summary, run))
+    console.print(report.EndTable(summary, run))
     kinds = "2 numbers, 1 category, 1 date, 1 id, 1 left out (report.md)"
     assert isinstance(console.file, StringIO) and kinds in console.file.getvalue()
 

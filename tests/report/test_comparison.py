@@ -15,8 +15,8 @@ from runner.report import comparison as report
 from runner.report.__main__ import main
 from runner.report.columns import COLUMNS
 from runner.report.comparison import of_benchmark
+from runner.report.curves import read_curves, thin_curve
 from runner.report.discover import of_folders
-from runner.report.figures import read_curve, thin_curve
 from runner.report.naming import names
 from runner.report.verdicts import conclusion, verdict
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
@@ -194,7 +194,7 @@ def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Pat
     lines.append({"step": 3001, "split": "train", "loss": None})
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + '\nnot json "train"\n')
-    curve = read_curve(path)
+    curve = read_curves(tmp_path)["train/loss"]
     assert [step for step, _ in curve] == list(range(1, 3001))
     thinned = thin_curve(curve, 100)
     assert len(thinned) <= 100

@@ -114,7 +114,7 @@ def test_a_forged_record_is_shown_as_text(
         print_stdout(table.terminal(of_folders([runs])), crop=False)
         with suppress(StorageError, TypeError, ValueError, AttributeError):  # it does not fit
             summary = Summary.read(runs / "2")
-            print_stdout(report.terminal(summary, runs / "2"), crop=False)
+            print_stdout(report.EndTable(summary, runs / "2"), crop=False)
         count += "evil" in check_output(capsys)
     assert count > 3  # or nothing of it was shown at all
 

@@ -53,7 +53,7 @@ SUMMARY = Summary(
 def shown(summary: Summary, folder: Path | None, width: int = 80) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(report.terminal(summary, folder))
+        console.print(report.EndTable(summary, folder))
         return console.export_text()
 
 
