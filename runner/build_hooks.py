@@ -40,6 +40,11 @@ def build_hooks(
     hooks: list[Hook] = []
     tools = load_tools(debug)
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
+    if folder is not None and config.monitoring.sinks:
+        from runner.hooks.sinks import Sinks, make_sinks
+
+        sinks = make_sinks(config.monitoring.sinks, look_up)
+        hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
     if folder is not None:
         hooks.append(Recording(config.monitoring, settings, machine=machine))
         hooks.append(Faults(empty=bool(tools)))

@@ -116,6 +116,8 @@ class RunConfig:
         for i, hook in enumerate(self.debug.hooks):
             tree = {"_target_": hook} if isinstance(hook, str) else hook
             targets += nested_targets(tree, f"debug.hooks.{i}")
+        for i, sink in enumerate(self.monitoring.sinks):
+            targets += nested_targets(sink, f"monitoring.sinks.{i}")
         named = [(key, str(target)) for key, target in targets if target is not None]
         if named:
             from runner.security.registry import permit

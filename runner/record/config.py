@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
+
+SINKS = ("mlflow", "wandb")
 
 
 @dataclass
@@ -16,6 +19,9 @@ class MonitoringConfig:
     # seconds between readings of CPU, memory and disk
     system_every_s: float = bounded(5.0, above=0)
     tensorboard: bool = True
+    # copies of the record: mlflow, wandb, or {_target_: package.Class, …}
+    sinks: list[Any] = field(default_factory=list)
+    sink_timeout_s: float = bounded(60.0, above=0)  # for the last rows of a sink, and for its end
     progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
     line_every_s: float = bounded(5.0, above=0)  # seconds between plain lines
     log_level: str = "info"
@@ -23,6 +29,10 @@ class MonitoringConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "monitoring")
+        for item in self.sinks:
+            if not (item in SINKS if isinstance(item, str) else "_target_" in item):
+                fix = f"{'|'.join(SINKS)}, or {{_target_: package.Class}}"
+                raise ConfigError("monitoring.sinks", f"no sink {item!r}", fix)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
                 "monitoring.log_level", f"no level {self.log_level!r}", "debug|info|warning|error"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from runner.record.hparams import Scalar
+    from runner.record.sinks.writer import SinkWriter
     from runner.record.tensorboard import TensorBoard
 
 log = logging.getLogger("runner")
@@ -39,6 +40,7 @@ class Recorder:
         self.folder = folder
         self.config = config
         self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
+        self.mirrors: list[SinkWriter] = []  # `monitoring.sinks`: they get the rows as well
         self._rows: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
@@ -79,6 +81,8 @@ class Recorder:
             line = _line(step, split, values)
             self._write("metrics", self._rows, lambda rows: rows.write(line))
             self._position = self._rows.size + self._rows.waiting_bytes
+            for mirror in self.mirrors:
+                mirror.add(step, split, values)
         self.show(step, "usage" if split == "system" else split, values)
 
     def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
@@ -141,6 +145,9 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files; nothing is written afterwards."""
+        for mirror in self.mirrors:
+            mirror.close()
+        self.mirrors = []
         files = {"metrics": self._rows, "tensorboard": self._events}
         self._rows = self._events = None
         for kind, file in files.items():

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PREFIX = "events.out.tfevents."
+FIRST = ("train", "val", "test", "about", "comparison", "_hparams_")
+"""Groups of tags that keep their names. TensorBoard sorts by name and opens at the first; all other
+groups (usage, gradients, memory, faults, …) are `watch_…`, below these."""
 KINDS = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
 """The types of columns of HParams; all others are numbers."""
 
@@ -56,7 +59,7 @@ class TensorBoard:
         for name, value in values.items():
             tag = self.tags.get((split, name))
             if tag is None:
-                tag = self.tags[split, name] = _clean(f"{split}/{name}")
+                tag = self.tags[split, name] = board_tag(f"{split}/{name}")
             event.summary.value.add(tag=tag, simple_value=value)
         self._write(event)
 
@@ -95,7 +98,7 @@ class TensorBoard:
             )
             for name, value in values.items()
         ]
-        names = [api_pb2.MetricName(tag=_clean(tag)) for tag in metrics]
+        names = [api_pb2.MetricName(tag=board_tag(tag)) for tag in metrics]
         experiment = api_pb2.Experiment(
             hparam_infos=infos, metric_infos=[api_pb2.MetricInfo(name=name) for name in names]
         )
@@ -130,7 +133,7 @@ class TensorBoard:
         data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
         metadata = SummaryMetadata(plugin_data=data)
         event = Event(wall_time=time.time(), step=step)
-        value = Summary.Value(tag=_clean(tag), metadata=metadata, tensor=tensor)
+        value = Summary.Value(tag=board_tag(tag), metadata=metadata, tensor=tensor)
         event.summary.value.append(value)
         self._write(event)
 
@@ -169,6 +172,11 @@ def _set(slot: Any, value: Scalar) -> None:
         slot.string_value = _clean(value)
     else:
         slot.number_value = value
+
+
+def board_tag(tag: str) -> str:
+    """A tag as TensorBoard has it: `usage/step_ms` is `watch_usage/step_ms`."""
+    return _clean(tag if tag.partition("/")[0] in FIRST else f"watch_{tag}")
 
 
 def _clean(text: str) -> str:

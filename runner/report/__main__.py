@@ -15,6 +15,7 @@ EXAMPLES = """
 examples:
   python -m runner.report outputs/sweeps/digits-mlp/2026-01-31_12-00-00-1a2b3c
   python -m runner.report outputs/runs/digits-mlp outputs/runs/digits-cnn --out outputs/mine
+  python -m runner.report --tensorboard outputs --port=6007
 """
 
 
@@ -32,10 +33,18 @@ def _arguments(typed: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     folders = "a run's folder, a sweep's, or one that holds several; a benchmark's by itself"
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help=folders)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders)
     out = "where to write (default: DIR where there is one, else outputs/comparisons/<time>)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    return parser.parse_args(typed)
+    board = "compare nothing: start TensorBoard, with runs named by what differs (default: outputs)"
+    parser.add_argument("--tensorboard", action="store_true", help=board)
+    arguments, others = parser.parse_known_args(typed)
+    if others and not arguments.tensorboard:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if not (arguments.folders or arguments.tensorboard):
+        parser.error("the following arguments are required: DIR")
+    arguments.options = others  # TensorBoard's own: --port=6007
+    return arguments
 
 
 def main(typed: list[str] | None = None) -> int:
@@ -45,7 +54,12 @@ def main(typed: list[str] | None = None) -> int:
         from runner.record.text import escape_control_chars
 
         try:
-            return _compare(_arguments(sys.argv[1:] if typed is None else typed))
+            arguments = _arguments(sys.argv[1:] if typed is None else typed)
+            if arguments.tensorboard:
+                from runner.report.board import serve
+
+                return serve(arguments.folders or [Path("outputs")], arguments.options)
+            return _compare(arguments)
         except RunnerError as error:
             sys.stderr.write(f"error: {escape_control_chars(str(error))}\n")
             return error.exit_code

@@ -66,7 +66,11 @@ class EndTable:
         ]
         self.commands = []
         if folder is not None:
-            self.commands = [("look at it:    ", f"tensorboard --logdir {_logdir(folder)}")]
+            where = _logdir(folder)
+            self.commands = [
+                ("look at it:    ", f"tensorboard --logdir {where}"),
+                ("with names:    ", f"python -m runner.report --tensorboard {where}"),
+            ]
             if again := _replay(folder, faults):
                 self.commands.append(("look into it:  ", again))
 

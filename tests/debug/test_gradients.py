@@ -347,11 +347,11 @@ def test_the_folder_and_tensorboard_have_it_all(tmp_path: Path) -> None:
     assert colours is not None and len(colours) > 5
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
-    assert "gradients/flow" in {*tags["images"], *tags["tensors"]}
+    assert "watch_gradients/flow" in {*tags["images"], *tags["tensors"]}
     assert {
-        "gradients/norm/layers.0.weight",
-        "gradients/update_ratio/layers.0.weight",
-        "gradients/dead_units/layers.0",
+        "watch_gradients/norm/layers.0.weight",
+        "watch_gradients/update_ratio/layers.0.weight",
+        "watch_gradients/dead_units/layers.0",
     } <= set(tags["scalars"])
     assert len(events.Scalars("gradients/norm/layers.0.weight")) == 6
 

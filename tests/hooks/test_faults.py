@@ -36,8 +36,8 @@ def test_every_fault_is_in_the_history_and_in_tensorboard(
     assert history["counts"]["non_finite"] == summary.skipped_steps
     events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()["tensors"]
-    assert "faults/history" in tags
-    text = events.Tensors("faults/history")[0].tensor_proto.string_val[0].decode()
+    assert "watch_faults/history" in tags
+    text = events.Tensors("watch_faults/history")[0].tensor_proto.string_val[0].decode()
     assert "non\\_finite" in text
 
 

@@ -1,0 +1,81 @@
+"""`monitoring.sinks`: copies of the record for MLflow, W&B or a class of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from runner.errors import ConfigError, install_command
+from runner.masking import masked_all
+from runner.record import provenance
+from runner.record.sinks.base import RunDescription, Sink
+from runner.record.sinks.writer import SinkWriter
+from runner.security.registry import assembled
+from runner.training.hook import Hook
+from runner.training.run import Run
+
+KEY = "monitoring.sinks"
+PACKAGES = {"mlflow": ("mlflow", "sqlalchemy"), "wandb": ("wandb",)}
+
+
+class Sinks(Hook):
+    """Begins before the first row and ends after the last; its writers close after the report."""
+
+    monitors = True
+
+    def __init__(
+        self, sinks: Sequence[Sink], timeout_s: float, settings: Mapping[str, Any]
+    ) -> None:
+        self.writers = [SinkWriter(sink, timeout_s) for sink in sinks]
+        self.settings = settings
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Send the rows; count those that were not delivered."""
+        if run.folder is None:
+            yield
+            return
+        commit = str((provenance.git_state() or {}).get("commit", ""))
+        tags = {"name": run.name, "config_hash": run.config_hash, "git_commit": commit}
+        tags = {key: value for key, value in tags.items() if value}
+        label = run.folder.absolute().name
+        description = masked_all(
+            RunDescription(run.name, label, run.folder.absolute(), dict(self.settings), tags)
+        )
+        for writer in self.writers:
+            writer.start(description, run.recorder.position())
+            run.recorder.mirrors.append(writer)
+        try:
+            yield
+        finally:
+            for writer in self.writers:
+                writer.flush()
+                if writer.lost:
+                    run.recorder.faults[f"sink_{writer.sink.name}"] = writer.lost
+
+
+def make_sinks(items: Sequence[Any], look_up: Callable[[str, str], Any]) -> list[Sink]:
+    """The sinks by name, or of a class: `{_target_: package.Class, …}`. Raises ConfigError."""
+    return [_make(item, f"{KEY}.{i}", look_up) for i, item in enumerate(items)]
+
+
+def _make(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Sink:
+    if isinstance(item, Mapping):
+        sink = assembled(item, look_up, key)
+        if not isinstance(sink, Sink):
+            fix = "inherit from runner.record.sinks.base.Sink"
+            raise ConfigError(key, f"{type(sink).__name__} is no Sink", fix)
+        return sink
+    missing = [name for name in PACKAGES[item] if find_spec(name) is None]
+    if missing:
+        problem = f"{item} needs {', '.join(missing)}, not installed"
+        raise ConfigError(KEY, problem, install_command(item))
+    if item == "mlflow":
+        from runner.record.sinks.mlflow_sink import MlflowSink
+
+        return MlflowSink()
+    from runner.record.sinks.wandb_sink import WandbSink
+
+    return WandbSink()

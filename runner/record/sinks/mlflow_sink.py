@@ -1,0 +1,100 @@
+"""MLflow: a run in an experiment of the run's name, in a database under `outputs/` by default."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.record.sinks.base import MetricsRow, RunDescription, Sink
+from runner.record.storage import read_record, replace_text
+
+RUN_ID = "mlflow-run-id"  # a file in the run's folder
+STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "running": "RUNNING"}
+LONGEST = 6000  # characters of a parameter
+PARAMS, METRICS = 100, 1000  # in a call
+
+
+class MlflowSink(Sink):
+    """`MLFLOW_TRACKING_URI` names another store or a server."""
+
+    name = "mlflow"
+
+    def __init__(self) -> None:
+        self.client: Any = None
+        self.run_id = ""
+
+    def open(self, run: RunDescription) -> dict[str, int]:
+        """Create the run, or continue the one whose id is in the folder."""
+        from mlflow import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_home(run.folder)}/mlflow.db"
+        self.client = MlflowClient(tracking_uri=uri)
+        known = run.folder / RUN_ID
+        if known.is_file():
+            self.run_id = read_record(known, 100).decode().strip()
+            self.client.update_run(self.run_id, status="RUNNING")
+            return self._held()
+        self.run_id = self._create(run, uri)
+        replace_text(known, self.run_id + "\n")
+        return {}
+
+    def _create(self, run: RunDescription, uri: str) -> str:
+        from mlflow.entities import Param
+
+        experiment = self.client.get_experiment_by_name(run.name)
+        if experiment is None:
+            local = uri.startswith("sqlite:")
+            place = f"{_home(run.folder).as_uri()}/mlflow-artifacts" if local else None
+            number = self.client.create_experiment(run.name, artifact_location=place)
+        else:
+            number = experiment.experiment_id
+        created = self.client.create_run(number, tags=dict(run.tags), run_name=run.label)
+        params = [Param(_key(k), str(v)[:LONGEST]) for k, v in run.params.items()]
+        for start in range(0, len(params), PARAMS):
+            self.client.log_batch(created.info.run_id, params=params[start : start + PARAMS])
+        return str(created.info.run_id)
+
+    def _held(self) -> dict[str, int]:
+        """The last step of each split: of the metric that goes furthest."""
+        held: dict[str, int] = {}
+        for key in self.client.get_run(self.run_id).data.metrics:
+            split = key.partition("/")[0]
+            history = self.client.get_metric_history(self.run_id, key)
+            held[split] = max([held.get(split, -1), *(entry.step for entry in history)])
+        return held
+
+    def write(self, rows: Sequence[MetricsRow]) -> None:
+        """Log the rows' values under `<split>/<name>`."""
+        metrics = list(_metrics(rows))
+        for start in range(0, len(metrics), METRICS):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS])
+
+    def close(self, status: str, files: Sequence[Path]) -> None:
+        """Upload the files, and end the run."""
+        for path in files:
+            self.client.log_artifact(self.run_id, str(path))
+        self.client.set_terminated(self.run_id, STATUS.get(status, "FAILED"))
+
+
+def _metrics(rows: Sequence[MetricsRow]) -> Iterator[Any]:
+    from mlflow.entities import Metric
+
+    for row in rows:
+        for name, value in row.tagged.items():
+            if math.isfinite(value):  # its databases turn Inf into a large number
+                yield Metric(_key(name), value, int(row.time * 1000), row.step)
+
+
+def _key(name: str) -> str:
+    """A name with the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", name)[:250]
+
+
+def _home(folder: Path) -> Path:
+    """`outputs`, where the run lies in one, so that all runs share a store."""
+    folder = folder.absolute()
+    return next((path for path in folder.parents if path.name == "outputs"), folder)

@@ -1,0 +1,124 @@
+"""Weights & Biases. Without `WANDB_MODE` or an API key in the environment it writes files only."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.record.sinks.base import MetricsRow, RunDescription, Sink
+from runner.record.storage import read_record, replace_text
+
+RUN_ID = "wandb-run-id"  # a file in the run's folder
+HEAD, BLOCK = struct.Struct("<IHB"), 32768  # of LevelDB's log format: checksum, length, kind
+FULL, FIRST, LAST = 1, 2, 4  # kinds of a piece; 3 is between the first and the last
+MAGIC = 7  # bytes at the start of the file
+LARGEST = 1 << 30
+
+
+class WandbSink(Sink):
+    """A W&B run; each process that continues a run has an offline folder, all of one id."""
+
+    name = "wandb"
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.rows = 0  # W&B's own count of steps
+
+    def open(self, run: RunDescription) -> dict[str, int]:
+        """Begin a run, or continue that whose id is in the folder."""
+        import wandb
+
+        known = run.folder / RUN_ID
+        resumed = known.is_file()
+        identity = read_record(known, 100).decode().strip() if resumed else secrets.token_hex(4)
+        replace_text(known, identity + "\n")
+        held: dict[str, int] = {}
+        for step, split in read_steps(run.folder / "wandb", identity):
+            self.rows += 1
+            held[split] = max(held.get(split, -1), step)
+        self.run = wandb.init(
+            project=run.name.replace("/", "_")[:120],
+            id=identity,
+            name=run.label,
+            dir=str(run.folder),
+            mode=_mode(),
+            config=dict(run.params),
+            tags=[f"{key}:{value}"[:64] for key, value in run.tags.items()],
+            resume="allow",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                disable_job_creation=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+        self.rows = max(self.rows, self.run.step)
+        self.run.config.update(dict(run.tags), allow_val_change=True)
+        self.run.define_metric("*", step_metric="step")
+        return held
+
+    def write(self, rows: Sequence[MetricsRow]) -> None:
+        """Log each row by itself, with our step as `step`."""
+        for row in rows:
+            values = {**row.tagged, "step": row.step, "split": row.split}
+            self.run.log(values, step=self.rows, commit=True)
+            self.rows += 1
+
+    def close(self, status: str, files: Sequence[Path]) -> None:
+        """Keep the files with the run, and end it."""
+        for path in files:
+            self.run.save(str(path), base_path=str(path.parent), policy="now")
+        self.run.finish(exit_code=0 if status in ("done", "stopped") else 1)
+
+
+def _mode() -> Any:
+    """Online only where it was set up for that, so that a run never asks for a login."""
+    return os.environ.get("WANDB_MODE") or (
+        "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    )
+
+
+def read_steps(folder: Path, identity: str) -> Iterator[tuple[int, str]]:
+    """Step and split of each row in the files of that run."""
+    for path in sorted(folder.glob(f"*run-*-{identity}/run-{identity}.wandb")):
+        for row in read_history(path):
+            if isinstance(row.get("step"), int) and isinstance(row.get("split"), str):
+                yield row["step"], row["split"]
+
+
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a `.wandb` file, also of one that was cut short."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    for data in _records(read_record(path, LARGEST)):
+        record: Any = messages.Record()  # type: ignore[attr-defined]  # made at run time
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log: pieces that do not cross blocks of 32 KiB."""
+    at, record = MAGIC, b""
+    while at + HEAD.size <= len(data):
+        if (left := BLOCK - at % BLOCK) < HEAD.size:
+            at += left
+            continue
+        _, length, kind = HEAD.unpack_from(data, at)
+        piece = data[at + HEAD.size : at + HEAD.size + length]
+        if not FULL <= kind <= LAST or len(piece) < length:
+            return  # torn: the process was killed while it wrote
+        at += HEAD.size + length
+        record = piece if kind in (FULL, FIRST) else record + piece
+        if kind in (FULL, LAST):
+            yield record
