@@ -4,11 +4,13 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from runner.errors import StorageError
+from runner.record.console import print_stdout
 from runner.record.history import History
 from runner.report import run as report
 from runner.techniques.base import Choice, TechniqueStatus
@@ -42,7 +44,7 @@ SUMMARY = Summary(
     command="python -m runner data=digits",
     name="digits_mlp",
     wall_seconds=75.0,
-    choices=[Choice("data.workers", 0, "the data is in memory; workers would only copy it")],
+    choices=[Choice(0, "the data is in memory; workers would only copy it")],
     git={"commit": "f00", "branch": "main"},
     monitor="val/accuracy",
     best=0.975,
@@ -94,14 +96,67 @@ def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
     ]
     summary = replace(SUMMARY, techniques=rows)
     lines = [line.split() for line in shown(summary, tmp_path, 120).splitlines()]
-    names = [line[0] for line in lines if line and line[0] in ("system", "compile", "not")]
-    assert names == ["system", "compile", "not"]
+    names = [line[0] for line in lines if line and line[0] in ("engaged", "compile", "not")]
+    assert names == ["engaged", "compile", "not"] and ["engaged", "system"] in lines
     text = shown(summary, tmp_path, 120)
-    assert "tf32, amp, channels_last (reasons in report.md)" in text
+    assert "tf32, amp, channels_last" in text
     assert text.count("fell back") == 1
     document = report.markdown(summary, tmp_path)
     for row in rows[:4]:
         assert f"{row.status}: {row.reason}" in document
+
+
+def test_verbose_has_every_choice_and_all_evidence_with_their_reasons(tmp_path: Path) -> None:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(report.EndTable(SUMMARY, tmp_path, verbose=True))
+    text = console.export_text()
+    assert "0: the data is in memory" in text and "AdamW runs in one kernel" in text
+    short = shown(SUMMARY, tmp_path)
+    assert "the data is in memory" not in short and "AdamW runs" not in short
+    assert "monitoring.verbose=true" in short
+
+
+def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    metrics = {**SUMMARY.metrics, **{f"val/metric_{i}": 0.5 for i in range(12)}}
+    summary = replace(SUMMARY, metrics=metrics, faults={}, skipped_steps=0)
+    print_stdout(report.EndTable(summary, tmp_path), fold=False, crop=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 30
+    assert [line for line in lines if line != line.rstrip()] == []
+    (listed,) = [line for line in lines if line.startswith("  metrics ")]
+    assert len(listed) > 200 and listed.count(", ") == len(metrics) - 2
+
+
+def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(
+    tmp_path: Path,
+) -> None:
+    rows = [("train", i, {"loss": 2.0 / i}) for i in range(1, 301)]
+    rows += [
+        ("val", 100, {"loss": 1.0, "accuracy": 0.5}),
+        ("val", 300, {"loss": 0.5, "accuracy": 1}),
+    ]
+    lines = [json.dumps({"step": step, "split": split, **x}) for split, step, x in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "{torn", ""]))
+    report.write(replace(SUMMARY, monitor="val/accuracy"), tmp_path)
+    assert "](curves.svg)" in (tmp_path / "report.md").read_text()
+    drawn = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314  # it is ours
+    space = "{http://www.w3.org/2000/svg}"
+    assert [x.text for x in drawn.iter(f"{space}tspan")] == [
+        "train/loss",
+        "val/loss",
+        "val/accuracy",
+    ]
+    points = [x.attrib["points"].split() for x in drawn.iter(f"{space}polyline")]
+    assert 100 < len(points[0]) <= 240 and [len(x) for x in points[1:]] == [2, 2]
+    heights = [float(point.split(",")[1]) for point in points[2]]
+    assert heights[0] > heights[1]  # an accuracy that rises goes up
+    (tmp_path / "other").mkdir()
+    report.write(SUMMARY, tmp_path / "other")  # without a record
+    assert not (tmp_path / "other" / "curves.svg").exists()
 
 
 def test_a_run_that_never_stepped_has_a_report_too() -> None:
