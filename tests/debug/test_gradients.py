@@ -353,7 +353,7 @@ def test_the_folder_and_tensorboard_have_it_all(tmp_path: Path) -> None:
         "watch_gradients/update_ratio/layers.0.weight",
         "watch_gradients/dead_units/layers.0",
     } <= set(tags["scalars"])
-    assert len(events.Scalars("gradients/norm/layers.0.weight")) == 6
+    assert len(events.Scalars("watch_gradients/norm/layers.0.weight")) == 6
 
 
 def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ SUMMARY = Summary(
     command="python -m runner data=digits",
     name="digits_mlp",
     wall_seconds=75.0,
-    choices=[Choice(0, "the data is in memory; workers would only copy it")],
+    choices=[Choice("data.workers", 0, "the data is in memory; workers would only copy it")],
     git={"commit": "f00", "branch": "main"},
     monitor="val/accuracy",
     best=0.975,
@@ -63,7 +63,7 @@ MUST = [
     "digits_mlp", "done", "val/accuracy", "0.9722", "best 0.9750 at step 900", "1,200 steps",
     "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median", "1.21 ms at 95 %",
     "612 MiB", "3.00 GiB", "40% backward", "fused_optimizer", "engaged",
-    "skipped: no C++ compiler", "data.workers", "skipped steps", "7 of 1,200", "non_finite",
+    "skipped: no C++ compiler", "skipped steps", "7 of 1,200", "non_finite",
     "step_00000900 (best)", "tensorboard --logdir outputs",
 ]  # fmt: skip
 
