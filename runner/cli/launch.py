@@ -161,7 +161,9 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
             main()
         finally:
             jobs, failures = compare(session)
-            results.jobs, results.resumable = max(results.jobs, jobs), session.sweep is not None
+            results.jobs = max(results.jobs, jobs)
+            # a trial that failed stays so
+            results.resumable = session.sweep is not None and session.search is None
             results.failures = results.failures or failures
 
 

@@ -11,13 +11,13 @@ BEST = 0.3
 
 
 class Planted(torch.nn.Module):
-    """Its output is (x - 0.3)², and 1 more unless `kind` is good; it learns nothing."""
+    """Its output is (x - 0.3)², and 1 more unless `how` is good; it learns nothing."""
 
-    def __init__(self, x: float, kind: str = "good", pause_s: float = 0.0) -> None:
+    def __init__(self, x: float, how: str = "good", pause_s: float = 0.0) -> None:
         super().__init__()
-        if kind == "fail":
+        if how == "fail":
             raise ValueError("told to fail")
-        self.value = math.nan if kind == "nan" else (x - BEST) ** 2 + (kind != "good")
+        self.value = math.nan if how == "lost" else (x - BEST) ** 2 + (how != "good")
         self.pause_s = pause_s
         self.weight = torch.nn.Parameter(torch.zeros(1))
 

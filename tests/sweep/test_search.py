@@ -196,7 +196,7 @@ def search(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("mixed")
-    kinds = ["+model.kind=choice(good,bad,nan,fail)", "+model.x=choice(0.3,1.3)"]
+    kinds = ["+model.how=choice(good,bad,lost,fail)", "+model.x=choice(0.3,1.3)"]
     return folder, search(folder, *kinds, "search=grid", "search.parallel=2")
 
 
@@ -206,10 +206,10 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any])
     record, compared = told(place, "search.json"), told(place, "comparison.json")
     trials = record["trials"]
     assert len(trials) == len(compared["rows"]) == 8
-    states = {(t["values"]["+model.arguments.kind"], t["status"]) for t in trials}
-    assert states == {("good", "done"), ("bad", "done"), ("nan", "failed"), ("fail", "failed")}
-    reasons = {t["values"]["+model.arguments.kind"]: t["reason"] for t in trials}
-    assert "told to fail" in reasons["fail"] and "val/loss is nan" in reasons["nan"]
+    states = {(t["values"]["+model.arguments.how"], t["status"]) for t in trials}
+    assert states == {("good", "done"), ("bad", "done"), ("lost", "failed"), ("fail", "failed")}
+    reasons = {t["values"]["+model.arguments.how"]: t["reason"] for t in trials}
+    assert "told to fail" in reasons["fail"] and "val/loss is nan" in reasons["lost"]
     assert done.returncode == 7 and "4 of 8 jobs failed" in done.stderr  # as of every sweep
     best = next(t for t in trials if t["number"] == record["best"])
     assert best["value"] == pytest.approx(0, abs=1e-6)
@@ -239,7 +239,7 @@ def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
 ) -> None:
     folder, _ = mixed
     before = told(only(folder), "search.json")["trials"]
-    kinds = ["+model.kind=choice(good,bad,nan,fail)", "+model.x=choice(0.3,1.3)"]
+    kinds = ["+model.how=choice(good,bad,lost,fail)", "+model.x=choice(0.3,1.3)"]
     again = search(folder, *kinds, "search=grid", "search.trials=50", "checkpoint.resume=auto")
     assert "8 of 50 trials are done" in again.stderr and " started" not in again.stderr
     assert told(only(folder), "search.json")["trials"] == before
