@@ -24,6 +24,7 @@ TOOLS = (
     "jinja2",
     "matplotlib",
     "runner.sweep.launch",
+    "runner.sweep.job_starter",
     "runner.benchmark.engine",
     "runner.replay",
     "torch._dynamo",  # a second

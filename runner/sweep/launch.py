@@ -1,46 +1,32 @@
-"""From the jobs that Hydra names to their results."""
+"""From the jobs that Hydra names to their results.
+
+Each is composed when its turn comes, which takes 0.3 s: the first one does not wait for all.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-import runner
-from runner import fork_server
-from runner.checkpoint.lock import lock
-from runner.composing import typed
-from runner.device.capabilities import usable_cores
 from runner.errors import RunnerError, StorageError, SweepFailed
-from runner.jobs.config import JobKind
-from runner.overrides.groups import without_arguments
-from runner.record.console import close_logging, set_up_logging
-from runner.record.text import quote_for_hydra
 from runner.security import secrets
-from runner.security.config import SecurityLevel
-from runner.security.paths import check_below, keep_private
-from runner.sweep import fork
-from runner.sweep.child import Child
-from runner.sweep.config import LauncherConfig, StartMethod
-from runner.sweep.identity import job_hash
-from runner.sweep.plan import JobPlan, JobSpec, load_previous_jobs, plan_jobs, wait_for_running_jobs
+from runner.sweep.config import LauncherConfig
+from runner.sweep.job_starter import JobStarter, make_spec, open_sweep, start_fork_server
+from runner.sweep.plan import JobPlan, JobSpec, Planner, load_previous_jobs, wait_for_running_jobs
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import FILE, WELL, Session, Sweep, current_session, now
+from runner.sweep.state import WELL, Job, Sweep, now
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-SWEEP_KEYS = ("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode")
 TOLERANT = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """It would end the sweep at the first failure that it learns of; others learn from failures."""
 
@@ -57,129 +43,118 @@ def launch(
     Raises UsageError when another process writes into the sweep's folder, and Interrupted.
     """
     with open_sweep(config, settings) as starter:
-        session = starter.session
-        jobs = [compose(config, list(overrides)) for overrides in job_overrides]
-        numbered = enumerate(zip(jobs, job_overrides, strict=True), first)
-        specs = [make_spec(one, list(overrides), i) for i, (one, overrides) in numbered]
-        plans = _plan(session, specs)
-        _run(starter, plans)
+        folder = starter.session.folder
+        jobs = JobStream(starter, config, compose, job_overrides, first)
+        Schedule(jobs.sweep, folder, settings, starter.start, jobs).run([])
     tolerant = config.hydra.sweeper._target_ == TOLERANT
-    ends = zip(plans, jobs, strict=True)
-    return [_result(plan, session.folder, one, tolerant) for plan, one in ends]
+    ends = zip(jobs.plans, jobs.configs, strict=True)
+    return [_result(plan, folder, one, tolerant) for plan, one in ends]
 
 
-@dataclass(frozen=True)
-class JobStarter:
-    """Starts the processes of a sweep's jobs."""
+class JobStream:
+    """Source of jobs for the schedule, which is one job ahead of what can run.
 
-    session: Session
-    settings: LauncherConfig
-    hydras: list[str]  # overrides of Hydra's own part, as typed
-    forks: bool  # whether jobs are forked from a process that has imported what they need
-
-    def arguments(self, plan: JobPlan) -> list[str]:
-        """The job's command line."""
-        return job_arguments(self.session.flags, self.hydras, plan.spec.overrides)
-
-    def command(self, plan: JobPlan) -> str:
-        """What does the same by itself."""
-        return shlex.join(["python", "-m", "runner", *self.arguments(plan)])
-
-    def start(self, plan: JobPlan) -> Child:
-        """Start it in its folder. Raises OSError."""
-        place = self.session.folder / plan.job.folder
-        key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
-        return Child.start(
-            process_command(self.arguments(plan)),
-            environment(self.settings.jobs),
-            place,
-            self.settings.timeout_s,
-            [f"{key}={quote_for_hydra(str(place))}"],
-            plan.spec.records,
-            chosen=not self.session.resumed,
-            start_process=fork.fork if self.forks else None,
-        )
-
-
-@contextmanager
-def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStarter]:
-    """While entered, this process is the one that writes into the session's folder.
-
-    Raises UsageError when another one is.
+    Raises RunnerError and Hydra's errors where the first job cannot be composed; a later one has
+    failed then.
     """
-    session = current_session()
-    session.folder.mkdir(parents=True, exist_ok=True)
-    level = SecurityLevel[getattr(config.security.level, "name", "standard")]
-    keep_private(session.folder, level)
-    set_up_logging("info", None)
-    # as typed: what stands for a secret, or for the job's number, is the job's to resolve
-    hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    try:
-        with lock(session.folder):
-            starter = JobStarter(session, settings, hydras, _forks(config))
-            if starter.forks and not (session.folder / FILE).exists():
-                start_fork_server(settings)  # imports while jobs are composed
-            yield starter
-    finally:
-        close_logging()
 
+    def __init__(
+        self,
+        starter: JobStarter,
+        config: DictConfig,
+        compose: Callable[[DictConfig, list[str]], DictConfig],
+        job_overrides: Sequence[Sequence[str]],
+        first: int,
+    ) -> None:
+        session = starter.session
+        if session.sweep is None:
+            session.earlier = load_previous_jobs(session.folder)
+            session.sweep = Sweep(session.command, session.hash, started=now())
+        session.sweep.start = "fork" if starter.forks else "spawn"
+        wait_for_running_jobs(session.folder, session.earlier)
+        self.starter, self.session, self.sweep = starter, session, session.sweep
+        self.config, self._compose_config = config, compose
+        self.plans: list[JobPlan] = []
+        self.configs: list[DictConfig] = []  # of the plans
+        self._rest = deque(enumerate(map(list, job_overrides), first))
+        self._batches = [*session.sweep.jobs]  # of earlier calls by a sweeper that makes several
+        taken = [job.folder for job in self._batches]
+        self.planner = Planner(session.folder, session.earlier, job_overrides, taken)
+        self._next: JobPlan | None = None
+        log.info("%s: %d jobs", session.folder, len(job_overrides))
 
-def start_fork_server(settings: LauncherConfig) -> None:
-    """Begin to import what jobs need; once is enough."""
-    fork_server.start(fork.PRELOAD, environment(settings.jobs))
+    def next_job(self) -> JobPlan | None:
+        """The next job; None at the end."""
+        plan, self._next = self._next or self._compose(), None
+        return plan
 
+    def watch(self, _: JobPlan) -> None:
+        """Compose the next job while others run."""
+        self._next = self._next or self._compose()
 
-def make_spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
-    """The job as its process will see it, or the reason why it would refuse it."""
-    with open_dict(config):
-        config.hydra.job.num = config.hydra.job.id = number
-    subdir = str(secrets.place(config, "hydra.sweep.subdir"))
-    check_below("hydra.sweep.subdir", subdir, current_session().folder)
-    variables = config.hydra.job.env_set
-    try:
-        checked = typed(config.copy())
-        values = OmegaConf.to_container(variables, resolve=True)
-    except (RunnerError, OmegaConfBaseException) as error:
-        return JobSpec(number, overrides, subdir, error=secrets.named(str(error)))
-    trains = checked.job.kind is JobKind.train
-    records = trains or checked.job.kind is JobKind.evaluate
-    return JobSpec(number, overrides, subdir, job_hash(checked, values), trains, records)
+    def settle(self, _: JobPlan) -> None:
+        """No job depends on another one's result."""
 
+    def skip(self) -> list[Job]:
+        """The jobs that are left; one that an earlier process has begun stays as it was."""
+        left = [] if self._next is None or self._next.job.ended else [self._next.job]
+        while self._rest:
+            number, overrides = self._rest.popleft()
+            job = self.planner.take(overrides)
+            if job is None:
+                job = Job(number, overrides, self.planner.place(str(number)))
+                left.append(job)
+            plan = JobPlan(job, JobSpec(number, overrides, job.folder))
+            job.command = self.starter.command(plan)
+            self.plans.append(plan)
+            self.configs.append(self.config)
+        self._record()
+        return left
 
-def _plan(session: Session, specs: list[JobSpec]) -> list[JobPlan]:
-    """What is left to do; recorded in the session's sweep, and logged."""
-    if session.sweep is None:
-        session.earlier = load_previous_jobs(session.folder)
-        session.sweep = Sweep(session.command, session.hash, started=now())
-    wait_for_running_jobs(session.folder, session.earlier)
-    plans = plan_jobs(specs, session.earlier, session.folder)
-    mine = {plan.job.folder for plan in plans}
-    session.earlier = [job for job in session.earlier if job.folder not in mine]
-    session.sweep.jobs += [plan.job for plan in plans]
-    done, onward = sum(plan.done for plan in plans), sum(plan.continues for plan in plans)
-    text = f"{done} of {len(plans)} done before; {len(plans) - done} to run"
-    text += f", {onward} of them from a checkpoint" if onward else ""
-    text += "" if done < len(plans) else " (sweep.resume=none starts a new one)"
-    log.info("%s: %s", session.folder, text if done or onward else f"{len(plans)} jobs")
-    return plans
+    def _compose(self) -> JobPlan | None:
+        if not self._rest:
+            return None
+        number, overrides = self._rest.popleft()
+        config, spec = self._spec(number, overrides)
+        plan = self.planner.plan(spec)
+        plan.job.command = self.starter.command(plan)
+        if self.starter.forks and not plan.done:
+            start_fork_server(self.starter.settings)
+        self.plans.append(plan)
+        self.configs.append(config)
+        if not self._rest:
+            self._log_earlier()
+        self._record()
+        return plan
 
+    def _spec(self, number: int, overrides: list[str]) -> tuple[DictConfig, JobSpec]:
+        try:
+            config = self._compose_config(self.config, overrides)
+            return config, make_spec(config, overrides, number)
+        except (RunnerError, HydraException, OmegaConfBaseException) as error:
+            if not self.plans:
+                raise
+            reason = secrets.named(" ".join(str(error).split()))
+            return self.config, JobSpec(number, overrides, str(number), error=reason)
 
-def _forks(config: DictConfig) -> bool:
-    """Whether jobs are forked from a process that has imported what they need."""
-    return config.sweep.start is StartMethod.fork and fork_server.available()
+    def _record(self) -> None:
+        """Put the jobs into the sweep's record, with those that were begun before."""
+        planned = [plan.job for plan in self.plans]
+        self.sweep.jobs = [*self._batches, *planned, *(self.planner.left if self._rest else [])]
 
-
-def _run(starter: JobStarter, plans: list[JobPlan]) -> None:
-    sweep, folder = starter.session.sweep, starter.session.folder
-    assert sweep is not None  # noqa: S101  # made by _plan
-    sweep.start = "fork" if starter.forks else "spawn"
-    for plan in plans:
-        plan.job.command = starter.command(plan)
-    sweep.write(folder)
-    open_plans = [plan for plan in plans if not plan.done]
-    if starter.forks and open_plans:
-        start_fork_server(starter.settings)
-    Schedule(sweep, folder, starter.settings, starter.start).run(open_plans)
+    def _log_earlier(self) -> None:
+        """All are planned: say what earlier processes have left of them."""
+        self.session.earlier = self.planner.left
+        if self.planner.left:
+            names = ", ".join(job.folder for job in self.planner.left)
+            log.info("not asked for any more, and left as they are: %s", names)
+        total, done = len(self.plans), sum(plan.done for plan in self.plans)
+        onward = sum(plan.continues for plan in self.plans)
+        if done or onward:
+            text = f"{done} of {total} done before; {total - done} to run"
+            text += f", {onward} of them from a checkpoint" if onward else ""
+            text += "" if done < total else " (sweep.resume=none starts a new one)"
+            log.info("%s: %s", self.session.folder, text)
 
 
 def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
@@ -194,42 +169,3 @@ def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> 
         result.status = JobStatus.FAILED
         result.return_value = SweepFailed(f"{job.title}: {job.status}: {job.reason}")
     return result
-
-
-def job_arguments(
-    flags: Sequence[str], hydras: Sequence[str], overrides: Sequence[str]
-) -> list[str]:
-    """What to type to do one job of a sweep alone."""
-    dropped = (*SWEEP_KEYS, "hydra/sweeper", "hydra.sweeper", "hydra.run")
-    kept = [text for text in hydras if not text.lstrip("+~").startswith(dropped)]
-    return [*flags, *map(without_arguments, overrides), *kept]
-
-
-def process_command(arguments: Sequence[str]) -> list[str]:
-    """The command that a process is started with: the same interpreter, the same runner.
-
-    Without -P Python would put the current folder first, where a module may shadow an installed
-    one. Only where the runner itself lies in that folder is that needed.
-    """
-    apart = [] if _in_current_folder() and not sys.flags.safe_path else ["-P"]
-    return [sys.executable, *apart, "-m", "runner", *arguments]
-
-
-def environment(jobs: int) -> dict[str, str]:
-    """This process's environment and module path, for one of so many jobs at a time.
-
-    They share the cores: threads that wait for one another's cores made steps four times as long.
-    """
-    here = os.getcwd()
-    typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
-    paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]
-    if not _in_current_folder() or sys.flags.safe_path:
-        paths.append(str(Path(runner.__file__).parents[1]))
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    if jobs > 1:
-        variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
-    return variables
-
-
-def _in_current_folder() -> bool:
-    return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -98,31 +98,54 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
         time.sleep(POLL_S)
 
 
-def plan_jobs(specs: Sequence[JobSpec], earlier: Sequence[Job], folder: Path) -> list[JobPlan]:
-    """Each job with its folder: by its hash, else by its overrides, else a new one."""
-    left = list(earlier)
-    plans: dict[int, JobPlan] = {}
+class Planner:
+    """Finds for each job that is asked for the one of an earlier process that it goes on with.
 
-    def match(is_same: Callable[[Job, JobSpec], bool], unchanged: bool) -> None:
-        for spec in specs:
-            job = next((j for j in left if spec.number not in plans and is_same(j, spec)), None)
-            if job is not None:
-                left.remove(job)
-                plans[spec.number] = _plan(spec, job, unchanged, folder)
+    That is the one with the same overrides, else, of those whose overrides are not asked for, one
+    with the same hash. So a job can be planned before the next one is composed.
+    """
 
-    match(lambda job, spec: spec.hash == job.hash != "" and job.overrides == spec.overrides, True)
-    match(lambda job, spec: spec.hash == job.hash != "", True)
-    match(lambda job, spec: job.overrides == spec.overrides, False)
-    taken = {plan.job.folder for plan in plans.values()} | {job.folder for job in left}
-    for spec in specs:
-        if spec.number not in plans:
-            place = _free(spec.folder, taken, folder)
-            taken.add(place)
-            plans[spec.number] = JobPlan(Job(spec.number, spec.overrides, place, spec.hash), spec)
-    if left:
-        names = ", ".join(job.folder for job in left)
-        log.info("not asked for any more, and left as they are: %s", names)
-    return [plans[spec.number] for spec in specs]
+    def __init__(
+        self,
+        folder: Path,
+        earlier: Sequence[Job],
+        requested: Sequence[Sequence[str]],
+        taken: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.left = [j for j in earlier if j.tries or j.ended or (folder / j.folder).exists()]
+        self._requested = {tuple(overrides) for overrides in requested}
+        self._taken = {*taken, *(job.folder for job in self.left)}
+
+    def plan(self, spec: JobSpec) -> JobPlan:
+        """The job with its folder: the earlier one's, or a new one."""
+        job = self._earlier(spec)
+        if job is None:
+            return JobPlan(
+                Job(spec.number, spec.overrides, self.place(spec.folder), spec.hash), spec
+            )
+        self.left.remove(job)
+        return _plan(spec, job, spec.hash == job.hash != "", self.folder)
+
+    def place(self, name: str) -> str:
+        """`name`, or the first number that no other job has."""
+        names = chain([name], map(str, count()))
+        free = next(n for n in names if n not in self._taken and not (self.folder / n).exists())
+        self._taken.add(free)
+        return free
+
+    def take(self, overrides: Sequence[str]) -> Job | None:
+        """The earlier process's job with these overrides; it belongs to no other then."""
+        job = next((job for job in self.left if job.overrides == overrides), None)
+        if job is not None:
+            self.left.remove(job)
+        return job
+
+    def _earlier(self, spec: JobSpec) -> Job | None:
+        same = (job for job in self.left if job.overrides == spec.overrides)
+        others = (job for job in self.left if tuple(job.overrides) not in self._requested)
+        alike = (job for job in others if spec.hash == job.hash != "")
+        return next(chain(same, alike), None)
 
 
 def _plan(spec: JobSpec, earlier: Job, unchanged: bool, folder: Path) -> JobPlan:
@@ -150,12 +173,6 @@ def _ended_well(folder: Path) -> bool:
 def can_continue(spec: JobSpec, folder: Path) -> bool:
     """Whether there is a checkpoint of that training in the folder."""
     return spec.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
-
-
-def _free(name: str, taken: set[str], folder: Path) -> str:
-    """`name`, or the first number that no other job has."""
-    names = chain([name], map(str, count()))
-    return next(n for n in names if n not in taken and not (folder / n).exists())
 
 
 def archive_job(folder: Path, job: str) -> None:

@@ -16,7 +16,7 @@ from runner.errors import CheckpointError, Interrupted, StorageError
 from runner.sweep.child import GRACE_S, Child
 from runner.sweep.config import LauncherConfig
 from runner.sweep.plan import JobPlan, archive_job, can_continue
-from runner.sweep.state import RUNNING, SKIPPED, WELL, Sweep, now
+from runner.sweep.state import RUNNING, SKIPPED, WELL, Job, Sweep, now
 from runner.training.signals import Interrupts
 from runner.training.summary import Summary
 
@@ -32,13 +32,16 @@ class JobSource(Protocol):
     """Further jobs, which depend on what earlier ones come to."""
 
     def next_job(self) -> JobPlan | None:
-        """The next one; None while, or as, there is none."""
+        """The next one, which may be done already; None where there is none for now, or at all."""
 
     def watch(self, plan: JobPlan) -> None:
         """Called often while the job runs."""
 
     def settle(self, plan: JobPlan) -> None:
         """Called when it has ended and is not tried again; may change its status and reason."""
+
+    def skip(self) -> Sequence[Job]:
+        """Those that were asked for and do not come any more, for the record."""
 
 
 class Schedule:
@@ -69,11 +72,12 @@ class Schedule:
                 while True:
                     if interrupts.received is not None and not self.over:
                         self._interrupt(interrupts.received)
-                    self._begin()
-                    if not self.running:
+                    further = self._begin()
+                    if not self.running and not further:
                         break
                     self._collect()
-                    time.sleep(POLL_S)
+                    if not further:
+                        time.sleep(POLL_S)
             except KeyboardInterrupt:  # the second one
                 self.over = self.over or "the sweep was interrupted"
                 for _, child in self.running:
@@ -88,29 +92,35 @@ class Schedule:
                 more = "; the same command again continues this sweep"
                 raise Interrupted(interrupts.received, more)
 
-    def _begin(self) -> None:
-        while not self.over and len(self.running) < self.settings.jobs:
-            plan = self._next()
-            if plan is None:
-                break
-            job, refused, child = plan.job, plan.spec.error, None
-            try:
-                if plan.replaces:
-                    archive_job(self.folder, job.folder)
-                child = None if refused else self.start(plan)
-            except OSError as error:
-                refused = f"it cannot be started: {error}"
-            if child is None:
-                job.status, job.reason, job.ended = "failed", refused, now()
-                self._report(plan, 0.0)
-                continue
-            job.status, job.reason, job.ended, job.exit_code = RUNNING, "", "", None
-            job.started, job.tries = job.started or now(), job.tries + 1
-            self.running.append((plan, child))
-            self.sweep.write(self.folder)
-            again = f", try {job.tries}" if job.tries > 1 else ""
-            again += ", from its checkpoint" if plan.continues else ""
-            log.info("%s: started%s", job.title, again)
+    def _begin(self) -> bool:
+        """Begin one job, where there is room; whether a further one may follow at once."""
+        room = not self.over and len(self.running) < self.settings.jobs
+        plan = self._next() if room else None
+        if plan is None:
+            return False
+        if not plan.done:
+            self._start(plan)
+        return True
+
+    def _start(self, plan: JobPlan) -> None:
+        job, refused, child = plan.job, plan.spec.error, None
+        try:
+            if plan.replaces:
+                archive_job(self.folder, job.folder)
+            child = None if refused else self.start(plan)
+        except OSError as error:
+            refused = f"it cannot be started: {error}"
+        if child is None:
+            job.status, job.reason, job.ended = "failed", refused, now()
+            self._report(plan, 0.0)
+            return
+        job.status, job.reason, job.ended, job.exit_code = RUNNING, "", "", None
+        job.started, job.tries = job.started or now(), job.tries + 1
+        self.running.append((plan, child))
+        self.sweep.write(self.folder)
+        again = f", try {job.tries}" if job.tries > 1 else ""
+        again += ", from its checkpoint" if plan.continues else ""
+        log.info("%s: started%s", job.title, again)
 
     def _next(self) -> JobPlan | None:
         if self.waiting:
@@ -173,6 +183,8 @@ class Schedule:
             if not plan.job.ended:
                 plan.job.status = SKIPPED
                 plan.job.reason = self.over or "the sweep ended before it"
+        for job in [] if self.source is None else self.source.skip():
+            job.status, job.reason = SKIPPED, self.over or "the sweep ended before it"
         self.sweep.ended = now()
         self.sweep.write(self.folder)
 

@@ -18,8 +18,8 @@ from runner.errors import StorageError, UsageError, install_command
 from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
-from runner.sweep.launch import JobStarter, make_spec, open_sweep, start_fork_server
-from runner.sweep.plan import JobPlan, load_previous_jobs, plan_jobs, wait_for_running_jobs
+from runner.sweep.job_starter import JobStarter, make_spec, open_sweep, start_fork_server
+from runner.sweep.plan import JobPlan, Planner, load_previous_jobs, wait_for_running_jobs
 from runner.sweep.schedule import Schedule
 from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
 from runner.sweep.state import WELL, Job, Sweep, current_session, now
@@ -144,6 +144,10 @@ class Trials:
         self.study.tell(running.trial, status, value, job.reason)
         self.write_record()
 
+    def skip(self) -> list[Job]:
+        """None: the study knows which trials are left."""
+        return []
+
     def watch_last(self, plan: JobPlan) -> None:
         """Report what it wrote since it was last watched; it has ended."""
         running = self.running[plan.job.number]
@@ -171,7 +175,7 @@ class Trials:
         begun = [job for job in jobs if job.overrides == overrides]
         number = begun[0].number if begun else max((job.number for job in jobs), default=-1) + 1
         spec = make_spec(self.compose(overrides), overrides, number)
-        (plan,) = plan_jobs([spec], begun, session.folder)
+        plan = Planner(session.folder, begun, [overrides]).plan(spec)
         session.sweep.jobs = [job for job in jobs if job not in begun] + [plan.job]
         session.sweep.jobs.sort(key=lambda job: job.number)
         plan.job.command = self.starter.command(plan)

@@ -12,7 +12,7 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import StorageError, UsageError
-from runner.sweep.plan import JobSpec, find_sweep, load_previous_jobs, plan_jobs
+from runner.sweep.plan import JobSpec, Planner, find_sweep, load_previous_jobs
 from runner.sweep.state import Job
 from runner.training.summary import Summary
 
@@ -68,10 +68,12 @@ def test_one_changed_value_begins_that_job_in_a_folder_of_its_own(tmp_path: Path
         Summary("done").write(tmp_path / name)
     earlier = [Job(n, [f"seed={n}"], str(n), f"hash {n}", "done") for n in range(2)]
     specs = [JobSpec(0, ["seed=2"], "0", "hash 2"), JobSpec(1, ["seed=1"], "1", "hash 1")]
-    changed, same = plan_jobs(specs, earlier, tmp_path)
+    planner = Planner(tmp_path, earlier, [spec.overrides for spec in specs])
+    changed, same = map(planner.plan, specs)
     assert (changed.job.folder, changed.done, changed.replaces) == ("2", False, False)
     assert (same.job.folder, same.done) == ("1", True)
-    (again,) = plan_jobs([JobSpec(0, ["seed=0"], "0", "another hash")], earlier, tmp_path)
+    planner = Planner(tmp_path, earlier, [["seed=0"]])
+    again = planner.plan(JobSpec(0, ["seed=0"], "0", "another hash"))
     assert (again.job.folder, again.done, again.replaces) == ("0", False, True)
 
 

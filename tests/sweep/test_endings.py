@@ -16,7 +16,7 @@ import pytest
 from runner.errors import Interrupted
 from runner.sweep.child import Child
 from runner.sweep.config import LauncherConfig
-from runner.sweep.plan import JobPlan, JobSpec, plan_jobs, wait_for_running_jobs
+from runner.sweep.plan import JobPlan, JobSpec, Planner, wait_for_running_jobs
 from runner.sweep.schedule import Schedule, write_failed_summary
 from runner.sweep.state import Job, Sweep
 from runner.training.summary import Summary
@@ -117,7 +117,8 @@ def test_an_interrupted_sweep_keeps_why_jobs_failed_before_that_it_did_not_begin
         for n, reason in enumerate(reasons)
     ]
     specs = [JobSpec(n, [f"seed={n}"], str(n), f"hash {n}") for n in range(3)]
-    plans = plan_jobs(specs, earlier, tmp_path)
+    planner = Planner(tmp_path, earlier, [spec.overrides for spec in specs])
+    plans = [planner.plan(spec) for spec in specs]
     sweep = Sweep("", "", [plan.job for plan in plans])
     started: list[Child] = []
 

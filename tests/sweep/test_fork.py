@@ -13,7 +13,7 @@ import pytest
 from runner import fork_server
 from runner.sweep.child import Child
 from runner.sweep.fork import fork
-from runner.sweep.launch import environment
+from runner.sweep.job_starter import environment
 from tests.sweep.conftest import sweep
 
 pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
