@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def end_state(folder: Path) -> dict[str, str]:
     parts |= {key: state["update"][key] for key in OF_THE_UPDATE}
     parts |= {"random": state["random"], "guard": {key: state[key] for key in GUARD}}
     parts["bad samples"] = state.get("bad_samples")
-    parts |= {"checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir())}
+    checkpoints = folder / "checkpoints"
+    parts |= {"checkpoints": sorted(path.name for path in checkpoints.iterdir())}
+    parts |= {link: os.readlink(checkpoints / link) for link in ("best", "last")}
     parts |= {"metrics.jsonl": list(_rows(folder)), "TensorBoard": _events(folder)}
     summary = json.loads((folder / "summary.json").read_text())
     keys = ("status", "steps", "skipped_steps", "metrics", "best", "best_step")
