@@ -92,8 +92,9 @@ class Killer:
             process = processes.start(folder, typed(self.mode, folder / "run"), PLANT=self.plant)
             start = time.monotonic()
             while done < kills and self._wait(process, start):
-                done += 1
-                if self._kill(folder, process.pid):
+                victim = self._kill(folder, process.pid)
+                done += victim != 0
+                if victim in (0, process.pid):
                     break
             try:
                 code = process.wait(LIMIT_S)
@@ -115,11 +116,13 @@ class Killer:
             self.life = max(self.least, min(self.life, time.monotonic() - start))
         return process.poll() is None
 
-    def _kill(self, folder: Path, pid: int) -> bool:
-        """Whether it was the process that was started, and not one that it has started."""
+    def _kill(self, folder: Path, pid: int) -> int:
+        """The process that was killed: that which was started, or one of its own; 0 for none."""
         victim = pid
         if "distributed=ddp" in MODES[self.mode]:
             victim = self._choose_victim(pid)
+            if not victim:
+                return 0
         root = folder / "run" / "checkpoints"
         if list(root.glob(".tmp-*")):
             self.tally.when["saving"] += 1
@@ -127,28 +130,25 @@ class Killer:
             self.tally.when["training" if root.exists() else "starting"] += 1
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        return victim == pid
+        return victim
 
     def _choose_victim(self, agent: int) -> int:
-        """A rank for two of three kills, once there are any, else the agent."""
+        """A rank for two of three kills, once there are any, else the agent; 0: all have ended."""
         with self._lock:
             victims = self.tally.victims
             name = "a rank" if victims["a rank"] < 2 * (victims["the agent"] + 1) else "the agent"
             victims[name] += 1
         if name == "the agent":
             return agent
-        deadline = time.monotonic() + LIMIT_S
-        while not (ranks := processes.ranks(agent)) and time.monotonic() < deadline:
-            if not psutil.pid_exists(agent):
-                break
+        while not processes.ranks(agent) and psutil.pid_exists(agent):
             time.sleep(0.01)
-        if not ranks:
-            with self._lock:
-                self.tally.victims.subtract({name: 1})
-                self.tally.victims["the agent"] += 1
-            return agent
-        time.sleep(self.draw.uniform(0, self.life / 4))  # into what it does
-        return self.draw.choice(processes.ranks(agent) or [agent])
+        time.sleep(self.draw.uniform(0, self.life / 4))  # into what they do
+        if ranks := processes.ranks(agent):
+            return self.draw.choice(ranks)
+        alive = psutil.pid_exists(agent)  # between two attempts
+        with self._lock:
+            victims.subtract({"a rank": 1, "the agent": -1 if alive else 0})
+        return agent if alive else 0
 
     def _compare(self, folder: Path, code: int, kills: int) -> None:
         problem = f"exit code {code}" if code else ""
