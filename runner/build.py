@@ -37,7 +37,7 @@ from runner.models.build import build_model, refuse_lazy
 from runner.models.config import HuggingFace
 from runner.objectives.base import Objective, monitored
 from runner.objectives.build import adapt_sizes, build_objective, pairwise_loss
-from runner.optim.optimizer import Optimizer, build_optimizer, freeze, optimizer_class
+from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
 from runner.random_state import exclusive_random_state
@@ -308,6 +308,8 @@ class _Build:
             self.config, model, self.policy, self.resumes, self.continued
         )
         if self.config.optimizer.freeze:
+            from runner.optim.fine_tuning import freeze
+
             freeze(model, self.config.optimizer.freeze)
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             whole = sum(p.numel() for p in model.parameters())
@@ -320,10 +322,12 @@ class _Build:
         config = self.config.model
         if not isinstance(config, HuggingFace) or config._target_ is not None:
             return build_model(config, sizes, self.resolve_target)
+        from runner.data.paths import existing
         from runner.models.hugging_face import build_pretrained
 
+        folder = existing(config.path, "model.path")
         fresh = self.resumes or config.weights is not None or not config.pretrained
-        model, choices = build_pretrained(config, sizes, None if fresh else self.policy)
+        model, choices = build_pretrained(folder, sizes, None if fresh else self.policy)
         self.choices += choices
         return model
 

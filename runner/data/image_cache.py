@@ -45,7 +45,7 @@ class ImageCache:
             return None
         return pixels.reshape(height, width, self.channels)
 
-    def put(self, index: int, pixels: np.ndarray) -> None:
+    def store(self, index: int, pixels: np.ndarray) -> None:
         """Keep them, if there is room for that image."""
         start = int(self.starts[index]) if index < self.kept else 0
         if index >= self.kept or start + HEAD.itemsize + pixels.size > self.starts[index + 1]:

@@ -185,7 +185,7 @@ class ImageFolder(Dataset):
                 image = ImageOps.exif_transpose(file).convert(self.mode)
             if not self.config.augment:
                 image = self._crop(image, None)
-            self.cache.put(index, _pixels(image))
+            self.cache.store(index, _pixels(image))
         elif draw is None and not self.config.augment:
             return pixels
         else:

@@ -12,7 +12,6 @@ from runner.data.dataset import Dataset
 from runner.data.open import open_data
 from runner.data.paths import check_link, existing
 from runner.data.preprocessing import Opening, Preprocessing, source_of
-from runner.data.saved_dataset import split_names
 from runner.errors import ConfigError, DataError, UsageError
 from runner.techniques.base import Choice
 
@@ -49,7 +48,7 @@ def find_parts(config: DataConfig, opening: Opening) -> Parts:
     root = Path(getattr(config, "path", "")).expanduser()
     own, places = Parts(), {"": root}
     if config._target_ is None and root.is_dir():
-        if config.kind in SAVED and (splits := split_names(root)):
+        if splits := _split_names(root, config):
             own = _saved_splits(root, splits, config, opening)
             places = {"": root / own.folder}
         elif getattr(config, "split_folders", False):
@@ -104,6 +103,15 @@ def _check_disjoint(places: dict[str, Path]) -> None:
             relation = "is" if inside and around else "lies in" if inside else "contains"
             problem = f"{places[part]} {relation} {PATHS.get(other, 'data.path')}"
             raise ConfigError(PATHS[part], problem, "name other samples")
+
+
+def _split_names(root: Path, config: DataConfig) -> list[str]:
+    """The splits of a folder that `datasets` wrote."""
+    if config.kind not in SAVED:
+        return []
+    from runner.data.saved_dataset import split_names
+
+    return split_names(root)
 
 
 def _saved_splits(root: Path, splits: list[str], config: DataConfig, opening: Opening) -> Parts:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from runner.data.batch import Sizes
-from runner.data.paths import existing
 from runner.errors import ConfigError
-from runner.models.config import HuggingFace
 from runner.models.stored import read_weights, some
 from runner.security.files.policy import FilePolicy
 from runner.security.hugging_face import import_transformers, load_from, silenced
@@ -30,7 +29,7 @@ ALTERED = ("quantization_config", "fusion_config")
 
 
 def build_pretrained(
-    config: HuggingFace, sizes: Sizes, policy: FilePolicy | None
+    folder: Path, sizes: Sizes, policy: FilePolicy | None
 ) -> tuple[nn.Module, list[Choice]]:
     """The model in fp32 on the CPU, sized by the data; weights of the folder unless `policy` is
     None.
@@ -38,20 +37,19 @@ def build_pretrained(
     Raises ConfigError for a folder or data that do not fit, SecurityError for refused weights.
     """
     transformers = import_transformers(KEY)
-    folder = existing(config.path, KEY)
     if sizes.vocab is None:
         problem = "is for text: the data has no token ids"
         raise ConfigError("model", f"hf {problem}", "use data=text, data=tokens, or another model")
     settings = load_from(folder, KEY, transformers.AutoConfig.from_pretrained)
-    _fit_settings(settings, sizes, config.path)
+    _fit_settings(settings, sizes, str(folder))
     auto = getattr(transformers, AUTO[sizes.task])
     if policy is None:
-        return _fresh(auto, settings, config.path), []
+        return _fresh(auto, settings, str(folder)), []
     weights = read_weights(folder, policy)
     state: dict[str, Any] = {}
     for part in weights.parts(policy):
         state |= part
-    cls: Any = type(_on_meta(auto, settings, config.path))
+    cls: Any = type(_on_meta(auto, settings, str(folder)))
     try:
         with silenced(transformers):
             model, info = cls.from_pretrained(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
-from types import MethodType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -121,22 +119,17 @@ def build_optimizer(
 def _parameter_groups(
     config: OptimizerConfig, names: Mapping[str, Tensor], decays: bool
 ) -> list[dict[str, Any]]:
-    """The trained parameters, those of each of `optimizer.groups` apart, first those that decay.
-
-    A group with a rate of its own has it as `lr_share`, a multiple of `optimizer.lr`.
-    """
+    """The trained parameters, those of each of `optimizer.groups` apart, first those that decay."""
     rest = {name: p for name, p in names.items() if p.requires_grad}
     spares = decays and any(p.ndim >= 2 for p in rest.values())  # of vectors alone all decay
     groups: list[dict[str, Any]] = []
-    for number, group in enumerate(config.groups):
-        taken = match_names(group["match"], rest, f"optimizer.groups.{number}.match", "trained")
-        options = {"lr_share": group["lr"] / config.lr} if "lr" in group else {}
-        decay = group.get("weight_decay", config.weight_decay)
-        if "weight_decay" in group and decays:
-            options["weight_decay"] = decay
-        groups += _split_decayed([rest.pop(n) for n in taken], options, spares and decay > 0)
-    groups += _split_decayed([*rest.values()], {}, spares and config.weight_decay > 0)
-    return groups
+    if config.groups:
+        from runner.optim.fine_tuning import take_groups
+
+        for parameters, options in take_groups(config, rest, decays):
+            decay = options.get("weight_decay", config.weight_decay)
+            groups += _split_decayed(parameters, options, spares and decay > 0)
+    return groups + _split_decayed([*rest.values()], {}, spares and config.weight_decay > 0)
 
 
 def _split_decayed(
@@ -147,46 +140,6 @@ def _split_decayed(
     plain = [p for p in parameters if p.ndim < 2 and spares]
     groups = [{"params": decayed, **options}] if decayed else []
     return groups + ([{"params": plain, **options, "weight_decay": 0.0}] if plain else [])
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train the named parameters no further; ConfigError for a pattern that names none.
-
-    A normalisation whose parameters are all frozen stays in evaluation mode, so that its running
-    statistics are used and do not change (as in Keras).
-    """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [n for p in patterns for n in match_names(p, own, "optimizer.freeze", "parameters")]
-    for name in frozen:
-        own[name].requires_grad_(False)
-    for module in model.modules():
-        parameters = [*module.parameters(recurse=False)]
-        statistics = getattr(module, "running_mean", None) is not None
-        if statistics and parameters and not any(p.requires_grad for p in parameters):
-            still: Any = module
-            still.train = MethodType(_stay_in_evaluation, module)
-    if not any(p.requires_grad for p in own.values()):
-        problem = f"{', '.join(patterns)} leaves none of {len(own)} parameters to train"
-        raise ConfigError("optimizer.freeze", problem, "name fewer")
-
-
-def _stay_in_evaluation(self: nn.Module, mode: bool = True) -> nn.Module:
-    return nn.Module.train(self, False)
-
-
-def match_names(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
-    """Those of the names that a pattern or a module's name matches, from their start or any dot."""
-    known = list(names)
-    forms = [f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*")]
-    matched = [name for name in known if any(fnmatchcase(name, form) for form in forms)]
-    if not matched:
-        tails = {name.split(".", n)[-1] for name in known for n in range(name.count(".") + 1)}
-        places = tails | {tail.rpartition(".")[0] for tail in tails} - {""}
-        near = difflib.get_close_matches(pattern.removesuffix(".*"), sorted(places), 3)
-        some = ", ".join(near or known[:6]) + (", …" if not near and len(known) > 6 else "")
-        fix = f"did you mean {some}?" if near else f"there are {some}"
-        raise ConfigError(key, f"{pattern!r} matches none of {len(known)} {what}", fix)
-    return matched
 
 
 def _check_options(config: OptimizerConfig, name: str, accepted: list[str]) -> None:

@@ -79,13 +79,13 @@ def test_processes_share_what_one_of_them_has_decoded_and_half_of_an_image_is_no
     cache = ImageCache(np.array([12, 12, 12]), 3, 100)
     assert cache.kept == 2 and cache.get(0) is None
     pixels = np.arange(36, dtype=np.uint8).reshape(3, 4, 3)
-    child = multiprocessing.get_context("fork").Process(target=cache.put, args=(1, pixels))
+    child = multiprocessing.get_context("fork").Process(target=cache.store, args=(1, pixels))
     child.start()
     child.join()
     found = cache.get(1)
     assert found is not None and np.array_equal(found, pixels)
-    cache.put(2, pixels)  # has no room
-    cache.put(0, np.zeros((9, 9, 3), np.uint8))  # nor has this
+    cache.store(2, pixels)  # has no room
+    cache.store(0, np.zeros((9, 9, 3), np.uint8))  # nor has this
     assert cache.get(2) is None and cache.get(0) is None
     cache.pixels[60] ^= 1  # as where a process died while it wrote
     assert cache.get(1) is None

@@ -15,12 +15,13 @@ from runner import build, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
-from runner.optim.optimizer import build_optimizer, find_optimizer, freeze
+from runner.optim.fine_tuning import freeze
+from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
 from runner.stability.config import StabilityConfig
 from tests import runs
-from tests.distributed import several
+from tests.distributed import processes
 from tests.optim import steps
 
 GROUPS = [{"match": "3", "lr": 0.1}, {"match": "0.*", "lr": 0.002, "weight_decay": 0.2}]
@@ -113,28 +114,18 @@ def test_the_whole_step_updates_each_group_at_its_own_rate() -> None:
 
 
 @pytest.mark.slow
-def test_shards_and_copies_take_frozen_parts_and_rates_as_one_process_does(
-    tmp_path: Path,
-) -> None:
+def test_shards_and_copies_take_frozen_parts_and_rates_as_one_process_does() -> None:
     own = ["data=cancer", "model=mlp", "training.batch_size=150", "training.steps=6"]
     own += ["optimizer.freeze=[layers.0]", "optimizer.groups=[{match: '*.bias', lr: 0.05}]"]
-    own += ["device.threads=1", "optimization=none", "security.trusted=[double]"]
-    own += ["stability.clip_norm=0.1", "schedule=cosine", "optimizer.ema=0.9"]
-    cases = {}
-    for kind in ("none", "ddp", "fsdp"):
-        processes = [] if kind == "none" else ["distributed.processes=2"]
-        config = runs.config(*own, f"distributed={kind}", *processes)
-        config.optimization.extra = ["double"]
-        cases[kind] = (config, tmp_path / kind)
-    several.make(*cases["none"], None, None)
-    ranks = several.together(2, {kind: cases[kind] for kind in ("ddp", "fsdp")})
-    assert all(value is None for rank in ranks for value in rank.values()), ranks
-    ends = [Checkpointer(None, keep=1).restore(tmp_path / kind) for kind in cases]
-    first, *others = (end.model for end in ends if end is not None)
-    assert len(others) == 2
-    for other in others:
-        for name in first:
-            torch.testing.assert_close(other[name], first[name], rtol=0, atol=1e-8)
+    own += ["stability.clip_norm=0.1", "schedule=cosine", "optimizer.ema=0.9", processes.DOUBLE]
+    alone = processes.run_one(*processes.compose_cases({"run": own}, 1)["run"])
+    for kind in ("ddp", "fsdp"):
+        cases = processes.compose_cases({"run": own}, 2, kind)
+        together = processes.run_together(2, cases)[0]["run"]
+        assert (alone.error, together.error) == ("", ""), kind
+        assert together.same and together.moved == 0
+        found = processes.distances(together, alone)
+        assert max(found.values()) < 1e-7, found
 
 
 def test_names_that_match_nothing_are_errors_with_the_near_ones() -> None:
