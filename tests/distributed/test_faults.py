@@ -247,8 +247,11 @@ def _wait_for_stopped(started: runs.Started) -> list[psutil.Process]:
 
 
 def test_a_fork_server_that_is_killed_is_named_and_all_start_again(tmp_path: Path) -> None:
-    started = runs.start(tmp_path / "run", "", NO_WORKERS, "distributed.restarts=1", STEP_S="0.1")
-    started.wait_for("checkpoints/step_00000004")
+    fault, typed = "0:forward:hang:6", ("distributed.restarts=1", "distributed.timeout_s=300")
+    started = runs.start(tmp_path / "run", fault, NO_WORKERS, *typed)
+    while not (tmp_path / "run-once" / fault.replace(":", "_")).exists():
+        assert started.process.poll() is None, started.output
+        time.sleep(0.05)
     ranks = [p for rank in (0, 1) for p in started.ranks(rank)]
     ranks[0].parent().kill()
     psutil.wait_procs(ranks, 20)

@@ -17,7 +17,7 @@ from runner.checkpoint.checkpointer import Checkpointer
 
 OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
 GUARD = ("stability", "history", "inputs", "reader", "progress")
-OF_THE_MACHINE = ("watch_usage/", "_hparams_", "about/")  # groups of TensorBoard
+OF_THE_MACHINE = ("watch_usage/", "watch_ranks/", "_hparams_", "about/")  # groups of TensorBoard
 EVERYTHING = dict.fromkeys(("scalars", "tensors"), 0)
 OF_THE_END = ("val/best/", "watch_faults/")
 """Written once a process has trained: again where it was killed after the last checkpoint."""
