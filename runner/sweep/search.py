@@ -22,8 +22,8 @@ from runner.sweep.job_starter import JobStarter, make_spec, open_sweep, start_fo
 from runner.sweep.plan import JobPlan, Planner, load_previous_jobs, wait_for_running_jobs
 from runner.sweep.schedule import Schedule
 from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
-from runner.sweep.state import WELL, Job, Sweep, current_session, now
-from runner.training.signals import PRUNED, request_stop
+from runner.sweep.state import RUNNING, WELL, Job, Sweep, current_session, now
+from runner.training.signals import PRUNED, request_stop, take_stop_request
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
@@ -106,12 +106,32 @@ class Trials:
     def resume(self) -> None:
         """Take up what an earlier process of this sweep has left."""
         self.left = self.study.unfinished()
+        self._settle_recorded_jobs()
         counted = len(self.study.trials())
         if counted:
             wanted, again = self.study.plan.settings.trials, len(self.left)
             text = f"{counted - again} of {wanted} trials are done"
             text += f", {again} that were cut off are run again" if again else ""
             log.info("%s: %s", self.study.path, text)
+
+    def _settle_recorded_jobs(self) -> None:
+        """Jobs that came to their end, where the process was killed before it noted that."""
+        session = self.starter.session
+        assert session.sweep is not None  # noqa: S101  # made by search
+        space = self.study.plan.space
+        open_trials = {tuple(space.overrides(trial.params)): trial for trial in self.left}
+        for job in session.sweep.jobs:
+            trial = open_trials.get(tuple(job.overrides))
+            try:
+                summary = Summary.read(session.folder / job.folder)
+            except StorageError:
+                continue
+            if job.status != RUNNING or (summary.status not in WELL and trial is not None):
+                continue
+            job.status, job.reason = summary.status, summary.reason
+            if trial is not None:
+                self._tell(trial, job)
+                self.left.remove(trial)
 
     def next_job(self) -> JobPlan | None:
         """The next trial's; None where all have been asked for."""
@@ -121,40 +141,32 @@ class Trials:
     def watch(self, plan: JobPlan) -> None:
         """Report the trial's validations, and have it end where it is pruned."""
         running = self.running[plan.job.number]
-        if running.asked_to_stop:
-            return
         folder = self.starter.session.folder / plan.job.folder
         for value in self._new_values(running, folder / "metrics.jsonl"):
             running.validations += 1
             reason = self.study.report(running.trial, running.validations, value)
-            if reason:
+            if reason and not running.asked_to_stop and plan.job.status == RUNNING:
                 request_stop(folder, reason)
                 running.asked_to_stop = True
-                return
 
     def settle(self, plan: JobPlan) -> None:
         """Tell the study; one that was interrupted stays open, for the same command again."""
-        self.watch_last(plan)
+        self.watch(plan)  # what it wrote since it was last looked at
         running, job = self.running.pop(plan.job.number), plan.job
-        if job.status == "interrupted":
-            return
+        take_stop_request(self.starter.session.folder / job.folder)  # it ended before it read it
+        if job.status != "interrupted":
+            self._tell(running.trial, job)
+            self.write_record()
+
+    def _tell(self, trial: Trial, job: Job) -> None:
         value = self._value(job)
         pruned = job.status in WELL and job.reason.startswith(PRUNED)
         status = "pruned" if pruned else "done" if value is not None else "failed"
-        self.study.tell(running.trial, status, value, job.reason)
-        self.write_record()
+        self.study.tell(trial, status, value, job.reason)
 
     def skip(self) -> list[Job]:
         """None: the study knows which trials are left."""
         return []
-
-    def watch_last(self, plan: JobPlan) -> None:
-        """Report what it wrote since it was last watched; it has ended."""
-        running = self.running[plan.job.number]
-        folder = self.starter.session.folder / plan.job.folder
-        for value in self._new_values(running, folder / "metrics.jsonl"):
-            running.validations += 1
-            self.study.report(running.trial, running.validations, value)
 
     def write_record(self) -> None:
         """Write `search.json`, from which the page is made; a full disk is a warning."""

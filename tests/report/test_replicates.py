@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+import re
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from runner.report import figures, page
 from runner.report.comparison import Comparison, as_json
 from runner.report.discover import of_folders
 from runner.report.replicates import by_configuration, find_replicates, t_quantile
+from runner.report.table import terminal
+from runner.report.verdicts import verdict
 from tests.report.planted_runs import run, sweep, texts
 
 BEST = {"lr=1": [0.80, 0.82, 0.90], "lr=0.1": [0.70, 0.71, 0.72]}
@@ -46,6 +52,83 @@ def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path
     written = [row["replicates"] for row in json.loads(as_json(comparison))["rows"]]
     assert written[0] == written[2] != written[3] and written[0]["runs"] == 3
     assert written[0]["metrics"]["best"]["mean"] == pytest.approx(0.84)
+
+
+LEVELS = {
+    "none": (1000.0, 2000.0, 4000.0),
+    "basic": (2000.0, 4100.0, 7900.0),
+    "amp": (900, 2900, 3300),
+}
+
+
+@pytest.fixture
+def three_by_three(tmp_path: Path) -> Comparison:
+    """Three levels, three seeds: basic is twice as fast at each seed, and seeds differ by more."""
+    jobs = []
+    for level, rates in LEVELS.items():
+        for seed, rate in enumerate(rates):
+            number, overrides = str(len(jobs)), [f"optimization={level}", f"seed={seed}"]
+            folder = run(tmp_path / number, overrides, rate, best=0.9 + seed / 100)
+            lines = [
+                {"step": step, "split": split, "accuracy": step / 100 + seed / 50, "loss": 1 / step}
+                for step in (10, 20, 30)
+                for split in ("train", "val")
+            ]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+            jobs.append({"overrides": overrides, "folder": number, "status": "done"})
+    return of_folders([sweep(tmp_path, jobs)])
+
+
+def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
+    three_by_three: Comparison,
+) -> None:
+    rows = json.loads(as_json(three_by_three))["rows"]
+    assert len(rows) == 9 and {row["replicates"]["runs"] for row in rows} == {3}
+    assert [row["speedup"] for row in rows[3:6]] == pytest.approx([2, 2.05, 1.975])  # by seed
+    pair = rows[3]["replicates"]["speedup"]
+    logs = np.log([2, 2.05, 1.975])
+    half_width = T * np.std(logs, ddof=1) / np.sqrt(3)
+    ends = np.exp([logs.mean() - half_width, logs.mean() + half_width])
+    assert pair["mean"] == pytest.approx(np.exp(logs.mean()))
+    assert pair["interval"] == pytest.approx(ends, rel=1e-3)
+    assert set(rows[0]["replicates"]["speed"]) >= {"samples_per_second", "step_ms"}
+
+    screen = StringIO()
+    Console(file=screen, width=140).print(terminal(three_by_three))
+    printed = screen.getvalue()
+    (header, *lines) = printed[printed.index("configuration ") :].splitlines()[:4]
+    assert "best val/accuracy" in header and "speed-up (95 %)" in header and "step, ms" in header
+    for line, level in zip(lines, LEVELS, strict=True):
+        assert line.startswith(level) and "3 seeds" in line
+        assert len(re.findall(r"\(\S+–\S+\)", line)) >= (3 if level != "none" else 2)
+    assert "seed=" not in printed.partition("·")[0]
+
+    text, document = page.html(three_by_three), page.document(three_by_three)
+    table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
+    assert len(re.findall(r'<th scope="row"', table)) == 3
+    part = document[document.index("## Configurations") : document.index("## All numbers")]
+    assert part.count("| 3 seeds") == 3
+    for shown in (table, part):  # four columns, and the speed-up of all but the reference
+        assert len(re.findall(r"\(\S[^()]* to [^()]*\)", shown)) == 3 * 4 + 2
+
+
+def test_the_headline_compares_runs_of_the_same_seeds(three_by_three: Comparison) -> None:
+    headline = texts(three_by_three)[0]
+    assert headline.startswith("basic processed samples 2.01× as fast as none (95 %: 1.9")
+    assert "over 3 seeds, in pairs" in headline and "seed=" not in headline
+    grouped = by_configuration(three_by_three)
+    assert grouped is not None and grouped.reference == "none"
+    verdicts = {row.name: verdict(row, grouped) for row in grouped.rows}
+    assert verdicts == {"none": "reference", "basic": "faster", "amp": "no clear difference"}
+
+
+def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three: Comparison) -> None:
+    (figure,) = figures.figures(three_by_three)["validation"]
+    drawing = figure.charts[0][2]
+    assert drawing.count("<polygon") == drawing.count("<polyline") == 3
+    assert "lowest and highest" in figure.about
+    points, band = figures.average_curves([[(1, 2.0), (2, 4.0), (3, 1.0)], [(1, 4.0), (2, 4.0)]])
+    assert points == [(1, 3.0), (2, 4.0)] and band == [(1, 2.0, 4.0), (2, 4.0, 4.0)]
 
 
 def test_folds_of_one_configuration_are_one_figure(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.lock import lock
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import check
 from runner.composing import compose
-from runner.errors import ConfigError
+from runner.errors import ConfigError, UsageError
 from runner.overrides.groups import CONF
 from runner.sweep.config import Pruner, Sampler, SearchConfig
 from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
@@ -188,6 +190,17 @@ def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path: Path, prun
         assert reasons[1] == "pruned at validation 2: val/loss 9 (median)"
 
 
+def test_without_optuna_a_search_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UsageError, match=r"optuna.* not installed: pip install '.*\[search\]'"):
+        check(read_arguments(["experiment=search", INTERVAL]))  # a sweep without -m
+    assert check(read_arguments(["experiment=search", "hydra.mode=RUN"])).config is not None
+    assert not list(tmp_path.iterdir())
+
+
 def search(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
     (folder / "search_package.py").write_text((HERE / "search_package.py").read_text())
     return sweep(folder, *PLANTED, *typed)
@@ -248,7 +261,7 @@ def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
 @pytest.mark.slow
 def test_a_trial_that_is_behind_stops_early_and_cleanly(tmp_path: Path) -> None:
     typed = ["+model.x=choice(0.3,3)", "+model.pause_s=0.02", "training.steps=200"]
-    typed += ["training.validate_every=10", "search.startup=1", "search=grid", "search.seed=1"]
+    typed += ["training.validate_every=10", "search.startup=1", "search=grid", "search.seed=2"]
     done = search(tmp_path, *typed, "search.pruner=median")
     assert done.returncode == 0, done.stderr
     good, behind = told(only(tmp_path), "comparison.json")["rows"]
@@ -262,8 +275,8 @@ def start(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
     (folder / "search_package.py").write_text((HERE / "search_package.py").read_text())
     variables = {**environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "runner", "-m", "data=cancer", "device=cpu", *PLANTED, *typed]
-    log = (folder / f"log-{len(list(folder.glob('log-*')))}").open("wb")
-    return subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -293,6 +306,7 @@ def test_a_search_that_is_killed_goes_on_with_its_trials(tmp_path: Path) -> None
     assert [row["status"] for row in rows] == ["done"] * 6
     cut_off = [job for job in told(only(tmp_path))["jobs"] if job["tries"] > 1]
     assert cut_off  # they were taken up, with their values
+    assert {job["status"] for job in told(only(tmp_path))["jobs"]} == {"done"}
 
 
 @pytest.mark.slow
