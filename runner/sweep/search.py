@@ -75,7 +75,7 @@ def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictCo
         wait_for_running_jobs(session.folder, earlier)
         starter.hydras.append(MODE)
         study = StudyFile(plan, session.folder)
-        trials = Trials(study, starter, lambda overrides: compose(config, overrides))
+        trials = TrialJobs(study, starter, lambda overrides: compose(config, overrides))
         trials.resume()
         try:
             Schedule(session.sweep, session.folder, settings, starter.start, trials).run([])
@@ -94,7 +94,7 @@ class RunningTrial:
 
 
 @dataclass
-class Trials:
+class TrialJobs:
     """The jobs of a search: each of them is the next trial of its study."""
 
     study: StudyFile
@@ -162,7 +162,7 @@ class Trials:
         value = self._value(job)
         pruned = job.status in WELL and job.reason.startswith(PRUNED)
         status = "pruned" if pruned else "done" if value is not None else "failed"
-        self.study.tell(trial, status, value, job.reason)
+        self.study.record_end(trial, status, value, job.reason)
 
     def skip(self) -> list[Job]:
         """None: the study knows which trials are left."""

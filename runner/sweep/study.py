@@ -96,7 +96,7 @@ class StudyFile:
             trial.set_user_attr(SWEEP, str(self.folder))
             return trial
 
-    def tell(self, trial: Trial, status: str, value: float | None, reason: str) -> None:
+    def record_end(self, trial: Trial, status: str, value: float | None, reason: str) -> None:
         """Record the end of a trial: done with its value, pruned, or failed."""
         if reason:
             trial.set_user_attr(REASON, reason)
@@ -176,7 +176,9 @@ class StudyFile:
             sweep = trial.user_attrs.get(SWEEP)
             lost = sweep is None or (Path(sweep).is_dir() and not is_locked(Path(sweep)))
             if trial.state is TrialState.RUNNING and lost:
-                self.tell(Trial(self.study, trial._trial_id), "failed", None, "its process ended")
+                self.record_end(
+                    Trial(self.study, trial._trial_id), "failed", None, "its process ended"
+                )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

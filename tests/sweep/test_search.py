@@ -110,7 +110,7 @@ def ask_all(folder: Path, given: SearchPlan) -> list[tuple[int, float]]:
         study = StudyFile(given, folder)
         while (trial := study.ask()) is not None:
             x = trial.params["x"]
-            study.tell(trial, "done", (float(x) - 0.3) ** 2, "")
+            study.record_end(trial, "done", (float(x) - 0.3) ** 2, "")
             made.append((trial.number, float(x)))
     return made
 
@@ -183,7 +183,7 @@ def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path: Path, prun
         trial = study.ask()
         assert trial is not None
         reasons = [study.report(trial, at, value) for at in (1, 2, 3, 4)]
-        study.tell(trial, "done", value, "")
+        study.record_end(trial, "done", value, "")
     pruned = [bool(reason) for reason in reasons]
     assert pruned[0] is False and any(pruned) is (pruner is not Pruner.none)
     if pruner is Pruner.median:
