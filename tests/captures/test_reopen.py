@@ -70,6 +70,7 @@ def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(tmp_path
 
 def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(tmp_path: Path) -> None:
     amp = ["optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
+    amp.append("optimization.measure=false")
     off = {"amp", "fused_optimizer"}
     moved, stayed, hook = taken(tmp_path, "optimization=basic", *amp)
     for capture in (moved, stayed):

@@ -150,7 +150,7 @@ def test_other_files_among_images_are_left_out_and_counted(tmp_path: Path) -> No
     red_and_blue(tmp_path)
     (tmp_path / "red" / "notes.txt").write_text("red")
     source = red_and_blue(tmp_path)
-    assert len(source.files) == 8
+    assert len(source.sources) == 8
     assert "files that are no images: 1" in source.choices[0].reason
 
 
@@ -167,7 +167,8 @@ def test_labelled_text_is_read_from_a_csv(tmp_path: Path) -> None:
     assert bytes(inputs["input_ids"][0].tolist()) == b"good, re"
     assert inputs["input_ids"][1].tolist() == [*b"bad", 256, 256, 256, 256, 256]
     assert inputs["attention_mask"][2].tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
-    assert "1 of 3 texts are longer" in source.choices[0].reason
+    reasons = {choice.key: choice.reason for choice in source.choices}
+    assert "1 of 3 texts are longer" in reasons["data.sequence"]
     numbers = text(Text(path=str(path), text="review", target="id"))
     assert numbers.sizes.class_names == ("1", "2", "3")
 
