@@ -100,9 +100,11 @@ def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
-    waiting = [[e.value for e in events.Scalars(f"ranks/{rank}/waiting")] for rank in range(2)]
+    waiting = [
+        [e.value for e in events.Scalars(f"watch_ranks/{rank}/waiting")] for rank in range(2)
+    ]
     assert 0 < waiting[1][-1] < waiting[0][-1] <= 1  # the second is slow
-    assert all(events.Scalars(f"ranks/{r}/peak_process_mib")[-1].value > 50 for r in range(2))
+    assert all(events.Scalars(f"watch_ranks/{r}/peak_process_mib")[-1].value > 50 for r in range(2))
 
 
 def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
