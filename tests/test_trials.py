@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import time
 from pathlib import Path
@@ -84,8 +85,10 @@ def test_a_technique_that_is_slower_here_is_dropped_with_both_figures_and_resume
     row = runs.status(summary, "amp")
     assert (row.status, row.engaged) == ("skipped", False)
     assert row.evidence["measured_ms"] > max(50, row.evidence["without_ms"])
-    used, without = (f"{row.evidence[key]:.3g}" for key in ("measured_ms", "without_ms"))
-    assert row.reason.startswith(f"slower here: {used} ms against {without} ms without it")
+    said = re.match(r"slower here: (\S+) ms against (\S+) ms without it", row.reason)
+    assert said is not None, row.reason
+    figures = [row.evidence["measured_ms"], row.evidence["without_ms"]]
+    assert [float(ms) for ms in said.groups()] == pytest.approx(figures, rel=0.01)
     (choice,) = [c for c in summary.choices if c.key == "optimization.amp.enabled"]
     assert choice.value is False
     (trial,) = history  # each seventh step is of a smaller batch, and not timed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ class BenchmarkResult:
 
     def write(self, folder: Path) -> None:
         """Replace `benchmark.json`; NaN and Inf become null. Raises StorageError."""
+        with suppress(OSError):  # as writing says
+            folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / FILE, asdict(self))
 
     @classmethod

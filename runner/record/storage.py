@@ -174,13 +174,9 @@ def _regular(descriptor: int, path: str | Path) -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file, in a new folder if need be; NaN and Inf become null.
-
-    Raises StorageError.
-    """
+    """Replace a JSON file; NaN and Inf become null. Raises StorageError."""
     text = json.dumps(json_safe(value), indent=2, default=str, allow_nan=False)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text + "\n")
     except OSError as error:
         raise StorageError(f"{path}: not written: {error.strerror or error}") from error

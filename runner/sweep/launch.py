@@ -6,17 +6,19 @@ Each is composed when its turn comes, which takes 0.3 s: the first one does not 
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.errors import RunnerError, StorageError, SweepFailed
+from runner.errors import RunnerError, SecurityError, StorageError, SweepFailed
 from runner.security import secrets
 from runner.sweep.config import LauncherConfig
 from runner.sweep.job_starter import JobStarter, make_spec, open_sweep, start_fork_server
@@ -80,24 +82,27 @@ class JobStream:
         self._batches = [*session.sweep.jobs]  # of earlier calls by a sweeper that makes several
         taken = [job.folder for job in self._batches]
         self.planner = Planner(session.folder, session.earlier, job_overrides, taken)
-        self._next: JobPlan | None = None
+        self._ready = deque[JobPlan]()
         log.info("%s: %d jobs", session.folder, len(job_overrides))
+        if not _numbers_folders(config):  # one that is refused is an error before any job begins
+            while (plan := self._compose()) is not None:
+                self._ready.append(plan)
 
     def next_job(self) -> JobPlan | None:
         """The next job; None at the end."""
-        plan, self._next = self._next or self._compose(), None
-        return plan
+        return self._ready.popleft() if self._ready else self._compose()
 
     def watch(self, _: JobPlan) -> None:
         """Compose the next job while others run."""
-        self._next = self._next or self._compose()
+        if not self._ready and (plan := self._compose()) is not None:
+            self._ready.append(plan)
 
     def settle(self, _: JobPlan) -> None:
         """No job depends on another one's result."""
 
     def skip(self) -> list[Job]:
         """The jobs that are left; one that an earlier process has begun stays as it was."""
-        left = [] if self._next is None or self._next.job.ended else [self._next.job]
+        left = [plan.job for plan in self._ready if not plan.job.ended]
         while self._rest:
             number, overrides = self._rest.popleft()
             job = self.planner.take(overrides)
@@ -132,7 +137,7 @@ class JobStream:
             config = self._compose_config(self.config, overrides)
             return config, make_spec(config, overrides, number)
         except (RunnerError, HydraException, OmegaConfBaseException) as error:
-            if not self.plans:
+            if not self.plans or isinstance(error, SecurityError):
                 raise
             reason = secrets.named(" ".join(str(error).split()))
             return self.config, JobSpec(number, overrides, str(number), error=reason)
@@ -155,6 +160,12 @@ class JobStream:
             text += f", {onward} of them from a checkpoint" if onward else ""
             text += "" if done < total else " (sweep.resume=none starts a new one)"
             log.info("%s: %s", self.session.folder, text)
+
+
+def _numbers_folders(config: DictConfig) -> bool:
+    """Whether the jobs' folders depend on their numbers alone."""
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    return "${" not in re.sub(r"\$\{hydra\.job\.(num|id)\}", "", str(sweep["subdir"]))
 
 
 def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
