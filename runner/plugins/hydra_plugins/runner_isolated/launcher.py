@@ -23,7 +23,14 @@ class IsolatedLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what jobs are composed with; their task is a process's, not this function."""
+        """Keep what jobs are composed with; their task is a process's, not this function.
+
+        Hydra's sweeper would compose all jobs once more, to check them, before the first begins.
+        """
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        sweeper: Any = BasicSweeper
+        sweeper.validate_batch_is_legal = _is_checked_when_composed
         self.compose, self.config = hydra_context.config_loader.load_sweep_config, config
 
     def launch(
@@ -35,3 +42,7 @@ class IsolatedLauncher(Launcher):
 
         settings = LauncherConfig(**self.settings)
         return launch(self.config, self.compose, settings, job_overrides, initial_job_idx)
+
+
+def _is_checked_when_composed(sweeper: object, batch: Any) -> None:
+    """For this launcher: `runner.sweep.launch` says of each job why it cannot be composed."""
