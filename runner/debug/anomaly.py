@@ -189,7 +189,8 @@ class AnomalyTool(Tool):
         """
         alone: list[float] = []
         others: list[float] = []
-        for step, seconds in enumerate(run.watch.steps, self.first + 1):
+        laps = run.watch.laps()
+        for step, seconds in enumerate(laps.tolist(), self.first + run.watch.count - len(laps) + 1):
             if step > self.first + SETTLING and step not in self.shared:
                 (alone if step % self.every == 0 else others).append(seconds)
         if not alone or not others:

@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
+
+import numpy as np
 
 from runner.debug.config import DebugConfig
 from runner.debug.profile_window import GRAPH, Window, place_window
@@ -20,7 +21,7 @@ from runner.record import markdown
 from runner.record.storage import replace_text
 from runner.training.hook import Report, Step
 from runner.training.run import Run
-from runner.training.timing import PHASES, SETTLING
+from runner.training.timing import PHASES
 
 log = logging.getLogger("runner")
 
@@ -242,11 +243,11 @@ class ProfileTool(Tool):
         spent["other"] = max(0.0, spent["other"] - self.tools)
         if not any(spent.values()):
             spent = dict(run.watch.spent)
-        whole, steps = sum(spent.values()), run.watch.steps[SETTLING:] or run.watch.steps
+        whole = sum(spent.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
         facts = Facts(
             split={phase: seconds / whole for phase, seconds in spent.items()} if whole else {},
-            step_ms=median(steps) * 1e3 if steps else 0.0,
+            step_ms=float(np.median(run.watch.settled_laps())) * 1e3 if run.watch.count else 0.0,
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
             in_memory=bool(workers and "in memory" in workers.reason),

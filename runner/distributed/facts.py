@@ -17,7 +17,7 @@ from runner.distributed.world import World
 from runner.parity.flops import peak_flops
 from runner.training.hook import Evaluation, Hook
 from runner.training.run import Run
-from runner.training.timing import SETTLING, Stopwatch
+from runner.training.timing import Stopwatch
 
 
 class Processes(Hook):
@@ -147,8 +147,7 @@ def _product_type(run: Run) -> torch.dtype:
 
 
 def _usual_ms(run: Run) -> float:
-    steps = run.watch.steps[SETTLING:] or run.watch.steps
-    return 1e3 * sum(steps) / max(1, len(steps))
+    return 1e3 * float(run.watch.settled_laps().mean()) if run.watch.count else 0.0
 
 
 def _waiting_share(run: Run) -> float:

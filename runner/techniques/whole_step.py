@@ -84,7 +84,7 @@ def engaged(knobs: WholeStep, run: Run) -> Evidence:
     whole = run.whole
     if whole is None:
         return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
-    made = max(len(run.watch.steps), whole.steps)  # a loop of the user's own is not timed
+    made = max(run.watch.count, whole.steps)  # a loop of the user's own is not timed
     facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.compilation_facts()}
     if not whole.steps:
         return Evidence(False, compiler.graph_obstacle(run) or "no full batch came", facts)

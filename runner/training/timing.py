@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from runner.training.summary import StepTime, Throughput
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
 UNUSUAL = ("whole_step", "waiting")  # shown where there are any
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
-RANKED = 2**13  # steps, evenly spread, that percentiles are of
+KEPT = 2**14  # steps whose length is kept, the newest ones: a long run needs no more memory
 TIMED = 2**10  # steps whose events on the device are kept, the newest ones
 SAMPLED = 50  # on an accelerator, each n-th step is timed on the device as well
 FEWEST, MOST = 5, 11  # marks of a step that is not one graph; more are many micro-batches
@@ -33,8 +32,10 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.spent = dict.fromkeys(PHASES, 0.0)
-        self.steps = array("f")  # seconds; 4 bytes a step
+        self.count = 0  # steps timed so far
+        self.lengths = np.zeros(KEPT, np.float32)  # seconds of step n at n % KEPT
         self.total = 0.0
+        self.settled = 0.0  # the total without the first few steps
         self.samples = 0
         self.now = 0.0
         self.started = 0.0
@@ -46,11 +47,11 @@ class Stopwatch:
 
     def start(self) -> None:
         """A step begins: with the wait for its batch."""
-        if len(self.steps) == SETTLING:
+        if self.count == SETTLING:
             self.spent = dict.fromkeys(PHASES, 0.0)
         self.started = self.now = perf_counter()
         self.running = True
-        self.sampling = self.device.type != "cpu" and len(self.steps) % SAMPLED == SAMPLED - 1
+        self.sampling = self.device.type != "cpu" and self.count % SAMPLED == SAMPLED - 1
         if self.sampling:
             self.marks = [("", self.mark())]
 
@@ -67,13 +68,25 @@ class Stopwatch:
         """The step has ended; `samples` were in its batch."""
         now = perf_counter()
         self.running = False
-        self.steps.append(now - self.started)
-        self.total += now - self.started
+        seconds = now - self.started
+        self.lengths[self.count % KEPT] = seconds
+        self.count += 1
+        self.total += seconds
         self.spent["other"] += now - self.now
-        if len(self.steps) > SETTLING:
+        if self.count > SETTLING:
+            self.settled += seconds
             self.samples += samples
         if self.sampling and FEWEST <= len(self.marks) <= MOST:
             self.events.append([(name or "other", mark) for name, mark in self.marks])
+
+    def laps(self, first: int = 0) -> np.ndarray:
+        """Seconds of each step from number `first`, counted from 0, of those that are kept."""
+        first = max(first, self.count - KEPT)
+        return self.lengths[np.arange(first, self.count) % KEPT]
+
+    def settled_laps(self) -> np.ndarray:
+        """Of the steps after the first few, where there are any."""
+        return self.laps(SETTLING if self.count > SETTLING else 0)
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -97,14 +110,12 @@ class Stopwatch:
         return event
 
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
-        """Percentiles, rates and shares over the steps after the first few."""
-        if not self.steps:
+        """Rates and shares over the steps after the first few, percentiles of the newest 16,384."""
+        if not self.count:
             return Throughput()
-        steps = np.frombuffer(self.steps, np.float32)  # a view: copies would grow with the run
-        steps = steps[SETTLING:] if len(steps) > SETTLING else steps
-        p50, p95 = np.percentile(steps[:: -(-len(steps) // RANKED)], [50, 95]).tolist()
-        total = float(steps.sum(dtype=np.float64))
-        rate = self.samples / total if len(self.steps) > SETTLING else 0.0
+        p50, p95 = np.percentile(self.settled_laps(), [50, 95]).tolist()
+        total = self.settled or self.total
+        rate = self.samples / total if self.count > SETTLING else 0.0
         spent = self._device_split() or {x: seconds / total for x, seconds in self.spent.items()}
         exposed = min(self.exposed, spent["backward"])
         spent["backward"] -= exposed

@@ -124,7 +124,7 @@ class TurnHook(Hook):
         """From here on it counts."""
         run.device.synchronize()
         self.made = 0
-        self.laps = len(run.watch.steps)  # the current step will be the next lap
+        self.laps = run.watch.count  # the current step will be the next lap
         self.data = run.watch.spent["data"]
         self.begun = perf_counter()
         self.then = self._end_turn
@@ -147,7 +147,7 @@ class TurnHook(Hook):
         laps, per_sample = [seconds / steps], seconds / sum(samples)
         if run.device.kind == "cpu":
             # the lap of the step at whose end it began is left out, that of this one is open yet
-            laps = [*run.watch.steps[self.laps + 1 :], now - run.watch.started]
+            laps = [*run.watch.laps(self.laps + 1).tolist(), now - run.watch.started]
             per_sample = median(laps) / median(samples)
         self.turns.append(1e3 * (seconds / steps if self.workers else median(laps)))
         turn = Turn(
