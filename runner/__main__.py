@@ -70,6 +70,10 @@ def _main(typed: list[str]) -> int:
 
                 sys.stdout.write(help_text() if arguments.help else version_text())
                 return 0
+            from runner.cli.typos import find_typo
+
+            if not arguments.config_flags() and (typo := find_typo(arguments.overrides)):
+                raise typo
             from runner.cli.preflight import check
 
             request = check(arguments)  # no torch, no folder: a mistake is answered at once

@@ -19,7 +19,7 @@ from runner.data.config import OPTIONS as DATA
 from runner.errors import ConfigError, StorageError, install_command
 from runner.models.config import OPTIONS as MODELS
 from runner.overrides import aliases
-from runner.overrides.groups import nearest, options
+from runner.overrides.groups import SURE, nearest, options
 from runner.overrides.spelling import (
     CliOverride,
     Compose,
@@ -39,7 +39,6 @@ PLUGINS = (
 )
 NEED_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"
-SURE = 0.75  # similarity from which two spellings are taken for one word
 
 
 def explain(

@@ -14,6 +14,7 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
 )
 ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Other spellings of groups."""
+SURE = 0.75  # similarity from which two spellings are taken for one word
 FOREIGN = ("data", "model", "objective")
 """Groups where `_target_` may name a class of the user's own."""
 ARGUMENT = re.compile(
