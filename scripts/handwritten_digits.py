@@ -17,6 +17,7 @@ from torch import nn
 EPOCHS, BATCH, LR, WARMUP = 20, 32, 1e-3, 0.05
 
 folder = Path(sys.argv[1])
+most = int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize  # steps
 torch.manual_seed(0)
 data = np.load(Path(__file__).parents[1] / "runner" / "data" / "files" / "digits.npz")
 x = torch.from_numpy(data["images"].astype(np.float32) / 16).view(-1, 64)
@@ -31,7 +32,7 @@ model = nn.Sequential(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 steps_per_epoch = -(-len(train_x) // BATCH)
-total = EPOCHS * steps_per_epoch
+total, step = min(EPOCHS * steps_per_epoch, most), 0
 warm = int(WARMUP * total)
 schedule = torch.optim.lr_scheduler.LambdaLR(
     optimizer,
@@ -50,6 +51,9 @@ for _ in range(EPOCHS):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        step += 1
+        if step == total:
+            break
     model.eval()
     with torch.no_grad():
         accuracy = (model(val_x).argmax(1) == val_y).float().mean()
@@ -57,3 +61,5 @@ for _ in range(EPOCHS):
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.pt"
     )
     print(f"loss {loss.item():.4f}  accuracy {accuracy.item():.4f}")
+    if step == total:
+        break

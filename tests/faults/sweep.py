@@ -49,14 +49,21 @@ def kill_and_continue(
     folder: Path, seeds: Sequence[int], broken: dict[int, str], timeout_s: float,
     kills: int, draw: random.Random,
 ) -> int:  # fmt: skip
-    """The exit code of the last of the commands, of which the others were killed."""
-    for number in range(kills + 1):
+    """The exit code of the last of the commands, of which the others were killed.
+
+    The kills are spread over the jobs, each at a moment drawn within the second after one is done.
+    """
+    share = (len(seeds) - len(broken)) / (kills + 1)
+    moments = [share * (number + draw.random()) for number in range(kills)]
+    for moment in [*moments, None]:
         process = start(folder, seeds, broken, timeout_s)
         try:
-            if number == kills:
+            if moment is None:
                 return process.wait(LIMIT_S)
-            process.wait(draw.uniform(5, 15 + len(seeds) / 4))
-        except subprocess.TimeoutExpired:
+            while process.poll() is None and _done(folder) < moment:
+                time.sleep(0.1)
+            time.sleep(draw.random())
+            assert process.poll() is None, "the sweep has ended before it was killed"
             os.kill(process.pid, signal.SIGKILL)
             print(f"the sweep's process is killed, {_done(folder)} jobs done", flush=True)
         finally:
