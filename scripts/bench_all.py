@@ -1,0 +1,129 @@
+"""Every benchmark once, and docs/benchmarks.md with what each has printed.
+
+    python scripts/bench_all.py [--only TITLE …] [--smoke] [--write]
+
+Each is a command of its own, below `COMMANDS`; it holds a control, and its first line in the page
+says what it compares. --smoke takes the smallest sizes, to see that all of them work. --write
+replaces docs/benchmarks.md, with the machine, the date and the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+WIDTH = 100
+COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
+    "Whole commands": ("bench_wall.py --pairs 5", "bench_wall.py typo --pairs 1"),
+    "Short runs under each level": ("bench_wall.py levels --pairs 3", ""),
+    "A step beside a bare loop": (
+        "bench_overhead.py tiny mlp cnn gpt --levels none,basic,ultra --rounds 5",
+        "bench_overhead.py tiny --rounds 1 --steps 12 --levels none",
+    ),
+    "What the levels buy": (
+        "bench_techniques.py mlp cnn gpt --rounds 9",
+        "bench_techniques.py tiny --rounds 3 --only 'none,none again'",
+    ),
+    "What optimization=auto chooses": (
+        "bench_auto.py mlp cnn gpt --steps 20000 --budget 90 --each 3",
+        "",  # compiles for minutes, whatever its size
+    ),
+    "Compiling, the first time and the second": ("bench_compile.py mlp gpt", ""),
+    "Guards and tools": (
+        "bench_debug.py tiny gpt --threads 1 --rounds 5",
+        "bench_debug.py tiny --only control --rounds 1 --steps 12",
+    ),
+    "Security": (
+        "bench_security.py",
+        "bench_security.py --files 2 --tensors 10 --mb 1 --rounds 1",
+    ),
+    "How often an interval holds the truth": (
+        "bench_statistics.py",
+        "bench_statistics.py --runs 2 --blocks 10",
+    ),
+    "Reading a table": ("bench_tables.py --rounds 5", "bench_tables.py --rows 1000 --rounds 1"),
+    "A step by two processes": (
+        "bench_distributed.py gpt cnn --rounds 5 --steps 8",
+        "bench_distributed.py tiny --rounds 1 --steps 12",
+    ),
+}
+
+
+def machine() -> str:
+    """Processor, cores, versions and commit, on one line."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return (
+        f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
+        f"torch {version('torch')}, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d')}, commit {commit}"
+    )
+
+
+def run(command: str) -> tuple[str, int]:
+    """What a benchmark prints, and its exit code."""
+    script, *arguments = shlex.split(command)
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *arguments],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    if done.returncode:
+        sys.stderr.write(done.stderr[-2000:])
+    return done.stdout.strip(), done.returncode
+
+
+def section(title: str, command: str, printed: str) -> str:
+    """Of the page: the command, what its script says it is, and what it printed."""
+    script = (ROOT / "scripts" / command.split()[0]).read_text()
+    about = script.partition('"""')[2].partition("\n\n")[0]
+    body = printed if printed.startswith("|") else f"```\n{printed}\n```"
+    return f"## {title}\n\n{about}\n\n    python scripts/{command}\n\n{body}\n"
+
+
+def main() -> int:
+    """Run them one after the other; exit code 1 where one has failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=[*COMMANDS], metavar="TITLE")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    if asked.write and (asked.only or asked.smoke):
+        parser.error("--write takes all of them, in their full size")
+    failed, sections = [], []
+    print(machine(), flush=True)
+    for title, (whole, smallest) in COMMANDS.items():
+        command = smallest if asked.smoke else whole
+        if not command or title not in (asked.only or COMMANDS):
+            continue
+        printed, code = run(command)
+        print(f"\n{title}: python scripts/{command}\n{printed}", flush=True)
+        sections.append(section(title, command, printed))
+        failed += [title] if code or not printed else []
+    if asked.write and not failed:
+        head = (
+            "Ratios of one run each, in turns, with a control: absolute times drift, ratios hold."
+        )
+        PAGE.write_text("\n".join(["# Benchmarks\n", f"{head}\n{machine()}.\n", *sections]))
+    print(*(f"FAILED: {title}" for title in failed), sep="\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
