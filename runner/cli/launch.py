@@ -20,7 +20,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import configure_log, run_job
+from hydra.core.utils import JobStatus, configure_log, run_job
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, OmegaConf
@@ -93,7 +93,9 @@ def launch(request: Request) -> int:
                     results.existed = _nearest_folder(request.config)
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
-                    run_job(job, request.config, "hydra.run.dir", None, context)
+                    done = run_job(job, request.config, "hydra.run.dir", None, context)
+                    if done.status is JobStatus.FAILED:  # which Hydra keeps to itself
+                        raise done._return_value
     finally:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures

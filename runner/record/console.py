@@ -62,7 +62,7 @@ class Screen(Console):
 def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> None:
     """Print a result, in a pipe without blanks at the ends of lines, and folded only if `fold`.
 
-    A reader that has read enough (`| head`) is no error.
+    A reader that has read enough (`| head`), or a full disk behind it, is no error.
     """
     screen = Screen()
     if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
@@ -73,7 +73,7 @@ def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> N
     lines = printed.get().split("\n")
     try:
         print("\n".join(line.rstrip(" ") for line in lines), end="", flush=True)  # noqa: T201
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -175,7 +175,10 @@ class Child:
         if code < 0:
             return self._killed(-code)
         reason = "" if well else reason  # it failed after the run itself
-        reason = reason or self.last_line() or f"it ended with {code} and printed nothing"
+        line = self.last_line()
+        if code == StorageError.exit_code and not line.startswith("error"):  # nor was that line
+            line = f"its files could not be written (exit code {code})"
+        reason = reason or line or f"it ended with {code} and printed nothing"
         return ("oom" if MEMORY.search(reason) else "failed"), reason
 
     def _killed(self, number: int) -> tuple[str, str]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.errors import UsageError
 from runner.overrides.groups import CONF, options
+from runner.training.summary import Summary
 from tests import runs
 
 PACKAGE = """
@@ -171,3 +173,15 @@ def test_a_folder_that_cannot_be_made_is_answered_with_the_key(
     assert done.returncode == 5
     key = "hydra.sweep.dir" if "-m" in typed else "hydra.run.dir"
     assert f"name another place: {key}=" in done.stderr
+
+
+def test_a_run_that_fails_keeps_its_exit_code_where_nothing_can_be_printed(tmp_path: Path) -> None:
+    typed = [*runs.QUICK, *runs.OURS, "data._target_=my_package.Torn", "+data.tenths=1"]
+    path = os.pathsep.join(map(str, (runs.TESTS.parent, runs.TESTS)))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", *typed, "model=mlp", "hydra.run.dir=run"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stdout=full, stderr=full,
+        )  # fmt: skip
+    assert "torn" in Summary.read(tmp_path / "run").reason
+    assert done.returncode == UsageError.exit_code

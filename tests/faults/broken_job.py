@@ -65,5 +65,5 @@ WAYS: dict[str, tuple[tuple[str, ...], str]] = {  # statuses of the job, and a p
     "no_memory": (("oom", "failed"), "memory"),
     "missing_file": (("failed",), "no-such-file"),
     "nan_weights": (("failed",), "finite"),
-    "full_disk": (("failed",), "File too large"),
+    "full_disk": (("failed",), "not be written"),
 }

@@ -117,7 +117,8 @@ def remove_file(target: Target) -> None:
 def edit_manifest(target: Target) -> None:
     """Change, add or remove a value; its digest stays."""
     path = target.newest / "manifest.json"
-    body = json.loads(path.read_text())
+    before = path.read_text()
+    body = json.loads(before)
     where = target.draw.choice([body, body["files"], *body["files"].values()])
     key = target.draw.choice(sorted(where))
     how = target.draw.randrange(3)
@@ -128,6 +129,8 @@ def edit_manifest(target: Target) -> None:
     else:
         where[f"{key}{target.draw.randrange(10)}"] = where[key]
     path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
+    if body == json.loads(before):  # the value was that already
+        edit_manifest(target)
 
 
 def link_file(target: Target) -> None:

@@ -20,7 +20,7 @@ from tests.faults.broken_job import WAYS
 
 BAD_SEED = -1  # refused before the job begins: the tenth way
 COMMON = [
-    "data=cancer", "model=mlp", "model.width=4", "training.steps=6", "optimization=none",
+    "data=cancer", "model=mlp", "model.width=4", "training.steps=30", "optimization=none",
     "device=cpu", "security.trusted=[broken_job]", "+debug.hooks=[{_target_: broken_job.Break}]",
     "hydra.launcher.jobs=2",
 ]  # fmt: skip
