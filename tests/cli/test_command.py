@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import UsageError
 from runner.overrides.groups import CONF, options
 from runner.training.summary import Summary
 from tests import runs
@@ -42,6 +41,10 @@ class Net(torch.nn.Module):
     def forward(self, x):
         Path("frames.json").write_text(json.dumps(frames()))
         return self.layer(x.flatten(1))
+
+class Fails(runner.Hook):
+    def on_step(self, run, step):
+        raise ValueError("told to fail")
 """
 
 
@@ -175,13 +178,14 @@ def test_a_folder_that_cannot_be_made_is_answered_with_the_key(
     assert f"name another place: {key}=" in done.stderr
 
 
-def test_a_run_that_fails_keeps_its_exit_code_where_nothing_can_be_printed(tmp_path: Path) -> None:
-    typed = [*runs.QUICK, *runs.OURS, "data._target_=my_package.Torn", "+data.tenths=1"]
-    path = os.pathsep.join(map(str, (runs.TESTS.parent, runs.TESTS)))
+def test_a_run_that_fails_keeps_its_exit_code_where_nothing_can_be_printed(folder: Path) -> None:
+    hook = ["security.trusted=[own_package]", "+debug.hooks=[{_target_: own_package.Fails}]"]
+    typed = [*runs.QUICK, *runs.TABLE, *hook, "hydra.run.dir=run"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "runner", *typed, "model=mlp", "hydra.run.dir=run"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stdout=full, stderr=full,
+            [sys.executable, "-m", "runner", *typed],
+            env={**os.environ, "PYTHONPATH": str(CONF.parent)}, cwd=folder, stdout=full,
+            stderr=full,
         )  # fmt: skip
-    assert "torn" in Summary.read(tmp_path / "run").reason
-    assert done.returncode == UsageError.exit_code
+    assert "told to fail" in Summary.read(folder / "run").reason
+    assert done.returncode == 1
