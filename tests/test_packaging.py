@@ -25,7 +25,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 def output(command: list[str], cwd: Path) -> str:
     """What a command prints; the test fails, showing all it said, when the command does."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -201,3 +201,40 @@ def test_an_installation_works_from_any_folder(
 def test_the_installed_wheel_trains(installed: Installation, tmp_path: Path) -> None:
     output([str(installed.script), "-m", "training.steps=2"], cwd=tmp_path)  # finds its launcher
     assert list(tmp_path.glob("outputs/sweeps/*/*/0/summary.json"))
+
+
+QUICK = "device=cpu device.threads=1 monitoring.progress=false training.steps=12 name=mine "
+JOBS = (  # what is typed after `runner`, a file that it leaves, and what it says
+    (QUICK + "data=tabular data.path=t.csv data.target=y hydra.run.dir=outputs/run",
+     "run/report.md", "val/accuracy"),
+    ("job=evaluate checkpoint.resume=outputs/run evaluate.export=export",
+     "evaluations/*/*/exports/pipeline.pt2", "evaluated"),
+    ("job=predict checkpoint.resume=outputs/run data.path=new.csv",
+     "predictions/*/*/predictions.csv", "predictions.csv"),
+    (QUICK + "job=verify optimization=basic verify.steps=3",
+     "verifications/*/*/verify.json", "explained"),
+    (QUICK + "optimizer=sgd optimizer.lr=1e30 schedule=constant hydra.run.dir=outputs/bad",
+     "bad/debug/captures/step_*/manifest.json", "job=replay"),
+    ("job=replay replay.path=outputs/bad", "replays/*/*/replay.json", "addmm"),
+    (QUICK + "job=benchmark benchmark.arms=[none,basic] benchmark.budget_s=3 "
+     "benchmark.parity=false", "benchmarks/*/*/benchmark.json", "comparison.html"),
+    ("job=scan scan.path=outputs/run", "scans/*/*/scan.json", "outputs/run"),
+    ("job=doctor device=cpu", "doctor/*/*/doctor.json", "fused_optimizer"),
+    (QUICK + "-m optimizer.lr=0.01,0.1 seed=0,1", "sweeps/*/*/comparison.html", "2 seeds"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_does_every_job_in_a_folder_of_its_own(
+    installed: Installation, tmp_path: Path
+) -> None:
+    rows = [f"{i % 7},{i % 3},{'no' if i % 7 < 4 else 'yes'}\n" for i in range(120)]
+    (tmp_path / "t.csv").write_text("a,b,y\n" + "".join(rows))
+    (tmp_path / "new.csv").write_text("a,b\n1,2\n6,0\n")
+    for typed, left, said in JOBS:
+        told = output([str(installed.script), *typed.split()], cwd=tmp_path)
+        assert said in told, f"{typed}\n{told}"
+        assert list((tmp_path / "outputs").glob(left)), (typed, *tmp_path.glob("outputs/*/*/*"))
+    shown = output([str(installed.python), "-m", "runner.report", "outputs/sweeps"], cwd=tmp_path)
+    assert "lr=0.01" in shown and (tmp_path / "outputs/sweeps/comparison.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"t.csv", "new.csv", "outputs"}

@@ -12,7 +12,7 @@ from runner.overrides.groups import ALIASES, default_options, options
 ABOUT = """\
 Trains a PyTorch model on real data, from a config that is put together on the command line:
 group=option picks a file of conf/, key=value sets one key. Whatever happens in a run lies in
-its folder under outputs/runs/; look at all of them with `tensorboard --logdir outputs`.
+its folder under outputs/runs/; `python -m runner.report --tensorboard` shows them all.
 """
 KEYS = {
     "name": "the runs' folder under outputs/runs/ (default: data-model)",

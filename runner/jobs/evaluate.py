@@ -19,6 +19,7 @@ from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import ExportKind
 from runner.jobs.export import check, export
+from runner.models.config import HuggingFace
 from runner.report import run as report
 from runner.techniques.config import Quantization
 from runner.training.evaluation import evaluate
@@ -53,7 +54,10 @@ def main(config: RunConfig, folder: Path) -> Summary:
         if kind is ExportKind.none:
             return summary
         try:
-            summary.export = export(run, kind, folder / "exports")
+            tokenizer = None
+            if isinstance(config.model, HuggingFace):
+                tokenizer = getattr(config.data, "tokenizer", None) or config.model.path
+            summary.export = export(run, kind, folder / "exports", tokenizer)
         except RunnerError as error:
             summary.reason = str(error)
             raise

@@ -54,11 +54,14 @@ def check(kind: ExportKind) -> None:
         raise ConfigError(KEY, problem, install_command("onnx"))
 
 
-def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
+def export(
+    run: Run, kind: ExportKind, folder: Path, tokenizer: str | None = None
+) -> dict[str, Any]:
     """Write the evaluated model to `folder`; returns its file, bytes and largest difference.
 
-    On the CPU and in the weights' own precision, with a batch of any size. Raises ConfigError for a
-    model that the format does not take, and StorageError.
+    On the CPU and in the weights' own precision, with a batch of any size. With the folder of a
+    `tokenizer`, weights are a folder for `from_pretrained` of transformers. Raises ConfigError for
+    a model that the format does not take, and StorageError.
     """
     path = folder / FILES[kind]
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +75,10 @@ def export(run: Run, kind: ExportKind, folder: Path) -> dict[str, Any]:
         elif kind is ExportKind.weights:
             entry["model"] = "float"
             _write_tensors(path, standalone(run).state_dict())
+            if tokenizer is not None:
+                from runner.models.hugging_face import save_beside
+
+                save_beside(run.model, Path(tokenizer), folder)
         else:
             model = (standalone(run) if run.quantized is None else run.quantized.model).cpu()
             inputs, samples = _example(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from runner.data.batch import Sizes
 from runner.errors import ConfigError
 from runner.models.stored import read_weights, some
 from runner.security.files.policy import FilePolicy
-from runner.security.hugging_face import import_transformers, load_from, silenced
+from runner.security.hugging_face import import_transformers, load_from, silenced, vocabulary_digest
 from runner.techniques.base import Choice
 
 log = logging.getLogger("runner")
@@ -68,6 +69,21 @@ def build_pretrained(
     made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
     log.info("%s: %s: %s", KEY, made.value, made.reason)
     return model, [made]
+
+
+def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
+    """Write config.json and the tokenizer's files beside the weights, for `from_pretrained`.
+
+    `model` was made by `build_pretrained`. Raises OSError, and ConfigError where `tokenizer` has
+    become unreadable.
+    """
+    settings = deepcopy(model.config)
+    settings.architectures, settings.use_cache = [type(model).__name__], True
+    settings.save_pretrained(folder)
+    if not vocabulary_digest(tokenizer):
+        return
+    auto = import_transformers(KEY).AutoTokenizer
+    load_from(tokenizer, KEY, auto.from_pretrained, use_fast=True).save_pretrained(folder)
 
 
 def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:

@@ -83,7 +83,8 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
     """A name for each run: that of its experiment, and below it what differs."""
     groups: dict[Path, list[Path]] = {}
     for run in runs:
-        groups.setdefault(run.parent, []).append(run)
+        own = run.name != BOARD and not run.name[:1].isdigit()  # hydra.run.dir=outputs/tuned
+        groups.setdefault(run if own else run.parent, []).append(run)
     titles = {parent: _title(parent) for parent in groups}
     often = Counter(titles.values())
     wanted = {}
@@ -97,7 +98,8 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _title(parent: Path) -> str:
-    """The experiment: `outputs/runs/<name>`, `outputs/sweeps/<name>/<time>-<id>`."""
+    """The experiment: `outputs/runs/<name>`, `outputs/sweeps/<name>/<time>-<id>`, or a run's own
+    folder."""
     return parent.parent.name if parent.name[:1].isdigit() else parent.name
 
 

@@ -66,11 +66,7 @@ class EndTable:
         ]
         self.commands = []
         if folder is not None:
-            where = _logdir(folder)
-            self.commands = [
-                ("look at it:    ", f"tensorboard --logdir {where}"),
-                ("with names:    ", f"python -m runner.report --tensorboard {where}"),
-            ]
+            self.commands = [("look at it:    ", _board(folder))]
             if again := _replay(folder, faults):
                 self.commands.append(("look into it:  ", again))
 
@@ -116,7 +112,7 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
     parts += ["## Origin", md.table(("", ""), origin)]
     parts += ["The same again:", md.code(summary.command, "sh")]
     if folder is not None:
-        parts += ["The curves:", md.code(f"tensorboard --logdir {_logdir(folder)}", "sh")]
+        parts += ["The curves:", md.code(_board(folder), "sh")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -363,9 +359,8 @@ def _files(summary: Summary, folder: Path, full: bool) -> Rows:
     return rows + ([("debug/", ", ".join(names))] if names else [])
 
 
-def _logdir(folder: Path) -> str:
-    """What to hand to TensorBoard: `outputs`, where the run lies in one, so as to compare runs."""
+def _board(folder: Path) -> str:
+    """TensorBoard with names, on `outputs` where the run lies in one, so as to compare runs."""
     parents = [folder.absolute(), *folder.absolute().parents]
-    return shlex.quote(
-        short_path(next((path for path in parents if path.name == "outputs"), folder))
-    )
+    place = short_path(next((path for path in parents if path.name == "outputs"), folder))
+    return f"python -m runner.report --tensorboard {shlex.quote(place)}"

@@ -119,7 +119,7 @@ def _files(comparison: Comparison) -> Iterator[Text]:
     if (home / PAGE).exists():
         lines["the page:   "] = f"{folder}/{PAGE}"
     if (home / BOARD).exists():
-        lines["look at it: "] = f"tensorboard --logdir {shlex.quote(folder)}"
+        lines["look at it: "] = f"python -m runner.report --tensorboard {shlex.quote(folder)}"
     for name, text in lines.items():
         shown = escape_control_chars(text)
         yield Text.assemble((name, "dim"), shown, no_wrap=True, overflow="ignore")

@@ -174,6 +174,14 @@ def test_a_decoder_learns_from_plain_text_and_labels_texts_without_a_padding_tok
     text = ["data=tokens", f"data.path={tmp_path}/corpus.txt", "data.sequence=16"]
     summary = runs.trained(*own, *text, folder=tmp_path / "run")
     assert summary.metrics["val/perplexity"] < 20  # of some 60 ids in use
+    asked = ["job=evaluate", "evaluate.export=weights", f"checkpoint.resume={tmp_path}/run"]
+    evaluate.main(runs.config(*own, *text, *asked), tmp_path / "evaluated")
+    from transformers import AutoModelForCausalLM
+
+    exported = tmp_path / "evaluated/exports"
+    theirs, loaded = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(loaded.values())  # also the head, which is the embedding
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
     labelled = ["data=text", f"data.path={tmp_path}/r.csv", "training.micro_batch=3"]
     with runs.opened(*own, *labelled) as run:
         assert run.model.config.pad_token_id == 3  # the end of a text
@@ -200,6 +208,22 @@ def test_a_tuned_model_is_exported(place: Path, tmp_path: Path, kind: str) -> No
     summary = evaluate.main(runs.config(*overrides(place), *asked), tmp_path)
     assert summary.metrics["val/accuracy"] > 0.85
     assert summary.export["bytes"] > 0
+    if kind == "export":
+        return
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    exported = tmp_path / "exports"
+    theirs, loaded = AutoModelForSequenceClassification.from_pretrained(
+        exported, output_loading_info=True
+    )
+    assert not any(loaded.values())  # no name is missing, left over or of another shape
+    assert theirs.config.id2label == {0: "bad", 1: "good"} and theirs.config.use_cache
+    texts = [row["text"] for row in table(place / "reviews.csv")][:9]
+    ids = AutoTokenizer.from_pretrained(exported)(texts, padding=True, return_tensors="pt")
+    asked = [*overrides(place), f"checkpoint.resume={place}/run", "job=predict"]
+    with runs.opened(*asked) as run, run.update.averaged(), torch.no_grad():
+        inputs = ids["input_ids"], ids["attention_mask"]
+        assert torch.equal(theirs.eval()(*inputs).logits, run.model.eval()(*inputs).logits)
 
 
 @pytest.fixture

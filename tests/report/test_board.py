@@ -40,6 +40,9 @@ def test_runs_are_named_by_what_differs_and_new_ones_are_added(tmp_path: Path) -
     assert len(links) == 6 and all((link / f"{EVENTS}1").is_file() for link in links)
     assert sorted(link_runs([first], home)) == ["digits"]  # a run by itself has a name, too
     assert [path.name for path in home.iterdir()] == ["digits"]
+    own = [run_in(outputs / place, "seed=1") for place in ("tuned", "mine/tuned")]
+    assert sorted(link_runs(own, home)) == ["tuned mine", "tuned outputs"]
+    assert link_runs(own[:1], home) == ["tuned"]  # a folder that the user named
 
 
 def test_names_hold_nothing_that_leads_out_of_the_folder(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ MUST = [
     "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median", "1.21 ms at 95 %",
     "612 MiB", "3.00 GiB", "40% backward", "fused_optimizer", "engaged",
     "skipped: no C++ compiler", "skipped steps", "7 of 1,200", "non_finite",
-    "step_00000900 (best)", "tensorboard --logdir outputs",
+    "step_00000900 (best)", "python -m runner.report --tensorboard outputs",
 ]  # fmt: skip
 
 

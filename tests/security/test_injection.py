@@ -369,6 +369,6 @@ def test_a_run_asks_for_no_socket(tmp_path: Path) -> None:
 def test_the_command_for_tensorboard_listens_to_this_machine_alone(faulty: Path) -> None:
     """TensorBoard's own default, so that nothing of ours may widen it."""
     said = shown(run_report.EndTable(Summary("done", name="x"), faulty), 200)
-    assert "tensorboard --logdir" in said
+    assert "runner.report --tensorboard" in said
     sources = [*(CONF.parent / "runner").rglob("*.py"), CONF.parent / "README.md"]
     assert not [path for path in sources if re.search(r"--bind.all|--host[ =]0", path.read_text())]
