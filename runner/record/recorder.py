@@ -54,20 +54,18 @@ class Recorder:
         """
         if self.folder is None:
             return
-        try:
-            _cut(self.folder / METRICS, start_step, offset)
-            self._rows = RetryingAppender(self.folder / METRICS)
-            self._position = self._rows.size
-        except OSError as error:
-            self._warn("metrics", error)
+        path = self.folder / METRICS
+        self._rows = RetryingAppender(lambda: _cut(path, start_step, offset))
+        if self._rows.descriptor < 0:  # it is tried again
+            self._rows.size = offset or 0
+        self._position = self._rows.size
         if self.config.tensorboard:
             try:
-                from runner.record.tensorboard import PREFIX, open_event_file
+                from runner.record.tensorboard import open_event_file
 
-                if start_step == 0:  # it was killed before its first checkpoint
-                    for path in self.folder.glob(f"{PREFIX}*"):
-                        path.unlink()
-                self._events = open_event_file(self.folder, start_step + 1 if start_step else None)
+                fresh = start_step == 0  # others are of a run that left no checkpoint
+                later = None if fresh else start_step + 1
+                self._events = open_event_file(self.folder, later, only=fresh)
             except Exception as error:  # protobuf versions that do not fit raise all kinds
                 self._warn("tensorboard", error)
 
@@ -187,16 +185,16 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def _cut(path: Path, start_step: int, offset: int | None) -> None:
-    """Drop the rows written after the checkpoint that the run continues from."""
+def _cut(path: Path, start_step: int, offset: int | None) -> Path:
+    """Drop the rows written after the checkpoint that the run continues from; returns the path."""
     if path.is_symlink():  # a folder that is resumed may be another's work
         raise OSError(errno.ELOOP, "is a link, which leads elsewhere", str(path))
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        if offset is None or not _ends_a_line(file, offset):
-            offset = _end_of(file, start_step)
-        file.truncate(offset)
+    if path.exists():
+        with path.open("r+b") as file:
+            if offset is None or not _ends_a_line(file, offset):
+                offset = _end_of(file, start_step)
+            file.truncate(offset)
+    return path
 
 
 def _ends_a_line(file: BinaryIO, offset: int) -> bool:

@@ -80,10 +80,15 @@ class Appender:
     """
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0)
+        self.path, self.new = path, new
+        self.descriptor, self.size = -1, 0
+        self.open()
+
+    def open(self) -> None:
+        """Open the file, or raise OSError."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.new else 0)
         flags |= NO_LINK | NO_WAIT  # a folder that is resumed may be another's work
-        self.path = path
-        self.descriptor = os.open(path, flags, 0o644)
+        self.descriptor = os.open(self.path, flags, 0o644)
         self.size = os.fstat(self.descriptor).st_size
 
     def write(self, record: bytes) -> None:
@@ -110,13 +115,21 @@ class Appender:
 class RetryingAppender(Appender):
     """An Appender that keeps the records which the disk refuses and tries them at the next write.
 
-    At most `MOST_WAITING` bytes of them: of more, the oldest are lost.
+    At most `MOST_WAITING` bytes of them: of more, the oldest are lost. A file that cannot be opened
+    is tried again as well; each time `place` makes its folder ready and says where it is.
     """
 
-    def __init__(self, path: Path, *, new: bool = False) -> None:
-        super().__init__(path, new=new)
+    def __init__(self, place: Callable[[], Path], *, new: bool = False) -> None:
         self.waiting: deque[bytes] = deque()
         self.lost = self.waiting_bytes = 0
+        self.place, self.closed = place, False
+        with suppress(OSError):  # `write` says it
+            super().__init__(Path(), new=new)
+
+    def open(self) -> None:
+        """Find the file's place and open it, or raise OSError."""
+        self.path = self.place()
+        super().open()
 
     def write(self, record: bytes) -> None:
         """Append what waits and `record`; OSError where they wait on."""
@@ -132,8 +145,11 @@ class RetryingAppender(Appender):
         with suppress(OSError):  # they are counted as unwritten
             self._write_waiting()
         super().close()
+        self.closed = True
 
     def _write_waiting(self) -> None:
+        if self.waiting and self.descriptor < 0 and not self.closed:
+            self.open()
         while self.waiting:
             super().write(self.waiting[0])
             self.waiting_bytes -= len(self.waiting.popleft())

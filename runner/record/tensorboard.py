@@ -11,7 +11,8 @@ import os
 import re
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -43,15 +44,17 @@ KINDS = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
 class TensorBoard:
     """One event file. Several of them in a run's folder, from resumes, read as one run."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = RetryingAppender(path, new=True)
+    def __init__(self, place: Callable[[], Path]) -> None:
+        self.file = RetryingAppender(place, new=True)
         self.tags: dict[tuple[str, str], str] = {}
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        with suppress(OSError):  # what comes next says it
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def purge(self, step: int) -> None:
         """What earlier files say about that step and later ones is void."""
         start = SessionLog(status=SessionLog.START)
-        self._write(Event(wall_time=time.time(), step=step, session_log=start))
+        with suppress(OSError):
+            self._write(Event(wall_time=time.time(), step=step, session_log=start))
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """All of a row's values in one event, under `<split>/<name>`."""
@@ -144,13 +147,23 @@ class TensorBoard:
         self.file.write(length + _checksum(length) + data + _checksum(data))
 
 
-def open_event_file(folder: Path, purge_step: int | None = None) -> TensorBoard:
-    """A further event file of the run in `folder`; with `purge_step`, from before that step."""
-    names = (path.name.removeprefix(PREFIX) for path in folder.glob(PREFIX + "*"))
-    stamps = (re.match(r"\d+", name) for name in names)
-    last = max((int(stamp[0]) for stamp in stamps if stamp), default=0)
-    stamp = max(int(time.time()), last + 1)  # readers go through the files by name
-    events = TensorBoard(folder / f"{PREFIX}{stamp:010d}.{os.getpid()}")
+def open_event_file(folder: Path, purge_step: int | None = None, only: bool = False) -> TensorBoard:
+    """A further event file of the run in `folder`, or the only one.
+
+    With `purge_step`, what earlier ones say about that step and later ones is void.
+    """
+
+    def place() -> Path:
+        last, others = 0, list(folder.glob(PREFIX + "*"))
+        for path in others:
+            if only:
+                path.unlink()
+            elif stamp := re.match(r"\d+", path.name.removeprefix(PREFIX)):
+                last = max(last, int(stamp[0]))
+        now = max(int(time.time()), last + 1)  # readers go through the files by name
+        return folder / f"{PREFIX}{now:010d}.{os.getpid()}"
+
+    events = TensorBoard(place)
     if purge_step is not None:
         events.purge(purge_step)
     return events

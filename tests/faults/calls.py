@@ -46,7 +46,10 @@ def try_call(folder: Path, number: int, how: str, expected: dict[str, str]) -> t
     again = _run(folder) if code else 0
     if again:
         return f"exit code {again} of the run that goes on", code
-    ended = end_state(folder / "run")
+    try:
+        ended = end_state(folder / "run")
+    except OSError as error:
+        return str(error), code
     parts = [name for name in expected if ended[name] != expected[name] and name not in WHERE]
     if pids := processes.left_over(folder):
         parts.append(f"processes left over: {pids}")

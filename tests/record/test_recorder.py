@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from runner.record.config import MonitoringConfig
@@ -164,6 +165,34 @@ def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_
     written = [event.step for event in EventFileLoader(str(path)).Load() if event.step]
     assert written == list(range(1, 200))
     assert warned.count("is written again, nothing is lost") == 2
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
+    tmp_path: Path, resumed: bool
+) -> None:
+    first = Recorder(tmp_path, MonitoringConfig())
+    first.open()
+    for step in range(1, 8):
+        first.scalars(step, "train", {"loss": 1.0})
+    first.close()
+    begin, recorder = 6 if resumed else 1, Recorder(tmp_path, MonitoringConfig())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        recorder.open(begin - 1)
+        recorder.scalars(begin, "train", {"loss": 2.0})
+        assert recorder.faults == {"metrics": 1, "tensorboard": 2 + resumed}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    recorder.scalars(begin + 1, "train", {"loss": 2.0})
+    assert recorder.faults == {}
+    recorder.close()
+    losses = [row["loss"] for row in rows(tmp_path)]
+    assert losses == [1.0] * (begin - 1) + [2.0, 2.0]
+    assert recorder.position() == (tmp_path / "metrics.jsonl").stat().st_size
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [event.value for event in events] == losses
 
 
 def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(
