@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -115,21 +115,11 @@ def _labels(members: Sequence[Path]) -> list[str]:
         [text for text in recorded_overrides(run) if _key(text).split(".")[0] not in NOT_OF_THE_RUN]
         for run in members
     ]
-    ends = Counter(end for end, _ in {(_key(x).split(".")[-1], _key(x)) for r in typed for x in r})
-    return names(
-        [[_shortened(x, ends) for x in row] for row in typed], [run.name for run in members]
-    )
+    return names(typed, [run.name for run in members])
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
-
-
-def _shortened(override: str, ends: Mapping[str, int]) -> str:
-    """`optimizer.lr=0.1` as `lr=0.1`, unless another key ends like it."""
-    key, equals, value = override.partition("=")
-    end = _key(override).split(".")[-1]
-    return f"{end if ends[end] == 1 else key}{equals}{value}"
 
 
 def _file_name(name: str) -> str:

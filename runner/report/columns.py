@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from runner.report import format
 from runner.report.comparison import Comparison, Row, number
-from runner.report.naming import about_speed
 
 METRICS = 6  # of a run, beside the monitored one; comparison.json has them all
 LEARNING = ("metric:best", "step_ms", "rate")  # come first where rows differ in what they learn
@@ -106,7 +105,7 @@ def columns(comparison: Comparison) -> list[ReportColumn]:
     title = f"best {comparison.monitor}"
     best = _column("metric:best", title, lambda row: row.best, format.metric)
     chosen = [speedup, *([best] if comparison.monitor else []), *COLUMNS[1:]]
-    if comparison.kind != "benchmark" and not about_speed(row.overrides for row in rows):
+    if comparison.about_learning:
         chosen.sort(key=lambda column: column.key not in LEARNING)
     chosen += [_metric(name) for name in _metric_names(comparison)]
     if len({_processes(row) for row in rows if row.summary}) < 2:

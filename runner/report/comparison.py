@@ -9,12 +9,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.record.storage import replace_text
 from runner.record.text import json_safe
+from runner.report.naming import about_speed
 from runner.security.paths import keep_within
 
 if TYPE_CHECKING:
@@ -179,6 +181,11 @@ class Comparison:
         entries = [row.summary.get("device") for row in self.rows]
         names = [text(entry, "name") or text(entry, "kind") for entry in entries]
         return list(dict.fromkeys(filter(None, names)))
+
+    @cached_property
+    def about_learning(self) -> bool:
+        """Whether what sets the rows apart is what they learn, not how they compute it."""
+        return self.kind != "benchmark" and not about_speed(row.overrides for row in self.rows)
 
     @property
     def monitor(self) -> str:

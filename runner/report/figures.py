@@ -19,6 +19,7 @@ from runner.report.svg import Series
 
 DIVERGED = 100  # times as high as where the runs begin
 MOST_CURVES = 12  # at once: more cannot be told apart
+ALIKE = 1.05  # peaks of memory that differ by less say nothing
 MOST_BARS = 40  # of a chart of rows: the fastest and the slowest
 KINDS = {
     "reference": "reference",
@@ -72,14 +73,18 @@ def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += f" The {MOST_BARS // 2} fastest and as many of the slowest of {len(rows)}."
         rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)
         rows = rows[: MOST_BARS // 2] + rows[-MOST_BARS // 2 :]
-    bars = [_speed_bar(row, verdicts.verdict(row, comparison)) for row in rows]
+    said = {row.name: verdicts.verdict(row, comparison) for row in rows}
+    if comparison.reference in said:
+        said[comparison.reference] = "reference"
+    bars = [_speed_bar(row, said[row.name]) for row in rows]
     yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
 
 
 def _speed_bar(row: Row, verdict: str) -> Bar:
     ratio = format.times_interval(row.speedup, row.speedup_interval)
     text = ", ".join(filter(None, (ratio, verdict)))
-    return Bar(row.name, row.speedup, row.speedup_interval, text, KINDS.get(verdict, "unclear"))
+    kind = KINDS.get(verdict or ("unclear" if row.speedup_interval else ""), "unclear")
+    return Bar(row.name, row.speedup, row.speedup_interval, text, kind)
 
 
 def _memory(comparison: Comparison) -> Iterator[Figure]:
@@ -93,7 +98,8 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
         if row.finished and rate is not None and peak is not None:
             values = f"{format.rate(rate)} samples/s, {format.size(peak)}"
             points.append(Series(row.name, [(rate, peak / 2**20)], style, values))
-    if len(points) < 2:
+    peaks = [one.points[0][1] for one in points]
+    if len(points) < 2 or max(peaks) < ALIKE * min(peaks):
         return
     on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
     about = (

@@ -17,8 +17,8 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
     """A name for each row of overrides, unlike the others' names.
 
     Where one key differs, its value (`ultra`), or `lr=0.1` where a value alone says nothing; else
-    `key=value` for each key that does. Rows that are alike are told apart by `places`, their
-    folders.
+    `lr=0.1 seed=2` for each key that does, by its last part if that is of one key alone. Rows that
+    are alike are told apart by `places`, their folders.
     """
     typed = [overrides_by_key([without_arguments(override) for override in row]) for row in rows]
     varied = varied_keys(typed)
@@ -28,7 +28,12 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
     elif len(varied) == 1:
         made = _names_by_value(varied[0].rpartition(".")[2], [row.get(varied[0]) for row in typed])
     else:
-        made = [" ".join(f"{key}={row[key]}" for key in varied if key in row) for row in typed]
+        last = {key: key.rpartition(".")[2] for key in varied}
+        often = Counter(last.values())
+        short = {key: end if often[end] == 1 else key for key, end in last.items()}
+        made = [
+            " ".join(f"{short[key]}={row[key]}" for key in varied if key in row) for row in typed
+        ]
     made = [name or DEFAULT for name in made]
     counts = Counter(made)
     made = [

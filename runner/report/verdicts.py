@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 WIDE = 0.05  # a noise floor above it belongs beside every ratio
 BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
 NEAR = 0.05  # single runs that differ by less are not told apart
+UNCLEAR = "no clear difference"  # in speed: not said where rows differ in what they learn
 NOT_COMPARED = "the runs' metrics are not compared."
 CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
@@ -37,9 +38,10 @@ def verdict(row: Row, comparison: Comparison) -> str:
     if row.parity == "FAIL":
         return "PARITY FAIL"
     if row.name == comparison.reference:
-        return "reference"
+        return "" if comparison.about_learning else "reference"
     if row.measured is None:
-        return _of_pairs(row)
+        found = _of_pairs(row)
+        return "" if found == UNCLEAR and comparison.about_learning else found
     if row.problems:
         return "does not train"
     claim = CLAIMS.get(row.measured.claim, "not known")
@@ -51,7 +53,7 @@ def _of_pairs(row: Row) -> str:
     if row.speedup_interval is None:
         return ""
     low, high = row.speedup_interval
-    return "faster" if low > 1 else "slower" if high < 1 else "no clear difference"
+    return "faster" if low > 1 else "slower" if high < 1 else UNCLEAR
 
 
 def status_or_verdict(row: Row, comparison: Comparison) -> str:

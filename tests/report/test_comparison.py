@@ -31,6 +31,8 @@ def test_rows_are_named_by_what_differs_between_them() -> None:
     two = [["optimization=none", "seed=1", "+a.b=x"], ["optimization=ultra", "seed=2", "+a.b=x"]]
     assert names(two, ["0", "1"]) == ["optimization=none seed=1", "optimization=ultra seed=2"]
     assert names([["a.lr=1e-3"], ["a.lr=2"]], ["0", "1"]) == ["lr=1e-3", "lr=2"]
+    two = [["a.x=1", "b.x=1", "c.lr=1"], ["a.x=2", "b.x=2", "c.lr=2"]]
+    assert names(two, ["0", "1"]) == ["a.x=1 b.x=1 lr=1", "a.x=2 b.x=2 lr=2"]
     assert names([["seed=1"], []], ["0", "1"]) == ["seed=1", "default"]
     assert names([["a=1"], ["a=1"], ["a=2"]], ["x/0", "y/0", "z/0"]) == [
         "a=1 (x/0)",

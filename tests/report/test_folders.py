@@ -220,4 +220,4 @@ def test_rows_are_named_by_what_was_typed(tmp_path: Path) -> None:
     run(tmp_path / "a", [own, "+model.arguments.width=64", "seed=1"])
     run(tmp_path / "b", [own, "+model.arguments.width=32", "seed=2"])
     names = [row.name for row in of_folders([tmp_path]).rows]
-    assert names == ["model.width=64 seed=1", "model.width=32 seed=2"]
+    assert names == ["width=64 seed=1", "width=32 seed=2"]

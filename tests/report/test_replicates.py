@@ -21,6 +21,9 @@ BEST = {"lr=1": [0.80, 0.82, 0.90], "lr=0.1": [0.70, 0.71, 0.72]}
 T = 4.3027  # Student's t, 2 degrees of freedom, 97.5 %
 
 
+SECTION = re.compile("<h2>(Speed|Configurations|Validation)")
+
+
 def planted(folder: Path, best: dict[str, list[float]], key: str = "seed") -> Comparison:
     """A sweep of those overrides over that key, whose runs ended with those best values."""
     jobs = []
@@ -49,6 +52,10 @@ def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path
         "Best val/accuracy over 3 seeds each: from 0.7100 ± 0.0100 (95 %: 0.6852 to 0.7348, "
         "lr=0.1) to 0.8400 ± 0.0529 (95 %: 0.7086 to 0.9714, lr=1); their intervals overlap."
     )
+    found = page.html(comparison)
+    assert SECTION.findall(found) == ["Configurations", "Speed"]  # speed is not what was asked
+    table = found[found.index("<h2>Configurations") : found.index("<h2>All numbers")]
+    assert re.findall(r'data-sort="(3 seeds[^"]*)"', table) == ["3 seeds", "3 seeds"]
     written = [row["replicates"] for row in json.loads(as_json(comparison))["rows"]]
     assert written[0] == written[2] != written[3] and written[0]["runs"] == 3
     assert written[0]["metrics"]["best"]["mean"] == pytest.approx(0.84)
@@ -104,6 +111,7 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
     assert "seed=" not in printed.partition("·")[0]
 
     text, document = page.html(three_by_three), page.document(three_by_three)
+    assert SECTION.findall(text) == ["Speed", "Configurations", "Validation"]
     table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
     assert len(re.findall(r'<th scope="row"', table)) == 3
     part = document[document.index("## Configurations") : document.index("## All numbers")]
