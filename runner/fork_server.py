@@ -11,9 +11,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
-__all__ = ["available", "die_with_parent", "is_fit", "is_running", "start"]
+import runner
+
+__all__ = [
+    *("available", "die_with_parent", "has_threads", "in_current_folder", "is_fit", "is_running"),
+    *("module_path", "start", "stop"),
+]
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -37,6 +43,33 @@ def start(preload: Sequence[str], environment: Mapping[str, str]) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def stop() -> None:
+    """End it, if it runs. What it has started must have ended: nothing would say how it does."""
+    if is_running():
+        os.kill(_server()._forkserver_pid, signal.SIGKILL)
+    _server()._stop()
+
+
+def module_path() -> str:
+    """PYTHONPATH for processes like this one, without a current folder that nobody has named."""
+    here = os.getcwd()
+    typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
+    paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]
+    if not in_current_folder() or sys.flags.safe_path:
+        paths.append(str(Path(runner.__file__).parents[1]))
+    return os.pathsep.join(dict.fromkeys(paths))
+
+
+def in_current_folder() -> bool:
+    """Whether the runner's own package lies there."""
+    return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())
+
+
+def has_threads() -> bool:
+    """Whether the one that this process has started is no longer fit to be forked (Linux)."""
+    return len(os.listdir(f"/proc/{_server()._forkserver_pid}/task")) > 1
 
 
 def is_running() -> bool:

@@ -1,17 +1,19 @@
 """How often the interval of a benchmark holds the truth, on simulated machines.
 
-    python scripts/bench_statistics.py [--runs 1000] [--narrow 0.02] [--blocks 96]
+    python scripts/bench_statistics.py [--runs 1000] [--narrow 0.02] [--blocks 96] [--processes 5]
 
-For each kind of noise, two arms that are equally fast and three ways to know: the benchmark's own
-(`Spending`, order statistics, wider where blocks resemble each other), the same looks at plain 95 %
-intervals, and a bootstrap of the median after each block; each stops as soon as its interval is
-narrow. The table has the share of runs whose last interval holds a ratio of 1, and how many blocks
-it took. In some rows the arms differ: one suffers more stalls than the other, so that the usual
-ratio is not 1, and the truth is the median of very many blocks (first column). In the last rows
-processes differ, each from the next, which nothing that looks at one process each can cover.
+For each kind of noise, two arms that are equally fast and four ways to know: the benchmark's own
+(`run_blocks`: several processes of each arm, a t interval over them that is never narrower than the
+blocks' order statistics), the same with one process of each, the same looks at plain 95 % intervals
+of one process each, and a bootstrap of the median after each block; each stops as soon as its
+interval is narrow. The table has the share of runs whose last interval holds a ratio of 1, and how
+many blocks it took. In some rows the arms differ: one suffers more stalls than the other, so that
+the usual ratio is not 1, and the truth is the median of very many blocks (first column). In the
+last rows processes differ, each from the next.
 
 The second table is of what is said in the end: how often an arm that is as fast as the reference
-is claimed to be faster or slower, beside a control, one minute of measuring.
+is claimed to be faster or slower, beside a control, one minute of measuring and starting processes;
+with one process of each arm before, and with several.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runner.benchmark.blocks import StoppingRule  # noqa: E402
-from runner.benchmark.statistics import Spending, lag1_rank_autocorrelation, median_interval  # noqa: E402
+from runner.benchmark.blocks import LOOKS, StoppingRule  # noqa: E402
+from runner.benchmark.statistics import median_interval  # noqa: E402
 from tests.benchmark.simulated_machine import (  # noqa: E402
     BASE,
     NOISES,
@@ -68,25 +70,22 @@ def ratios(noise: Noise, seed: int, blocks: int) -> list[float]:
     return [a.per_sample_ms / b.per_sample_ms for a, b in pairs]
 
 
-def planned(
-    blocks: int,
-    narrow: float,
-    alphas: Callable[[int, bool], float],
-    alike: Callable[[list[float]], float],
-) -> Callable[..., Known]:
-    looks = [*(n for n in StoppingRule(narrow, 1).looks if n < blocks), blocks]
-    plan = [(n, alphas(n, n == blocks)) for n in looks]
+def plain_until_narrow(ratios: list[float], narrow: float) -> Known:
+    """The benchmark's looks, each at 95 %, as if it were the only one."""
+    looks = [*(n for n in StoppingRule(narrow, 1).looks if n < len(ratios)), len(ratios)]
+    low, high = -math.inf, math.inf
+    for count in looks:
+        low, high = median_interval(np.log(ratios[:count]).tolist(), 0.05)
+        if high - low <= 2 * math.log1p(narrow):
+            break
+    return math.exp(low), math.exp(high), count
 
-    def known(found: list[float]) -> Known:
-        low, high = -math.inf, math.inf
-        for n, alpha in plan:
-            logs = np.log(found[:n]).tolist()
-            low, high = median_interval(logs, alpha, alike(logs))
-            if high - low <= 2 * math.log1p(narrow):
-                break
-        return math.exp(low), math.exp(high), n
 
-    return known
+def measured(noise: Noise, seed: int, rule: StoppingRule) -> Known:
+    """The benchmark's own interval, and its blocks."""
+    result = measure(noise, seed, rule, {BASE: 1.0, "control": 1.0})
+    estimate = result.estimates["control"]
+    return estimate.low, estimate.high, result.blocks
 
 
 def main() -> None:
@@ -94,36 +93,38 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--narrow", type=float, default=0.02)
     parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--processes", type=int, default=5)
     arguments = parser.parse_args()
-    draw, spending = np.random.default_rng(0), Spending()
-    ways = [
-        planned(
-            arguments.blocks,
-            arguments.narrow,
-            lambda n, last: spending.interim_alpha(n, 1.0 if last else 1 / 6),
-            lag1_rank_autocorrelation,
-        ),
-        planned(arguments.blocks, arguments.narrow, lambda n, last: 0.05, lambda logs: 0.0),
-        lambda found: bootstrap_until_narrow(found, arguments.narrow, draw),
-    ]
-    print("| noise | truth | ours | plain 95 % | bootstrap |\n|---|---|---|---|---|")
+    draw, narrow, runs = np.random.default_rng(0), arguments.narrow, arguments.runs
+    looks = (*(n for n in LOOKS if n < arguments.blocks), arguments.blocks)
+    rule = StoppingRule(narrow, 120, looks=looks)
+    several = replace(rule, processes=arguments.processes)
+    print("| noise | truth | ours | one process | plain 95 % | bootstrap |")
+    print("|---|---|---|---|---|---|")
     for name, noise in {**NOISES, **UNLIKE, **PROCESSES}.items():
         truth = (
-            float(np.median(ratios(noise, 10**6, min(20_000, 200 * arguments.runs))))
+            float(np.median(ratios(noise, 10**6, min(20_000, 200 * runs))))
             if name in UNLIKE
             else 1.0
         )
-        series = [ratios(noise, seed, arguments.blocks) for seed in range(arguments.runs)]
+        series = [ratios(noise, seed, arguments.blocks) for seed in range(runs)]
+        ways = [
+            [measured(noise, seed, several) for seed in range(runs)],
+            [measured(noise, seed, rule) for seed in range(runs)],
+            [plain_until_narrow(one, narrow) for one in series],
+            [bootstrap_until_narrow(one, narrow, draw) for one in series],
+        ]
         cells = []
-        for way in ways:
-            found = np.array([way(one) for one in series])
-            held = np.mean((found[:, 0] <= truth) & (truth <= found[:, 1]))
-            cells.append(f"{held:.1%}, {found[:, 2].mean():.0f} blocks")
+        for way in map(np.array, ways):
+            held = np.mean((way[:, 0] <= truth) & (truth <= way[:, 1]))
+            cells.append(f"{held:.1%}, {way[:, 2].mean():.0f} blocks")
         print(f"| {name} | {truth:.3f} | {' | '.join(cells)} |", flush=True)
-    print("\n| noise | one arm | any of four |\n|---|---|---|")
-    rule = StoppingRule(arguments.narrow, 60)
+    print("\n| noise | one arm, one process | one arm | any of four |\n|---|---|---|---|")
+    rule = StoppingRule(narrow, 60)
+    several = replace(rule, processes=arguments.processes)
     for name, noise in {**NOISES, **PROCESSES}.items():
-        shares = [f"{claimed(noise, rule, arguments.runs, arms):.1%}" for arms in (1, 4)]
+        ways = [(rule, 1), (several, 1), (several, 4)]
+        shares = [f"{claimed(noise, how, runs, arms):.1%}" for how, arms in ways]
         print(f"| {name} | {' | '.join(shares)} |", flush=True)
 
 

@@ -18,7 +18,7 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Finished
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
-from runner.benchmark.statistics import COARSE, CONFIDENCE, SAME, Estimate, claim
+from runner.benchmark.statistics import COARSE, CONFIDENCE, ONE_PROCESS, SAME, Estimate, claim
 from runner.config import RunConfig
 
 INTERVALS = 3  # of each technique: alone, within the level, the one over the other
@@ -86,7 +86,7 @@ class _Attribution:
             if measured.stopped == INTERRUPTED:
                 return INTERRUPTED
             left -= measured.seconds
-            short += measured.seconds >= limit_s
+            short += not measured.precise
         if not groups:
             return "there was nothing to measure"
         if not short:
@@ -106,6 +106,7 @@ class _Attribution:
         for trial in group:
             added, removed = trial.added.name, trial.removed.name
             effect, idle = self.effects[trial.name], _explain_idle(trial, round_)
+            effect.processes = round_.measured.processes
             if (alone := self._compare(effect, round_, plain, added, idle)) is not None:
                 effect.added, effect.added_interval = _split(alone)
                 effect.added_memory_bytes = _peak_difference(round_, added, plain)
@@ -226,8 +227,8 @@ def _find_technique(config: RunConfig, name: str) -> Any:
 
 def summarize(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
     """What to take away, the most important first: only what is beyond `floor`, a share."""
-    within = {e.name: _claim(e.removed, e.removed_interval, floor) for e in effects}
-    alone = {e.name: _claim(e.added, e.added_interval, floor) for e in effects}
+    within = {e.name: _claim(e.removed, e.removed_interval, e.processes, floor) for e in effects}
+    alone = {e.name: _claim(e.added, e.added_interval, e.processes, floor) for e in effects}
     measured = [e for e in effects if e.removed is not None or e.added is not None]
     harmful = [e for e in measured if within[e.name] == "slower"]
     rest = [e for e in measured if e not in harmful]
@@ -267,10 +268,11 @@ def _describe_worth(ratio: float | None, interval: Interval, what: str) -> str:
     return f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
 
 
-def _claim(ratio: float | None, interval: Interval, floor: float) -> str:
+def _claim(ratio: float | None, interval: Interval, processes: int, floor: float) -> str:
     if ratio is None or interval is None:
         return ""
-    what = claim(Estimate(ratio, *interval), floor)
+    floor = floor if processes > 1 else max(floor, ONE_PROCESS)
+    what = claim(Estimate(ratio, *interval, processes), floor)
     # each technique has processes of its own: the noise of these comes on top of the interval's
     clear = interval[0] > 1 + floor or interval[1] < 1 / (1 + floor)
     return what if what == "same" or clear else ""

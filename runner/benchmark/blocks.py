@@ -4,22 +4,29 @@ A drift of the machine hits all arms of a block alike, so what counts is the rat
 Looks come at numbers of blocks fixed beforehand, and each spends a part of the 5 % (alpha
 spending), so the interval that is kept misses the truth with a chance of at most 5 %, whatever made
 it the last one. That is counted for independent blocks; where they are not, intervals are wider.
+
+Processes of the same work differ, too. So all arms are launched several times within the budget,
+each time as new processes with as many blocks as the first time, and intervals are over launches
+(`statistics.contrast`). Looks at the end of a launch share a sixth of the 5 % (Bonferroni).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from runner.benchmark.statistics import CONFIDENCE, Estimate, Spending, fewest_blocks, paired
+from runner.benchmark.statistics import CONFIDENCE, Estimate, Spending, contrast, fewest_blocks
 
 INTERRUPTED = "interrupted"
 SHARE = 1 / 6  # of what is left, for a look that is not the last: enough for one at 8 blocks
+LAUNCH_BLOCKS = 3  # of each launch, at least
+FEWEST_LAUNCHES = 3  # two have intervals of 13 times what they differ by, and more
+FURTHER = 2 / 3  # of the budget, at most, for starting further launches and their fewest blocks
 LOOKS = (
     *range(8, 17, 2),
     *range(20, 33, 4),
@@ -79,18 +86,22 @@ class ArmEnded(Exception):
         self.status, self.reason = status, reason
 
 
+Relaunch = Callable[[Sequence[str], float], dict[str, ArmEnded]]
+
 # -- the blocks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """When to stop: every interval is narrow, the budget is spent, or the looks are made.
+    """When to stop: every interval is narrow, the budget is spent, or all launches are made.
 
     The budget is overdrawn only for the six blocks without which there is no interval at all.
     """
 
     target_half_width: float  # of every interval, as a share of the ratio
-    budget_s: float
+    budget_s: float  # of measuring, and of launches but the first
+    processes: int = 1  # of each arm: launches, if the budget allows three or more
+    restart_s: float = 0.0  # that a launch is expected to take; later as long as the last one took
     looks: Sequence[int] = LOOKS  # numbers of blocks; 8 is the first with an interval
     alpha: float = 1 - CONFIDENCE  # less where an interval is one of many, and all are to hold
 
@@ -99,8 +110,8 @@ class StoppingRule:
 class Measured:
     """The turns of all blocks and the estimates from them.
 
-    Any other ratio of the arms, taken after the end (`paired`, `contrast`), holds at 95 % with the
-    alpha of that arm of it which has the fewest turns, since all share the looks.
+    Any other ratio of the arms, taken after the end (`contrast`), holds at 95 % with the alpha of
+    that arm of it which has the fewest turns, since all share the looks.
     """
 
     turns: dict[str, list[Turn]]  # by arm; the n-th is of the n-th block
@@ -110,6 +121,14 @@ class Measured:
     seconds: float = 0.0
     stopped: str = ""
     alphas: dict[str, float] = field(default_factory=dict)  # by arm: what its last look could spend
+    between: dict[str, float] = field(default_factory=dict)  # the same, for the t over launches
+    starts: list[int] = field(default_factory=lambda: [0])  # the first block of each launch
+    precise: bool = False  # every interval is as narrow as was asked for
+
+    @property
+    def processes(self) -> int:
+        """Of each arm that has not ended, over which the intervals are."""
+        return max((one.processes for one in self.estimates.values()), default=1)
 
 
 def run_blocks(
@@ -121,8 +140,12 @@ def run_blocks(
     seed: int,
     clock: Callable[[], float],
     watch: Callable[[Measured], None] | None = None,
+    relaunch: Relaunch | None = None,
 ) -> Measured:
     """Measure until every interval is narrow or the budget is spent; `turn(name, seconds)` is one.
+
+    `relaunch(names, within_s)` starts the arms again as new processes and returns those that could
+    not be; TimeoutError where they did not all start within the time. Without it arms have one.
 
     An arm whose turn raises ArmEnded is out, and the others continue; its turns so far are kept.
     Without the reference, or with nothing but it, there are no ratios: times are gathered up to the
@@ -132,14 +155,14 @@ def run_blocks(
     `watch` receives the measurements so far at every look.
     """
     measured = Measured({name: [] for name in names}, {})
-    state = _Blocks(turn, reference, rule, block_s, clock, measured, list(names))
+    if relaunch is None:
+        relaunch, rule = _no_relaunch, replace(rule, processes=1)
+    state = _Blocks(turn, relaunch, reference, rule, block_s, clock, measured, list(names), watch)
     draw = np.random.default_rng(seed)
     try:
         while not measured.stopped:
             state.block([state.active[i] for i in draw.permutation(len(state.active))])
             measured.stopped = state.after_block()
-            if watch is not None and measured.blocks in rule.looks:
-                watch(measured)
     except KeyboardInterrupt:
         measured.stopped = INTERRUPTED
         state.interrupted()
@@ -147,23 +170,33 @@ def run_blocks(
     return measured
 
 
+def _no_relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
+    raise TimeoutError
+
+
 @dataclass
 class _Blocks:
     """The state of `run_blocks`."""
 
     turn: Callable[[str, float], Turn]
+    relaunch: Relaunch
     reference: str
     rule: StoppingRule
     block_s: float
     clock: Callable[[], float]
     measured: Measured
     active: list[str]  # take turns
+    watch: Callable[[Measured], None] | None
 
     def __post_init__(self) -> None:
         self.times: dict[str, list[float]] = {name: [] for name in self.active}
         self.spending = Spending(self.rule.alpha)
         self.least = fewest_blocks(self.rule.alpha)
         self.overdrawn = False  # the budget was too small for any interval
+        self.between = self.rule.alpha  # left for looks at the ends of launches
+        self.restart_s, self.restarting_s = self.rule.restart_s, 0.0  # of a launch; of all
+        self.looked_at, self.widest = 0, math.inf  # the last look's block, and widest half-width
+        self.until = 0.0  # when a launch has had its share of the budget; of the first: unknown
         self.start = self.clock()
 
     def block(self, order: Sequence[str]) -> None:
@@ -186,19 +219,94 @@ class _Blocks:
         if self.reference not in self.active or len(self.active) < 2:
             return self._without_ratios(spent)
         self.overdrawn |= spent and measured.blocks < self.least
-        over = spent and measured.blocks >= self.least
-        last = over or measured.blocks >= max(rule.looks)
-        if (last or measured.blocks in rule.looks) and self._look(last) and not self.overdrawn:
+        launches, blocks = len(measured.starts), measured.blocks - measured.starts[-1]
+        least = self.least if launches == 1 else LAUNCH_BLOCKS
+        over = (spent and blocks >= least) or measured.blocks >= max(rule.looks)
+        if not over and not self._ends_launch(blocks):
+            return ""
+        further = 0 if over else self._further_launches(rule.budget_s - measured.seconds)
+        if self.looked_at < measured.blocks or (not further and not self._is_precise()):
+            self._look(last=not further)
+        if further and (launches == 1 or not self._is_precise()):
+            if self._launch():
+                return "" if self.active else "every arm has ended"
+            self._look(last=True)
+        return self._describe_end(spent)
+
+    def _is_precise(self) -> bool:
+        return self.widest <= self.rule.target_half_width and not self.overdrawn
+
+    def _describe_end(self, spent: bool) -> str:
+        measured, rule = self.measured, self.rule
+        measured.precise = self._is_precise()
+        if measured.precise:
             left = " of the arms that are left" if measured.ended else ""
             return f"every ratio{left} is known to within {100 * rule.target_half_width:g} %"
-        if over and self.overdrawn:
+        if self.overdrawn:
             return (
                 f"the budget of {rule.budget_s:g} s was too small for the {self.least} blocks that "
                 f"an interval takes: they took {measured.seconds:.1f} s"
             )
-        if over:
+        if spent or len(measured.starts) < rule.processes:
             return f"the budget of {rule.budget_s:g} s is spent"
-        return f"all {measured.blocks} blocks of the plan are made" if last else ""
+        if rule.processes > 1:
+            return f"all {rule.processes} processes of each arm are measured"
+        return f"all {measured.blocks} blocks of the plan are made"
+
+    # -- launches --------------------------------------------------------------------------------
+
+    def _ends_launch(self, blocks: int) -> bool:
+        """Whether the current launch, of so many, has enough, or has had its share of the budget.
+
+        The first one has as many as make its part of the final precision; the others as many.
+        """
+        measured, rule = self.measured, self.rule
+        until = self.until
+        if len(measured.starts) > 1:
+            enough = blocks >= measured.starts[1]
+        else:
+            further = self._further_launches(FURTHER * rule.budget_s)
+            until = self._share(0.0, further) if further else math.inf
+            target = rule.target_half_width * math.sqrt(1 + further)
+            enough = blocks in rule.looks and self._look(last=False) <= target
+        return enough or (measured.seconds >= until and blocks >= LAUNCH_BLOCKS)
+
+    def _further_launches(self, seconds: float) -> int:
+        """How many more there may be within so much time; none if there would be too few in all."""
+        measured, done = self.measured, len(self.measured.starts)
+        each_block_s = (measured.seconds - self.restarting_s) / measured.blocks
+        each_s = self.restart_s + LAUNCH_BLOCKS * each_block_s
+        wanted = self.rule.processes - done
+        further = wanted if each_s * wanted <= seconds else max(0, int(seconds / each_s))
+        fewest = min(FEWEST_LAUNCHES, self.rule.processes)
+        return further if done > 1 or 1 + further >= fewest else 0
+
+    def _share(self, begun: float, further: int) -> float:
+        """When the launch that began then has had its share of the budget, with so many to come."""
+        left = self.rule.budget_s - begun - further * self.restart_s
+        return begun + left / (1 + further)
+
+    def _launch(self) -> bool:
+        """Start all arms again; whether that was possible within the budget."""
+        began = self.clock()
+        try:
+            ended = self.relaunch(list(self.active), self.rule.budget_s - (began - self.start))
+        except TimeoutError:
+            return False
+        finally:
+            self.restart_s = self.clock() - began
+            self.restarting_s += self.restart_s
+            self.measured.seconds = self.clock() - self.start
+        for name, error in ended.items():
+            self._drop(name, error)
+        self.measured.starts.append(self.measured.blocks)
+        self.widest = math.inf
+        begun = self.measured.seconds
+        further = self._further_launches(self.rule.budget_s - begun)
+        self.until = self._share(begun, further)
+        return True
+
+    # -- estimates -------------------------------------------------------------------------------
 
     def interrupted(self) -> None:
         """Keep the last look's estimates: a person may have stopped because of the ratios."""
@@ -206,19 +314,29 @@ class _Blocks:
             self.measured.estimates.setdefault(name, Estimate(ratio, 0.0, math.inf))
         for name in self.times:
             self.measured.alphas.setdefault(name, self._alpha_left(name))
+            self.measured.between.setdefault(name, self.between)
 
-    def _look(self, last: bool) -> bool:
-        """Estimate the arms that are still active; whether all intervals are narrow."""
+    def _look(self, last: bool) -> float:
+        """Estimate the arms that are still active; the widest interval's half-width."""
         measured = self.measured
         alpha = self.spending.interim_alpha(measured.blocks, 1.0 if last else SHARE)
-        estimates = {n: self._estimate(n, alpha) for n in self.active if n != self.reference}
-        measured.estimates |= estimates
+        between = self.between
+        if not last and len(measured.starts) > 1:
+            between = self.rule.alpha * SHARE / (self.rule.processes - 2)
+            self.between -= between
         measured.alphas |= dict.fromkeys(self.active, alpha)
-        widest = max(estimate.half_width for estimate in estimates.values())
-        return widest <= self.rule.target_half_width
+        measured.between |= dict.fromkeys(self.active, between)
+        estimates = {n: self._estimate(n) for n in self.active if n != self.reference}
+        measured.estimates |= estimates
+        self.looked_at = measured.blocks
+        self.widest = max(estimate.half_width for estimate in estimates.values())
+        if self.watch is not None:
+            self.watch(measured)
+        return self.widest
 
-    def _estimate(self, name: str, alpha: float) -> Estimate:
-        return paired(self.times[self.reference], self.times[name], alpha)
+    def _estimate(self, name: str) -> Estimate:
+        measured, pair = self.measured, ([self.times[self.reference]], [self.times[name]])
+        return contrast(*pair, measured.alphas[name], measured.starts, measured.between[name])
 
     def _ratios(self) -> dict[str, float]:
         """Of all that have a block in common with the reference: cheap, for every block."""
@@ -236,11 +354,11 @@ class _Blocks:
         measured = self.measured
         measured.ended[name] = error
         self.active.remove(name)
-        measured.alphas[name] = alpha = self._alpha_left(name)
+        measured.alphas[name], measured.between[name] = self._alpha_left(name), self.between
         if name == self.reference:
             measured.estimates = {}
         elif name in self._ratios():
-            measured.estimates[name] = self._estimate(name, alpha)
+            measured.estimates[name] = self._estimate(name)
 
     def _alpha_left(self, name: str) -> float:
         return self.spending.last(max(len(self.times[name]), self.spending.blocks))
@@ -249,6 +367,7 @@ class _Blocks:
         if not self.active:
             return "every arm has ended"
         self.measured.alphas |= {name: self._alpha_left(name) for name in self.active}
+        self.measured.between |= dict.fromkeys(self.active, self.between)
         if not spent and self.measured.blocks < min(self.rule.looks):
             return ""
         if self.reference in self.measured.ended:

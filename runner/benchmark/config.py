@@ -15,7 +15,9 @@ class BenchmarkConfig:
 
     arms: list[str] = field(default_factory=lambda: list(LEVELS))
     reference: str | None = None  # the arm that the others are compared with; None: the first
-    budget_s: float = bounded(120.0, above=0)  # of measuring; starting, compiling, parity on top
+    # of measuring and of starting arms again; the first start, compiling and parity on top
+    budget_s: float = bounded(120.0, above=0)
+    processes: int = bounded(5, min=1)  # of each arm, one after another, if the budget allows three
     narrow: float = bounded(0.02, above=0)  # a ratio known to within this share is precise enough
     block_s: float = bounded(0.25, above=0)  # of steps, of each arm in each block
     warmup_steps: int = bounded(10, min=1)  # of each arm, before anything counts

@@ -21,6 +21,7 @@ from runner.benchmark.machine import machine
 from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.rounds import MeasureOptions, interruptible, run_round
+from runner.benchmark.statistics import each_alpha
 from runner.benchmark.workers.pool import WorkerPool
 from runner.config import config_hash
 from runner.errors import Interrupted, StorageError
@@ -56,8 +57,9 @@ def measure(
     """
     reference = reference_of(arms, settings)
     check_budget(settings, len(arms))
+    alpha = each_alpha(len(arms) - 1)  # the best of several is named: all intervals hold together
     options = MeasureOptions(
-        settings, folder, given, None, pool, clock, announce=announce or log.info
+        settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
     )
     benchmark = _Benchmark(arms, reference, options)
     with interruptible() as received:
@@ -135,6 +137,7 @@ class _Benchmark:
         load = rows.median_load(measured.turns)
         alive = [arm for arm in self.arms if arm.name in measurements.ready]
         notes = rows.describe_differences(alive, reference) + rows.describe_ends(measurements)
+        notes += rows.describe_processes(measured, settings)
         return BenchmarkResult(
             reference.config.name,
             reference.name,
@@ -144,6 +147,8 @@ class _Benchmark:
             blocks=measured.blocks,
             seconds=measured.seconds,
             compared=measurements.compared,
+            process_starts=list(measured.starts),
+            processes=measured.processes,
             stopped=measured.stopped or "no arm could be measured",
             machine=machine([row.summary for row in results]),
             load=load,

@@ -16,7 +16,7 @@ from typing import Any
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine, machine_differences
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
-from runner.benchmark.statistics import CONFIDENCE, Estimate, unpaired
+from runner.benchmark.statistics import CONFIDENCE, ONE_PROCESS, Estimate, unpaired
 from runner.errors import ConfigError, StorageError
 from runner.record.text import escape_control_chars as escape
 
@@ -176,7 +176,7 @@ def _compare_times(
         return
     if not timed:
         return
-    limit = max(math.hypot(now.noise_floor, then.noise_floor), tolerance)
+    limit = max(math.hypot(_floor(now), _floor(then)), tolerance)
     alpha = (1 - CONFIDENCE) / len(timed)
     plain = next((pair for pair in timed if pair[0].name == now.reference), timed[0])
     disturbed = _describe_disturbance(now.load, then.load)
@@ -195,6 +195,12 @@ def _compare_times(
         excuse = "by itself it is within the limit" if faster_reference else ""
         estimate = unpaired(before, speedups, alpha)
         _note_change(arm.name, plain[0].name, estimate, limit, result, excuse)
+
+
+def _floor(result: BenchmarkResult) -> float:
+    """The noise floor; at least what one process of each arm has, as all results once were."""
+    floor = result.noise_floor or 0.0
+    return floor if result.processes > 1 else max(floor, ONE_PROCESS)
 
 
 def _describe_common_change(changes: Sequence[Estimate], own: Estimate, limit: float) -> str:

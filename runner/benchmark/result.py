@@ -14,7 +14,7 @@ from runner.record.text import dataclass_from_json
 
 FILE = "benchmark.json"
 SCHEMA = 1
-SAME = 0.02  # a difference too small to matter, and that two processes differ by anyway
+SAME = 0.02  # a difference too small to matter
 DONE = "done"
 """Any other status of an arm is how it ended: failed, killed, timeout, oom, interrupted."""
 MEDIAN, MEAN = "median step", "mean step"
@@ -82,6 +82,7 @@ class Effect:
     interaction_interval: tuple[float, float] | None = None
     added_memory_bytes: int | None = None  # difference of peaks: more is worse
     removed_memory_bytes: int | None = None
+    processes: int = 1  # of each arm, over which the intervals are
     note: str = ""  # why something is missing
 
 
@@ -124,6 +125,8 @@ class BenchmarkResult:
     git: dict[str, Any] = field(default_factory=dict)
     config_hash: str = ""
     started: str = ""  # ISO 8601
+    process_starts: list[int] = field(default_factory=lambda: [0])  # blocks that new ones began at
+    processes: int = 1  # of each arm, over which intervals are; of one they are too narrow
     compared: str = MEDIAN  # of each turn; with data workers in any arm the mean one, in all arms
     schema: int = SCHEMA
 

@@ -30,6 +30,7 @@ from runner.benchmark.workers.pool import WorkerPool
 from runner.training.signals import unclaimed
 
 log = logging.getLogger("runner")
+CACHED = 0.5  # share of the compile time that the cache on disk saves the next process, at least
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class Round:
             return None
         fewest = min(names, key=lambda name: len(self.measured.turns[name]))
         alpha = self.measured.alphas[fewest]  # all arms share the looks
-        estimate = contrast(series[: len(over)], series[len(over) :], alpha)
+        measured, above = self.measured, len(over)
+        between = measured.between[fewest]
+        estimate = contrast(series[:above], series[above:], alpha, measured.starts, between)
         return None if math.isinf(estimate.half_width) else estimate
 
     def explain_end(self, *names: str) -> str:
@@ -103,12 +106,15 @@ def run_round(
 ) -> Round:
     """Measure these arms in the same blocks; one that ends early is noted, the others continue.
 
+    Each has several processes, one after the other, as `StoppingRule` says; its results are those
+    of the first, which has a record. The budget is for measuring and for starting the further ones.
     `result` is filled in on the way, for a caller that is interrupted. Without the reference
     nothing is measured, or with `needs_reference=False` times without ratios. After Ctrl-C while it
     measures `measured.stopped` is `interrupted`, and nothing is finished.
     """
     result, settings = Round() if result is None else result, options.settings
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
+        began = options.clock()
         for number, arm in enumerate(arms, 1):
             options.announce(f"starting {arm.name} ({number} of {len(arms)})")
             with result.noting_end(arm.name):
@@ -119,23 +125,61 @@ def run_round(
         alive = [arm.name for arm in arms if arm.name in result.ready]
         if (reference in alive and len(alive) > 1) or (alive and not needs_reference):
             against = reference if reference in alive else alive[0]
-            rule = StoppingRule(settings.narrow, budget_s, alpha=options.alpha)
+            compiling_s = sum(ready.compile_seconds for ready in result.ready.values())
+            rule = StoppingRule(
+                settings.narrow,
+                budget_s,
+                settings.processes,
+                restart_s=options.clock() - began - CACHED * compiling_s,
+                alpha=options.alpha,
+            )
 
             def watch(measured: Measured) -> None:
                 ratios = [f"{n} {_describe(e)}" for n, e in measured.estimates.items()]
                 spent = f"{measured.seconds:.0f} of {budget_s:g} s"
-                options.announce(" · ".join([f"block {measured.blocks}", spent, *ratios]))
+                launch = f"process {len(measured.starts)} of each arm"
+                options.announce(" · ".join([f"block {measured.blocks}", launch, spent, *ratios]))
+
+            def relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
+                return _relaunch(pool, names, within_s, options, result)
 
             result.measured = run_blocks(
-                pool.turn, alive, against, rule, settings.block_s, seed, options.clock, watch
-            )
+                pool.turn, alive, against, rule, settings.block_s, seed, options.clock, watch,
+                relaunch,
+            )  # fmt: skip
             for name, ended in result.measured.ended.items():
                 result.note_end(name, ended)
         for name in alive if result.measured.stopped != INTERRUPTED else ():
-            if name not in result.ended:
+            if name not in result.ended and name not in result.finished:
                 with result.noting_end(name):
                     result.finished[name] = pool.finish(name)
     return result
+
+
+def _relaunch(
+    pool: WorkerPool,
+    names: Sequence[str],
+    within_s: float,
+    options: MeasureOptions,
+    result: Round,
+) -> dict[str, ArmEnded]:
+    """New processes for these arms; of the first ones the results are kept. See `run_blocks`."""
+    until, ended = options.clock() + within_s, dict[str, ArmEnded]()
+    for name in [name for name in names if name not in result.finished]:
+        try:
+            result.finished[name] = pool.finish(name)
+        except ArmEnded as error:
+            ended[name] = error
+    pool.renew()
+    for name in [name for name in names if name not in ended]:
+        left_s = max(0.0, until - options.clock())
+        try:
+            pool.start(name, min(options.settings.timeout_s, left_s))
+        except ArmEnded as error:
+            if error.status == "timeout" and options.clock() >= until:
+                raise TimeoutError from None
+            ended[name] = error
+    return ended
 
 
 def _describe(estimate: Estimate) -> str:

@@ -10,12 +10,19 @@ from statistics import median
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, Finished, Ready, Turn
+from runner.benchmark.blocks import INTERRUPTED, Finished, Measured, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityVerdict
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, Control, Load
 from runner.benchmark.rounds import Round
-from runner.benchmark.statistics import CONFIDENCE, Estimate, claim, median_interval, noise_floor
+from runner.benchmark.statistics import (
+    CONFIDENCE,
+    ONE_PROCESS,
+    Estimate,
+    claim,
+    median_interval,
+    noise_floor,
+)
 from runner.config import OF_NO_CONSEQUENCE, RunConfig, flat
 from runner.record.text import escape_control_chars
 
@@ -61,8 +68,13 @@ class Measurements(Round):
         return Control(estimate.ratio, (estimate.low, estimate.high))
 
     def noise_floor(self) -> float:
-        """What the control says is noise: 0 without one, inf where it has no interval."""
-        return noise_floor(self.estimate(self.control)) if self.control else 0.0
+        """What the control says is noise; inf where it has no interval.
+
+        Without one 0, or with one process of each arm `ONE_PROCESS`.
+        """
+        if self.control:
+            return noise_floor(self.estimate(self.control))
+        return 0.0 if self.measured.processes > 1 else ONE_PROCESS
 
 
 def make_row(
@@ -200,6 +212,19 @@ def describe_noise(load: Load, control: Control | None) -> list[str]:
             f"{high:.3f}), which should be 1: no difference as small as that is claimed"
         )
     return notes
+
+
+def describe_processes(measured: Measured, settings: BenchmarkConfig) -> list[str]:
+    """A note where intervals are of one process of each arm."""
+    if measured.processes > 1 or not measured.estimates:
+        return []
+    fix = "a larger benchmark.budget_s, or fewer arms, allows several"
+    if settings.processes == 1:
+        fix = "benchmark.processes=5 measures several"
+    return [
+        "each arm was measured in one process, and how processes differ is in no interval: "
+        f"nothing within {ONE_PROCESS:.0%} is claimed; {fix}"
+    ]
 
 
 def other_work(arm: Arm, reference: Arm) -> list[str]:

@@ -57,8 +57,10 @@ STATISTICS = (
     "the same block, so that a drift of the machine hits both alike. An interval holds the true "
     "ratio 95 times in 100 although measuring stops once it is narrow, and nothing is claimed "
     "within 2 %, nor within the noise floor: what the reference differed by from itself, run a "
-    "second time in a process of its own. That is true of these processes: the same work in new "
-    "ones may be a per cent or two faster or slower, which no number of blocks shows."
+    "second time beside it. Every arm was started several times, as the same work in new processes "
+    "is a little faster or slower, and intervals are over the processes (t); with one process of "
+    "each nothing within 7 % is claimed. All intervals hold together, so that the arm named as the "
+    "fastest may be chosen by them."
 )
 ONE_RUN = (
     "Each row is one run, and the runs were not interleaved: all else that the machine did "
@@ -236,7 +238,7 @@ def _about(comparison: Comparison) -> list[str]:
         what = "trials of this process" if comparison.search else "runs"
         return [f"{len(comparison.rows)} {what}", *comparison.devices]
     started = [_minute(benchmark.started)] if benchmark.started else []
-    took = f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}"
+    took = format.measured(benchmark)
     return [f"{len(comparison.rows)} arms", *comparison.devices, *started, took]
 
 
@@ -288,7 +290,7 @@ def _machine(comparison: Comparison) -> list[tuple[str, str]]:
         "CPUs taken by others": format.share(load.others),
         "reference against itself": format.times_interval(*against_itself),
         "noise floor": f"± {format.share(result.noise_floor)}",
-        "measured": f"{result.blocks} blocks in {format.seconds(result.seconds)}{stopped}",
+        "measured": f"{format.measured(result)}{stopped}",
         "started": _minute(result.started) or format.NONE,
         "code": str(commit)[:12] if commit else format.NONE,
     }

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
+from runner.benchmark.statistics import CONFIDENCE, t_quantile
 from runner.record.hydra_files import overrides_by_key
 from runner.report.comparison import OF_SUMMARY, Comparison, Row
 from runner.report.naming import names
 
 KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
 """What sets the runs of one configuration apart, and what one value of it is called."""
-NORMAL = 1.959964  # the 97.5 % quantile
-FEW = (12.7062, 4.3027, 3.1824, 2.7764)  # that of Student's t with 1 to 4 degrees of freedom
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class MeanEstimate:
     def of(cls, values: list[float]) -> MeanEstimate:
         """Of at least two values, by Student's t."""
         center, spread = mean(values), stdev(values)
-        half_width = t_quantile(len(values) - 1) * spread / math.sqrt(len(values))
+        half_width = t_quantile(len(values) - 1, 1 - CONFIDENCE) * spread / math.sqrt(len(values))
         return cls(center, spread, (center - half_width, center + half_width))
 
     @classmethod
@@ -168,17 +167,3 @@ def _speedup(rows: list[Row]) -> MeanEstimate | None:
     """Of the runs' ratios, each to the reference's run of the same seed."""
     ratios = [row.speedup for row in rows if row.speedup]
     return MeanEstimate.of_positive(ratios) if len(ratios) > 1 else None
-
-
-def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, within 0.2 %.
-
-    From 5 degrees of freedom on by the expansion of Abramowitz and Stegun, 26.7.5.
-    """
-    if degrees <= len(FEW):
-        return FEW[degrees - 1]
-    z, n = NORMAL, degrees
-    first = (z**3 + z) / (4 * n)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + first + second + third

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-import runner
 from runner import fork_server
 from runner.checkpoint.lock import lock
 from runner.composing import typed
@@ -138,7 +136,7 @@ def process_command(arguments: Sequence[str]) -> list[str]:
     Without -P Python would put the current folder first, where a module may shadow an installed
     one. Only where the runner itself lies in that folder is that needed.
     """
-    apart = [] if _in_current_folder() and not sys.flags.safe_path else ["-P"]
+    apart = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
     return [sys.executable, *apart, "-m", "runner", *arguments]
 
 
@@ -147,16 +145,7 @@ def environment(jobs: int) -> dict[str, str]:
 
     They share the cores: threads that wait for one another's cores made steps four times as long.
     """
-    here = os.getcwd()
-    typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
-    paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]
-    if not _in_current_folder() or sys.flags.safe_path:
-        paths.append(str(Path(runner.__file__).parents[1]))
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    variables = {**os.environ, "PYTHONPATH": fork_server.module_path()}
     if jobs > 1:
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
     return variables
-
-
-def _in_current_folder() -> bool:
-    return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())

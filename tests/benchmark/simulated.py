@@ -31,6 +31,7 @@ class World:
     factors: Names = field(default_factory=dict)  # of the time, whatever the techniques do
     plain_ms: float = 10.0
     noise: float = 0.02
+    processes: float = 0.0  # how a process differs from the next one of the same arm
     mib: Names = field(default_factory=dict)  # that each technique adds to the peak
     holds: Callable[[str, set[str]], str] = lambda name, on: ""  # why it does not, or ""
     refuses: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # status, reason at start
@@ -83,6 +84,7 @@ class Simulation:
         self.metrics = metrics
         self.turns = dict.fromkeys(self.arms, 0)
         self.noise = random.Random(f"{world.seed} {' '.join(self.arms)}")
+        self.own: dict[str, float] = {}  # factor of each arm's current process
 
     def __enter__(self) -> Simulation:
         return self
@@ -103,15 +105,19 @@ class Simulation:
         world.started.append(name)
         if name in world.refuses:
             raise ArmEnded(*world.refuses[name])
-        setup, settles = world.setups.get(name, 5.0), world.settles.get(name, 0.0)
+        setup, settles = world.setups.get(name, 1.0), world.settles.get(name, 0.0)
         if within_s is not None and setup + settles > within_s:
             world.now += within_s
             raise ArmEnded("timeout", f"it was not done within {within_s:g} s")
         world.now += setup + settles  # which is not measuring
         world.alive.add(name)
+        self.own[name] = self.noise.lognormvariate(0.0, world.processes) if world.processes else 1.0
         world.most_alive = max(world.most_alive, len(world.alive))
         compiling = world.compiles.get(name, 0.0)
         return Ready(SAMPLES, setup, world.plain_ms, compiling, settles)
+
+    def renew(self) -> None:
+        self.world.alive.clear()
 
     def turn(self, name: str, seconds: float) -> Turn:
         world = self.world
@@ -125,7 +131,8 @@ class Simulation:
         self.turns[name] += 1
         drift = 1 + 0.3 * (world.now % 100 > 50)  # of the machine, half of the time
         ms = world.plain_ms * drift / world.speedup(self.engaged(name))
-        ms *= world.factors.get(name, 1.0) * self.noise.lognormvariate(0.0, world.noise)
+        ms *= world.factors.get(name, 1.0) * self.own[name]
+        ms *= self.noise.lognormvariate(0.0, world.noise)
         steps = max(3, int(seconds * 1000 / ms))
         world.now += max(seconds, steps * ms / 1e3)
         return Turn(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.benchmark.blocks import Measured, StoppingRule, Turn, run_blocks
-from runner.benchmark.statistics import claim, noise_floor
+from runner.benchmark.blocks import ArmEnded, Measured, StoppingRule, Turn, run_blocks
+from runner.benchmark.statistics import claim, each_alpha, noise_floor
 
 Floats = NDArray[np.float64]
 BASE = "none"
@@ -41,7 +41,7 @@ class Noise:
     drift: float = 0.005  # of the machine, from turn to turn: a random walk
     spells: float = 0.0  # chance of each turn that a neighbour comes or goes who halves the speed
     steps: int = 1  # of a turn, whose median counts
-    processes: float = 0.0  # how a process differs from the next one, once and for all
+    processes: float = 0.0  # how a process differs from the next one, as long as it lives
     memory: float = 0.0  # correlation of an arm's jitter in a turn with that of the turn before
     jitters: Mapping[str, float] = field(default_factory=dict)
     stalled: Mapping[str, float] = field(default_factory=dict)
@@ -58,6 +58,7 @@ NOISES = {
     "15 steps a turn, 10 % of them stalled": Noise(0.05, skewed, stalls=0.1, steps=15),
     "each turn resembles the last (0.5)": Noise(0.02, stalls=0.0, memory=0.5),
 }
+START_S = 1.0  # that an arm takes to start again
 PROCESSES = {  # what no interval of one process each covers
     "0.5 % from process to process": Noise(0.005, stalls=0.0, processes=0.005),
     "1 % from process to process": Noise(0.01, stalls=0.0, processes=0.01),
@@ -73,8 +74,9 @@ class Machine:
     ) -> None:
         self.noise, self.effects, self.step_s = noise, effects, step_s
         self.draw = np.random.default_rng(seed)
-        own = np.random.default_rng([seed, 1]).normal(0, noise.processes, len(effects))
-        self.own = dict(zip(effects, np.exp(own), strict=True))
+        self.draw_processes = np.random.default_rng([seed, 1])
+        self.own: dict[str, float] = {}
+        self.start(list(effects))
         self.jitter = dict.fromkeys(effects, 0.0)  # of the last turn
         self.now = 0.0
         self.times: dict[str, list[float]] = {name: [] for name in effects}
@@ -85,6 +87,18 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
+    def start(self, names: Sequence[str]) -> None:
+        own = self.draw_processes.normal(0, self.noise.processes, len(names))
+        self.own |= dict(zip(names, np.exp(own), strict=True))
+
+    def relaunch(self, names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
+        """New processes, which differ from the last ones."""
+        self.now += min(START_S * len(names), within_s)
+        if START_S * len(names) > within_s:
+            raise TimeoutError
+        self.start(names)
+        return {}
+
     def turn(self, name: str, seconds: float) -> Turn:
         if not self.times[name]:
             self.times[name] = self._times(name, 128)[::-1]
@@ -93,7 +107,7 @@ class Machine:
             switched = self.busy + np.cumsum(self.draw.random(512) < self.noise.spells)
             self.level, self.busy = float(walk[-1]), int(switched[-1] % 2)
             self.walk = (np.exp(walk) * (1 + switched % 2))[::-1].tolist()
-        time = self.times[name].pop() * self.walk.pop()
+        time = self.own[name] * self.times[name].pop() * self.walk.pop()
         self.order.append(name)
         step = self.step_s * time
         count = max(1, math.ceil(seconds / step))
@@ -111,9 +125,7 @@ class Machine:
 
     def _times(self, name: str, turns: int) -> list[float]:
         noise, size = self.noise, (turns, self.noise.steps)
-        times = self.own[name] * np.exp(
-            self._jitter(name, size) * noise.jitters.get(name, noise.jitter)
-        )
+        times = np.exp(self._jitter(name, size) * noise.jitters.get(name, noise.jitter))
         stalled = self.draw.random(size) < noise.stalled.get(name, noise.stalls)
         times *= np.where(stalled, self.draw.uniform(3, 10, size), 1.0)
         return (np.median(times, axis=1) / self.effects[name]).tolist()  # type: ignore[no-any-return]
@@ -127,7 +139,9 @@ def measure(
     step_s: float = 0.01,
 ) -> Measured:
     machine = Machine(noise, effects, seed, step_s)
-    return run_blocks(machine.turn, list(effects), BASE, rule, 0.25, seed, machine.clock)
+    rule = replace(rule, restart_s=START_S * len(effects))
+    names, how = list(effects), {"relaunch": machine.relaunch}
+    return run_blocks(machine.turn, names, BASE, rule, 0.25, seed, machine.clock, **how)
 
 
 def coverage(
@@ -144,7 +158,11 @@ def coverage(
 
 
 def claimed(noise: Noise, rule: StoppingRule, runs: int = 1000, arms: int = 1) -> float:
-    """The share of runs in which an arm equal to the reference is said to be faster or slower."""
+    """The share of runs in which an arm equal to the reference is said to be faster or slower.
+
+    Of several such arms: any of them, with the intervals that a benchmark of so many has.
+    """
+    rule = replace(rule, alpha=each_alpha(arms))
     names = [f"again {number}" for number in range(arms)]
     effects, count = dict.fromkeys([BASE, "control", *names], 1.0), 0
     for seed in range(runs):

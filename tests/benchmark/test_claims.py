@@ -146,7 +146,7 @@ def test_a_trial_that_fails_is_a_row_and_the_others_continue(dies: str) -> None:
 def test_ctrl_c_keeps_the_finished_rows() -> None:
     kept: list[int] = []
     trials = [trial(claim("speed", 1.2))] * 9
-    world = planted(1.5, noise=0.004, interrupt_at=60)
+    world = planted(1.5, noise=0.004, interrupt_at=300)
     with pytest.raises(Interrupted):
         measured(world, *trials, each=lambda claims: kept.append(len(claims.rows)))
     assert kept and kept == list(range(1, len(kept) + 1)) and len(kept) < 9

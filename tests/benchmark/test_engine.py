@@ -13,6 +13,7 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.engine import Cut, failures, measure
 from runner.benchmark.result import SAME, BenchmarkResult
+from runner.benchmark.statistics import ONE_PROCESS
 from tests.benchmark.simulated import World
 
 SPEEDUPS = {"fused_optimizer": 1.5, "compile": 1.0, "amp": 1.0}
@@ -31,7 +32,7 @@ def measured(world: World, *others: Arm, folder: Path | None = None, **how: Any)
 
 
 def test_planted_speedups_are_recovered_and_nothing_else_is_claimed(tmp_path: Path) -> None:
-    result = measured(World(SPEEDUPS, others=0.01), folder=tmp_path)
+    result = measured(World(SPEEDUPS, others=0.01), folder=tmp_path, narrow=0.02, budget_s=120.0)
     none, basic, amp = result.arms
     assert (none.speedup, none.speedup_interval, none.claim) == (1.0, None, "")
     assert basic.speedup_interval is not None and amp.speedup_interval is not None
@@ -42,7 +43,7 @@ def test_planted_speedups_are_recovered_and_nothing_else_is_claimed(tmp_path: Pa
     assert result.control.interval[0] < 1 < result.control.interval[1]
     assert result.noise_floor is not None and 0 < result.noise_floor < 0.1
     assert result.blocks == basic.blocks == len(basic.per_sample_ms) >= 8
-    assert "within" in result.stopped
+    assert result.processes == len(result.process_starts) == 5
     assert (result.notes, result.load.others) == ([], 0.01)
     assert result.machine["cores"] >= 1 and result.machine["cpu"]
     assert basic.config["training.batch_size"] == 32
@@ -138,17 +139,43 @@ def test_a_full_disk_does_not_cost_the_result(
     assert "not written" in caplog.text
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_keeps_the_measurements(tmp_path: Path, number: int, code: int) -> None:
+def test_several_processes_of_each_arm_take_no_more_than_the_budget() -> None:
+    world = World(SPEEDUPS, processes=0.02)
+    result = measured(world, budget_s=60.0)
+    assert result.processes == 5 and world.started.count("basic") == 5
+    assert world.now <= 4 * 1.0 + 60.0 + 4 * 3 * 0.25  # the first start, three blocks
+    assert result.noise_floor is not None and 0.01 < result.noise_floor < 0.15
+    dear = measured(World(SPEEDUPS, setups={"amp": 40.0}), budget_s=60.0)
+    assert (dear.processes, dear.noise_floor, dear.unclaimed) == (1, ONE_PROCESS, ONE_PROCESS)
+    (note,) = [note for note in dear.notes if "in one process" in note]
+    assert "nothing within 7% is claimed" in note and "benchmark.budget_s" in note
+    assert [row.claim for row in dear.arms] == ["", "faster", ""]  # too little is known for `same`
+
+
+def test_the_intervals_of_all_arms_hold_together() -> None:
+    """Two besides the reference share the 5 %, so naming the fastest is no selection."""
+    how: dict[str, Any] = {"processes": 1, "budget_s": 1.0, "control": False}
+    one, two = measured(World(SPEEDUPS), arm("basic"), **how), measured(World(SPEEDUPS), **how)
+    assert one.blocks == 6 and two.blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "processes", "status"),
+    [(signal.SIGINT, 130, 1, "interrupted"), (signal.SIGTERM, 143, 5, "done")],
+)
+def test_ctrl_c_keeps_the_measurements(
+    tmp_path: Path, number: int, code: int, processes: int, status: str
+) -> None:
+    """Arms that have a further process have ended the first one's run as they should."""
     world = World(SPEEDUPS, interrupt_at=50, signal=number)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(Cut) as caught:
-        measured(world, folder=tmp_path, narrow=0.0001)
+        measured(world, folder=tmp_path, narrow=0.0001, processes=processes)
     assert caught.value.exit_code == code
     result = BenchmarkResult.read(tmp_path)
     assert result == caught.value.result
     assert result.stopped == "interrupted" and result.blocks == 12
-    assert [row.status for row in result.arms] == ["interrupted"] * 3
+    assert [row.status for row in result.arms] == [status] * 3
     assert result.arm("basic").speedup == pytest.approx(1.5, rel=0.1)
     assert result.arm("basic").claim == "faster"  # the last look's interval holds
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -34,7 +34,9 @@ def result(seed: int, none: float = 1.0, ultra: float = 0.5) -> BenchmarkResult:
         for n, (name, middle) in enumerate((("none", none), ("ultra", ultra)))
     ]  # fmt: skip
     load = Load(others=0.01)
-    return BenchmarkResult("x", "none", rows, noise_floor=0.01, machine=machine(), load=load)
+    return BenchmarkResult(
+        "x", "none", rows, noise_floor=0.01, machine=machine(), load=load, processes=5
+    )
 
 
 def compared(

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from runner.benchmark.blocks import StoppingRule
 from runner.benchmark.statistics import (
+    ONE_PROCESS,
     Estimate,
     Spending,
     claim,
@@ -15,7 +17,7 @@ from runner.benchmark.statistics import (
     fewest_blocks,
     median_interval,
     noise_floor,
-    paired,
+    t_quantile,
     unpaired,
 )
 from tests.benchmark.simulated_machine import BASE, NOISES, PROCESSES, Noise, claimed, measure
@@ -23,16 +25,16 @@ from tests.benchmark.simulated_machine import BASE, NOISES, PROCESSES, Noise, cl
 
 def test_arms_that_differ_by_the_same_in_every_block_have_an_interval_of_one_point() -> None:
     reference = np.linspace(1, 5, 12)
-    estimate = paired(reference.tolist(), (reference / 1.3).tolist(), 0.05)
+    estimate = contrast([reference.tolist()], [(reference / 1.3).tolist()], 0.05)
     assert [estimate.ratio, estimate.low, estimate.high] == pytest.approx([1.3] * 3)
     assert estimate.half_width == pytest.approx(0)
 
 
 def test_six_blocks_give_an_interval_at_5_percent_and_five_do_not() -> None:
     times = [1.0, 1.1, 0.9, 1.2, 0.95, 1.05]
-    six = paired(times, [1.0] * 6, 0.05)
+    six = contrast([times], [[1.0] * 6], 0.05)
     assert (six.low, six.high) == pytest.approx((0.9, 1.2))
-    five = paired(times[:5], [1.0] * 5, 0.05)
+    five = contrast([times[:5]], [[1.0] * 5], 0.05)
     assert (five.low, five.high, five.half_width) == (0.0, math.inf, math.inf)
     assert five.ratio == pytest.approx(1.0)
     assert fewest_blocks(0.05) == 6
@@ -77,6 +79,32 @@ def test_two_speed_ups_can_be_held_against_each_other() -> None:
     assert contrast([base, fast], [faster, base], 0.05).ratio == pytest.approx(2.0)
 
 
+def test_processes_that_differ_have_a_t_interval_over_them() -> None:
+    times = np.exp(np.repeat([0.01, 0.03, 0.05], [4, 6, 5])).tolist()
+    estimate = contrast([times], [[1.0] * 15], 0.01, starts=[0, 4, 10], between=0.05)
+    half = 4.3027 * 0.02 / math.sqrt(3)
+    assert estimate.processes == 3
+    assert np.log([estimate.ratio, estimate.low, estimate.high]) == pytest.approx(
+        [0.03, 0.03 - half, 0.03 + half], abs=1e-5
+    )
+    alike = contrast([[1.0, 1.1] * 12], [[1.0] * 24], 0.05, starts=[0, 12])
+    assert (alike.low, alike.high) == pytest.approx((1.0, 1.1))  # as within processes
+
+
+@pytest.mark.parametrize(
+    ("degrees", "alpha", "expected"),
+    [
+        (1, 0.05, 12.7062),
+        (4, 0.05, 2.7764),
+        (5, 0.01, 4.0321),
+        (9, 0.05, 2.2622),
+        (30, 0.1, 1.6973),
+    ],
+)
+def test_quantiles_of_t_are_those_of_tables(degrees: int, alpha: float, expected: float) -> None:
+    assert t_quantile(degrees, alpha) == pytest.approx(expected, abs=1e-4)
+
+
 def test_no_sequence_of_tosses_is_forgotten_in_what_looks_spend() -> None:
     """All 4,096 of 12 blocks, and whether one of three looks misses."""
     looks, spending = (6, 9, 12), Spending()
@@ -113,8 +141,10 @@ def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None
     ("control", "floor"),
     [
         (None, math.inf),
-        (Estimate(1.0, 0.98, 1.01), 1 / 0.98 - 1),
-        (Estimate(1.0, 0.99, 1.03), 0.03),
+        (Estimate(1.0, 0.98, 1.01, processes=5), 1 / 0.98 - 1),
+        (Estimate(1.0, 0.99, 1.03, processes=5), 0.03),
+        (Estimate(1.0, 0.99, 1.03), ONE_PROCESS),  # how processes differ is not in it
+        (Estimate(1.0, 0.92, 1.03), 1 / 0.92 - 1),
         (Estimate(1.0, 0.0, math.inf), math.inf),
         (Estimate(math.nan, math.nan, math.nan), math.inf),
     ],
@@ -147,7 +177,9 @@ def test_the_noise_floor_is_the_farther_end_of_the_control(
 def test_a_claim_needs_the_interval_and_the_floor(
     estimate: Estimate, floor: float, expected: str
 ) -> None:
-    assert claim(estimate, floor) == expected
+    assert claim(replace(estimate, processes=5), floor) == expected
+    if expected == "same":
+        assert claim(estimate, floor) == ""  # in one process each
 
 
 @pytest.mark.parametrize(
@@ -159,6 +191,16 @@ def test_a_claim_needs_the_interval_and_the_floor(
 )
 def test_the_reference_against_itself_is_claimed_to_be_nothing(noise: Noise) -> None:
     assert claimed(noise, StoppingRule(0.02, 60), runs=250) <= 0.02  # 0.05 would be allowed
+
+
+@pytest.mark.parametrize("processes", [1, 5])
+def test_processes_that_differ_by_2_percent_are_not_claimed_to_be_arms_that_do(
+    processes: int,
+) -> None:
+    """Any of four equal arms; of one process each, for all that is faster by less than 7 %."""
+    rule = StoppingRule(0.02, 60, processes=processes)
+    noise = PROCESSES["2 % from process to process"]
+    assert claimed(noise, rule, runs=100, arms=4) <= 0.05
 
 
 @pytest.mark.parametrize(("effect", "expected"), [(1.1, "faster"), (1 / 1.1, "slower")])

@@ -10,9 +10,11 @@ import psutil
 import pytest
 from torch import nn
 
-from runner import compose
+from runner import compose, fork_server
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Finished, Ready, Turn
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.engine import measure
 from runner.benchmark.workers.pool import WorkerPool
 from runner.build import Components
 from runner.device.config import OWN_WAITING
@@ -119,6 +121,41 @@ def test_metrics_of_ones_own_are_columns_and_a_bad_one_is_a_note(race: Race) -> 
 
 def test_nothing_is_left_of_the_processes(race: Race) -> None:
     assert all(is_gone(pid) for pid in race.pids)
+
+
+def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path: Path) -> None:
+    arms = [arm(name, *BASE, f"optimization={name}") for name in ("none", "basic")]
+    hashes: list[list[float]] = []
+    summaries: list[str] = []
+    pids: set[int] = set()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        WorkerPool(arms, QUICK, tmp_path, None, {"string_hash": arm_parts.string_hash}) as pool,
+    ):
+        patch.delenv("PYTHONHASHSEED", raising=False)
+        for _ in range(2):
+            for one in arms:
+                pool.start(one.name)
+            pids |= {worker.pid for worker in pool.workers.values()}
+            hashes.append([pool.finish(one.name).metrics["string_hash"] for one in arms])
+            summaries.append((tmp_path / "none/summary.json").read_text())
+            pool.renew()
+        assert len(pids) == 4
+    assert hashes[0][0] == hashes[0][1] != hashes[1][0] == hashes[1][1]
+    assert summaries[0] == summaries[1]  # of the first process
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["basic", "none"]
+    assert not fork_server.is_running()
+
+
+@pytest.mark.slow
+def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path: Path) -> None:
+    arms = [arm("none", *BASE), arm("same", *BASE, "monitoring.system=false")]
+    settings = BenchmarkConfig(budget_s=60.0, processes=3, block_s=0.1, parity=False)
+    result = measure(arms, settings, tmp_path)
+    assert (result.processes, len(result.process_starts)) == (3, 3)
+    assert [row.status for row in result.arms] == ["done", "done"]
+    assert result.arms[1].claim not in ("faster", "slower")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark.json", "none", "same"]
 
 
 def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from runner.report import figures, page
 from runner.report.comparison import Comparison, as_json
 from runner.report.discover import of_folders
-from runner.report.replicates import by_configuration, find_replicates, t_quantile
+from runner.report.replicates import by_configuration, find_replicates
 from runner.report.table import terminal
 from runner.report.verdicts import verdict
 from tests.report.planted_runs import run, sweep, texts
@@ -156,10 +156,3 @@ def test_a_single_run_is_not_compared_with_means(tmp_path: Path) -> None:
     said = texts(planted(tmp_path, {**BEST, "lr=9": [0.95]}))
     assert not [text for text in said if "0.95" in text]
     assert "With one run, and so not compared: lr=9." in said
-
-
-@pytest.mark.parametrize(
-    ("degrees", "expected"), [(1, 12.7062), (4, 2.7764), (5, 2.5706), (9, 2.2622), (30, 2.0423)]
-)
-def test_the_quantile_is_that_of_tables(degrees: int, expected: float) -> None:
-    assert t_quantile(degrees) == pytest.approx(expected, rel=2e-3)

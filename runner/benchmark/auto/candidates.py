@@ -48,6 +48,7 @@ class Candidate:
     final_ratio: float | None = None  # speedup over `none`, in blocks of the final alone
     final_interval: tuple[float, float] | None = None
     final_blocks: int = 0
+    final_processes: int = 0  # of each arm; of one, how these differ is not in the interval
     gain: float | None = None  # time of the whole run at `none` over its time with this
     parity: str | None = None
     parity_reason: str = ""

@@ -97,7 +97,8 @@ class Search:
             low, high = chosen.final_interval or (0.0, 0.0)
             result.reason = (
                 f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-                f"{chosen.final_blocks} blocks), {chosen.gain:.2f} times over {self.steps:,} steps "
+                f"{chosen.final_blocks} blocks, {_count_processes(chosen)}), "
+                f"{chosen.gain:.2f} times over {self.steps:,} steps "
                 f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
             )
         return result
@@ -136,7 +137,7 @@ class Search:
         while group := self._next_group(queue):
             queue = [row for row in queue if row not in group]
             seconds = min(ROUND_S, max(0.0, self._left()))
-            round_ = self._measure(group, seconds, ROUND_NARROW, self._until_final)
+            round_ = self._measure(group, seconds, ROUND_NARROW, 1, self._until_final)
             for row in group:
                 if row.state == "measured":
                     row.round_ratio = round_.measured.estimates[row.name].ratio
@@ -167,11 +168,12 @@ class Search:
         rows: Sequence[Candidate],
         seconds: float,
         narrow: float,
+        processes: int,
         start_limit_s: Callable[[], float],
         *more: str,
     ) -> Round:
-        """Measure `none`, these and `more` arms in the same blocks, each in a fresh process."""
-        settings = replace(self.options.settings, narrow=narrow)
+        """Measure `none`, these and `more` arms in the same blocks, in fresh processes."""
+        settings = replace(self.options.settings, narrow=narrow, processes=processes)
         options = replace(self.options, settings=settings, start_limit_s=start_limit_s)
         arms = [self.arms[name] for name in (NONE, *more, *(row.name for row in rows))]
         round_ = run_round(arms, NONE, seconds, self.seed, options)
@@ -219,7 +221,8 @@ class Search:
         parity_s = max(map(self._start_estimate, rows)) + PARITY_STEPS * self.step_s
         starts_s = sum(map(self._start_estimate, rows)) + 2 * self.start_s
         seconds = max(FINAL_S, self._left() - parity_s - starts_s)
-        round_ = self._measure(rows, seconds, FINAL_NARROW, self._until_end, AGAIN)
+        processes = self.options.settings.processes
+        round_ = self._measure(rows, seconds, FINAL_NARROW, processes, self._until_end, AGAIN)
         if (control := round_.ratio([NONE], [AGAIN])) is not None:
             self.floor = max(self.floor, control.ratio - 1, 1 / control.ratio - 1)
         for row in rows:
@@ -228,6 +231,7 @@ class Search:
             if row.state == "measured" and estimates:
                 least = min(estimates, key=lambda estimate: estimate.ratio)
                 row.final_ratio, row.final_blocks = least.ratio, round_.measured.blocks
+                row.final_processes = least.processes
                 row.final_interval = min(one.low for one in estimates), least.high
                 self.options.announce(f"final: {row.name}: {row.final_ratio:.2f}")
         return round_
@@ -245,3 +249,9 @@ class Search:
             wrong = "wrong" if row.parity else "not known"
             row.state, row.why = "out", f"its numbers are {wrong}: {row.parity_reason}"
         return row.state != "out"
+
+
+def _count_processes(row: Candidate) -> str:
+    if row.final_processes > 1:
+        return f"{row.final_processes} processes of each"
+    return "one process of each, so that how processes differ is not in it"

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Self
 
+from runner import fork_server
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
-from runner.benchmark.workers.process import ENDING_S, ChildProcess
+from runner.benchmark.workers.process import ENDING_S, ChildProcess, block_interrupt
 from runner.benchmark.workers.worker import FINISH, LOG, WorkerSpec
+from runner.device.config import omp_env
 from runner.errors import StorageError
 from runner.security.pickle_transfer import packed
 from runner.training.summary import Summary
 
+PRELOAD = [
+    "torch._dynamo",  # which every optimizer of torch's imports
+    "runner.build",
+    "runner.training.loop",
+    "runner.benchmark.workers.turn_hook",
+    "runner.record.tensorboard",
+]
+"""What a worker needs in any case."""
 FINISH_S = 300.0  # to gather the results of an arm; by then it has been measured
 SLOW_S, SLOW = 60.0, 20.0  # a turn may take so long, and so many times as long as it should
 STEPS = 20  # of a turn, at most, where a step takes longer than the turn should
@@ -28,6 +41,9 @@ LEAVING_S = 30.0  # for one that is done, to close its files
 
 class WorkerPool:
     """The arms' processes; as a context manager, none outlives it.
+
+    They are forks of one process that has imported torch (Linux, else they are spawned), so that a
+    start is quick. `renew` replaces that process too: where its memory lies is drawn again.
 
     `given` are parts that the caller has made (`build.Components`), `metrics` functions of the
     finished run by their names; both are sent to each process and must be picklable: else
@@ -50,11 +66,41 @@ class WorkerPool:
         self.workers: dict[str, ChildProcess] = {}
         self.ready: dict[str, Ready] = {}
         self.mean = False  # compare mean steps: an arm has data workers
+        self.forks = fork_server.available()
+        self.scratch: TemporaryDirectory[str] | None = None  # for the runs of further processes
 
     def __enter__(self) -> Self:
+        self._start_server()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Leave no process, and nothing of the runs but those of the first ones."""
+        try:
+            self._end_all()
+        finally:
+            if self.forks:
+                fork_server.stop()
+            if self.scratch is not None:
+                self.scratch.cleanup()
+
+    def renew(self) -> None:
+        """End all processes. Those started from now on are new ones, whose runs leave no record."""
+        self._end_all()
+        self._start_server()
+        if self.scratch is None and self.folder is not None:
+            self.scratch = TemporaryDirectory(dir=self.folder, prefix=".runs-")
+
+    def _start_server(self) -> None:
+        if not self.forks:
+            return
+        fork_server.stop()
+        environment = {**os.environ, **omp_env(os.environ)}
+        resource_tracker.ensure_running()  # which lets signals in again when it starts
+        with block_interrupt():
+            path = fork_server.module_path()
+            fork_server.start(PRELOAD, {**environment, "PYTHONPATH": path})
+
+    def _end_all(self) -> None:
         """Ask waiting workers to leave, so that they close their files; then end all."""
         try:
             waiting = [self.workers[name] for name in self.ready]
@@ -71,11 +117,16 @@ class WorkerPool:
         """Start the process, build the run, make the warm-up steps, within `timeout_s`."""
         self.end(name)
         arm, folder = self.arms[name], self._folder(name)
-        spec = WorkerSpec(arm.config, self.settings, folder, arm.command, time.perf_counter())
+        log, began = None if folder is None else folder / LOG, time.perf_counter()
+        if folder is not None and self.scratch is not None:
+            folder = Path(mkdtemp(dir=self.scratch.name)) / arm.folder
+        spec = WorkerSpec(arm.config, self.settings, folder, arm.command, began)
         with self._cleaned_up(name):
-            log = None if folder is None else folder / LOG
-            self.workers[name] = process = ChildProcess(worker.main, (spec,), log)
+            self.workers[name] = process = ChildProcess(worker.main, (spec,), log, self.forks)
             process.start()
+            if self.forks and fork_server.has_threads():  # a fork may hang in what they had locked
+                self.forks = False
+                return self.start(name, within_s)
             process.ask(self.parcel)
             timeout_s = self.settings.timeout_s if within_s is None else within_s
             ready: Ready = process.answer(timeout_s)

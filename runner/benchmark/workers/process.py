@@ -51,28 +51,36 @@ class ChildSide:
     lifeline: Connection  # closed when the parent ends
     log: Path | None
     start_method: str  # as the parent has it
-    safe_path: bool  # whether the parent leaves the current folder off the module path
+    environment: dict[str, str]
 
 
 class ChildProcess:
     """One child from its parent's side. It answers one question at a time.
 
     `main(child, *arguments)` runs in it, with a `ChildSide`. It ends with its parent, and all that
-    it started with it. Every method raises ArmEnded where it has ended.
+    it started with it. `forked`: by the fork server, which has to run; else it is spawned. Every
+    method raises ArmEnded where it has ended.
     """
 
     def __init__(
-        self, main: Callable[..., None], arguments: tuple[Any, ...], log: Path | None
+        self,
+        main: Callable[..., None],
+        arguments: tuple[Any, ...],
+        log: Path | None,
+        forked: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
         self.log = log
         self.answered = False  # anything yet
         self.oom_kills = cgroup.oom_kills() or 0
         self.pipe, theirs = context.Pipe()
         listens, self.lifeline = context.Pipe(duplex=False)
         self.theirs = theirs, listens
-        method, safe_path = multiprocessing.get_start_method(), bool(sys.flags.safe_path)
-        child = ChildSide(theirs, listens, log, method, safe_path)
+        environment = {**os.environ, **omp_env(os.environ)}
+        if sys.flags.safe_path:
+            environment["PYTHONSAFEPATH"] = "1"
+        method = multiprocessing.get_start_method()
+        child = ChildSide(theirs, listens, log, method, environment)
         # not a daemon: those may have no children, and runs have data workers and compilers
         self.process = context.Process(target=_run, args=(main, child, arguments), daemon=False)
 
@@ -80,7 +88,7 @@ class ChildProcess:
         """Begin."""
         leave_if_imported()
         try:
-            with worker_environment(), _block_interrupt():
+            with worker_environment(), block_interrupt():
                 self.process.start()
         finally:
             for end in self.theirs:
@@ -89,9 +97,10 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         """Of the process, and of its group."""
-        if self.process.pid is None:
+        pid: int | None = self.process.pid
+        if pid is None:
             raise ValueError("it was not started")
-        return self.process.pid
+        return pid
 
     def ask(self, question: Any) -> None:
         """Send the next question, or bytes as they are."""
@@ -177,7 +186,7 @@ class ChildProcess:
 def leave_if_imported() -> None:
     """Exit a worker in which an unguarded script starts workers again."""
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        sys.exit(UNGUARDED)
+        os._exit(UNGUARDED)  # the fork server would make another code of an exception
 
 
 @contextmanager
@@ -197,7 +206,7 @@ def worker_environment() -> Iterator[None]:
 
 
 @contextmanager
-def _block_interrupt() -> Iterator[None]:
+def block_interrupt() -> Iterator[None]:
     """A Ctrl-C before the process has a session of its own is not for it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -219,8 +228,8 @@ def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
     threading.Thread(target=_end_with_parent, args=(child.lifeline,), daemon=True).start()
-    if not child.safe_path:
-        os.environ.pop("PYTHONSAFEPATH", None)  # was for the start alone
+    os.environ.clear()  # the fork server's may be older, and PYTHONSAFEPATH was for the start
+    os.environ.update(child.environment)
     main(child, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
