@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,11 +16,9 @@ from typing import Any
 import runner
 
 __all__ = [
-    *("available", "die_with_parent", "has_threads", "in_current_folder", "is_fit", "is_running"),
+    *("available", "has_threads", "in_current_folder", "is_fit", "is_running"),
     *("module_path", "start", "stop"),
 ]
-
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def available() -> bool:
@@ -84,18 +81,6 @@ def is_running() -> bool:
 
 def _server() -> Any:
     return forkserver._forkserver  # a process has one, and no public name for it
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """On Linux, have the kernel kill this process when its parent has ended, also a stopped one.
-
-    The parent is the thread that started it. `parent` is its pid, if it may have ended before.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def is_fit() -> bool:

@@ -1,6 +1,7 @@
 """How often the interval of a benchmark holds the truth, on simulated machines.
 
     python scripts/bench_statistics.py [--runs 1000] [--narrow 0.02] [--blocks 96] [--processes 5]
+        [--only 'process to process']
 
 For each kind of noise, two arms that are equally fast and four ways to know: the benchmark's own
 (`run_blocks`: several processes of each arm, a t interval over them that is never narrower than the
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--narrow", type=float, default=0.02)
     parser.add_argument("--blocks", type=int, default=96)
     parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
     arguments = parser.parse_args()
     draw, narrow, runs = np.random.default_rng(0), arguments.narrow, arguments.runs
     looks = (*(n for n in LOOKS if n < arguments.blocks), arguments.blocks)
@@ -101,7 +103,8 @@ def main() -> None:
     several = replace(rule, processes=arguments.processes)
     print("| noise | truth | ours | one process | plain 95 % | bootstrap |")
     print("|---|---|---|---|---|---|")
-    for name, noise in {**NOISES, **UNLIKE, **PROCESSES}.items():
+    rows = {n: x for n, x in {**NOISES, **UNLIKE, **PROCESSES}.items() if arguments.only in n}
+    for name, noise in rows.items():
         truth = (
             float(np.median(ratios(noise, 10**6, min(20_000, 200 * runs))))
             if name in UNLIKE
@@ -122,7 +125,7 @@ def main() -> None:
     print("\n| noise | one arm, one process | one arm | any of four |\n|---|---|---|---|")
     rule = StoppingRule(narrow, 60)
     several = replace(rule, processes=arguments.processes)
-    for name, noise in {**NOISES, **PROCESSES}.items():
+    for name, noise in ((n, x) for n, x in rows.items() if n not in UNLIKE):
         ways = [(rule, 1), (several, 1), (several, 4)]
         shares = [f"{claimed(noise, how, runs, arms):.1%}" for how, arms in ways]
         print(f"| {name} | {' | '.join(shares)} |", flush=True)

@@ -32,7 +32,7 @@ CONFIGS = (
 )
 LAYERS = f"""
 errors findings masking module_path
-bounds count_limits fork_server
+bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
 device record

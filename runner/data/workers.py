@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from runner import fork_server
 from runner.data import shared_batch
 from runner.errors import DataError, RunnerError, WorkerLost
+from runner.parent_death import die_with_parent
 from runner.training.signals import ENDS
 
 log = logging.getLogger("runner")
@@ -263,7 +263,7 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: 
     if stack >= 0 and ASKS_STACK is not None:
         faulthandler.register(ASKS_STACK, file=stack)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-    fork_server.die_with_parent(parent)  # elsewhere the pipe's end tells, after this batch
+    die_with_parent(parent)  # elsewhere the pipe's end tells, after this batch
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork, and cores have workers
     while True:
         try:

@@ -1,8 +1,8 @@
 """What the fork server of a run imports: it ends with the process that started it."""
 
-from runner import fork_server
+from runner.parent_death import die_with_parent
 
-fork_server.die_with_parent()  # each rank dies with it in turn
+die_with_parent()  # each rank dies with it in turn
 
 import torch._dynamo  # noqa: E402,F401  # which every optimizer of torch's imports
 

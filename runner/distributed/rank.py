@@ -16,7 +16,6 @@ from traceback import format_exception
 
 import torch
 
-from runner import fork_server
 from runner.build import Components
 from runner.config import RunConfig
 from runner.device.device import select
@@ -31,6 +30,7 @@ from runner.errors import Interrupted, UsageError
 from runner.jobs import doctor, train
 from runner.jobs.config import JobKind
 from runner.masking import masked
+from runner.parent_death import die_with_parent
 from runner.record.console import close_logging, set_up_logging
 from runner.record.text import escape_control_chars
 from runner.security.secrets import redact_errors
@@ -171,7 +171,7 @@ def _end_with_parent() -> None:
 
     On Linux the kernel kills also a stopped one, by way of the fork server: see `preload.py`.
     """
-    fork_server.die_with_parent()
+    die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=_kill_self_after, args=(parent.sentinel,), daemon=True).start()
