@@ -85,6 +85,7 @@ def _share_or_forget(shares: bool) -> None:
     server = forkserver._forkserver
     if shares:
         server.ensure_running = lambda: None  # type: ignore[method-assign]
+        server._stop = lambda: None  # type: ignore[method-assign]  # which others use, too
     else:
         forkserver._forkserver = server = forkserver.ForkServer()
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
