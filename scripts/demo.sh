@@ -18,6 +18,7 @@ if [ -n "$(find outputs -name summary.json -newer .venv/.started -print -quit 2>
     if [ "$here" != "$root" ]; then prefix=$root/; fi
     printf '\nTo use python -m runner in this shell, run\n\n    . %s.venv/bin/activate\n' "${prefix:-}"
     printf '\nTo see it in TensorBoard, run this and open http://localhost:6006\n\n'
-    printf '    %s.venv/bin/tensorboard --logdir %soutputs\n\n' "${prefix:-}" "${prefix:-}"
+    printf '    %s.venv/bin/python -m runner.report --tensorboard %soutputs\n\n' \
+        "${prefix:-}" "${prefix:-}"
 fi
 exit "$status"

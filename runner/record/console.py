@@ -23,6 +23,7 @@ from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 LOG = "run.log"
+NOTEBOOK = "JPY_PARENT_PID"  # a kernel of Jupyter's sets it: its cells take colours, not movements
 UNFOLDED = 100_000  # columns of what has no width
 FILE_LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -89,8 +90,8 @@ def console() -> Screen:
 
 
 def takes_live_display(screen: Screen) -> bool:
-    """Whether it is a terminal on which lines can be drawn anew."""
-    return screen.is_terminal and not screen.is_dumb_terminal
+    """Whether it is a terminal on which lines can be drawn anew; a notebook's `!` is none."""
+    return screen.is_terminal and not screen.is_dumb_terminal and NOTEBOOK not in os.environ
 
 
 def plain_text(value: object, style: str = "") -> Text:

@@ -13,7 +13,13 @@ from rich.live import Live
 from rich.text import Text
 
 from runner import masking
-from runner.record.console import close_logging, console, set_up_logging
+from runner.record.console import (
+    Screen,
+    close_logging,
+    console,
+    set_up_logging,
+    takes_live_display,
+)
 
 log = logging.getLogger("runner")
 
@@ -168,3 +174,13 @@ def test_a_line_of_the_log_takes_a_live_display_away_before_it_and_draws_it_agai
         log.warning("something")
         said = stream.getvalue()[drawn:]  # type: ignore[attr-defined]
     assert said.index("\x1b[1A\x1b[2K") < said.index("something") < said.index("one")
+
+
+def test_a_cell_of_a_notebook_gets_lines_and_no_display_that_moves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    screen = Screen(force_terminal=True, _environ={"TERM": "xterm-color"})
+    assert takes_live_display(screen)
+    monkeypatch.setenv("JPY_PARENT_PID", "7")
+    assert not takes_live_display(screen)
