@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -32,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process is left alone with one at the end."""
     order = {TESTS / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is looked at by no garbage collection of a test."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

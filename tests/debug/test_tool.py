@@ -128,7 +128,10 @@ def test_full_debugging_has_every_tool_outermost_first() -> None:
     assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]
 
 
-@pytest.mark.parametrize("model", ["cnn model.width=4", "mlp model.dropout=0.1"])
+@pytest.mark.parametrize(
+    "model",
+    ["mlp model.dropout=0.1", pytest.param("cnn model.width=4", marks=pytest.mark.slow)],
+)
 def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model: str) -> None:
     small = ["data=digits", *f"model={model}".split(), "optimizer.ema=0.99"]
     more = ["optimization=basic", "training.steps=6", "training.micro_batch=10", "debug.every=2"]

@@ -15,14 +15,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "corruption",
-        pytest.param("crash", marks=pytest.mark.slow),  # a minute each
-        pytest.param("sweep", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["corruption", "crash", "sweep"])
 def test_the_short_form_of_a_proof_holds_and_notices_a_planted_defect(name: str) -> None:
     command = [sys.executable, f"scripts/prove_{name}.py", "--smoke"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

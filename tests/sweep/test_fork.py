@@ -32,12 +32,12 @@ def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
     found = {}
     for start in ("fork", "spawn"):
         (tmp_path / start).mkdir()
-        done = sweep(tmp_path / start, "seed=0,1", "data.workers=1", f"sweep.start={start}")
+        done = sweep(tmp_path / start, "seed=0", "data.workers=1", f"sweep.start={start}")
         assert done.returncode == 0, done.stderr
         (record,) = (tmp_path / start).glob("outputs/sweeps/*/*/sweep.json")
         assert json.loads(record.read_text())["start"] == start
         found[start] = weights(tmp_path / start)
-    assert len(found["fork"]) > 1 and found["fork"] == found["spawn"]
+    assert len(found["fork"]) > 0 and found["fork"] == found["spawn"]
 
 
 def test_a_forked_process_has_its_own_session_environment_output_and_exit_code(
