@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from runner import Hook
-from runner.errors import Interrupted
+from runner.errors import ConfigError, Interrupted
 from runner.training.hook import Step
 from runner.training.loop import train
 from runner.training.run import Run
@@ -63,6 +63,20 @@ def test_a_signal_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart(number: 
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_what_a_library_raises_while_a_signal_unwinds_it_is_the_signal() -> None:
+    with pytest.raises(KeyboardInterrupt) as ended, signals_unwind():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            None.cleaned  # type: ignore[attr-defined]  # noqa: B018
+    assert interruption_before_run(ended.value).exit_code == 143
+    with pytest.raises(ConfigError), signals_unwind():  # what was made of it on purpose stays
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ConfigError("key", "is wrong") from None
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])

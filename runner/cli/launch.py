@@ -42,7 +42,7 @@ from runner.record.text import describe_error, escape_control_chars, escape_line
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
 from runner.security.config_files import check_level
-from runner.training.signals import interruption_before_run
+from runner.training.signals import interruption_before_run, signals_first
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
@@ -194,7 +194,7 @@ def _run(
     try:
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
             secrets.mask_saved(folder / name)
-        with secrets.redact_errors():
+        with signals_first(), secrets.redact_errors():
             return _job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)

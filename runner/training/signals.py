@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from runner.errors import Interrupted
+from runner.errors import Interrupted, RunnerError
 
 if TYPE_CHECKING:
     from runner.training.grace import GracePeriod
@@ -94,12 +94,27 @@ def signals_unwind() -> Iterator[None]:
     before = {number: signal.signal(number, _terminate) for number in unclaimed()}
     _command.append(True)
     try:
-        yield
+        with signals_first():
+            yield
     finally:
         _command.pop()
         raised.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def signals_first() -> Iterator[None]:
+    """An error that a library raises while a signal unwinds it is that signal."""
+    try:
+        yield
+    except Exception as error:
+        first: BaseException | None = error
+        while first is not None and not isinstance(first, KeyboardInterrupt):
+            first = None if isinstance(first, RunnerError) else first.__context__
+        if first is None:
+            raise
+        raise first from None
 
 
 _command: list[bool] = []  # not empty within `signals_unwind`
