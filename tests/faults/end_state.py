@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runner.checkpoint.checkpointer import Checkpointer
+from runner.record.storage import read_link
 
 OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
 GUARD = ("stability", "history", "inputs", "reader", "progress")
@@ -35,7 +35,7 @@ def end_state(folder: Path) -> dict[str, str]:
     parts["bad samples"] = state.get("bad_samples")
     checkpoints = folder / "checkpoints"
     parts |= {"checkpoints": sorted(path.name for path in checkpoints.iterdir())}
-    parts |= {link: os.readlink(checkpoints / link) for link in ("best", "last")}
+    parts |= {link: read_link(checkpoints / link) for link in ("best", "last")}
     parts |= {"metrics.jsonl": list(_rows(folder)), "TensorBoard": _events(folder)}
     summary = json.loads((folder / "summary.json").read_text())
     keys = ("status", "steps", "skipped_steps", "metrics", "best", "best_step")
