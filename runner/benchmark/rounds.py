@@ -30,6 +30,7 @@ from runner.benchmark.workers.pool import WorkerPool
 from runner.training.signals import unclaimed
 
 log = logging.getLogger("runner")
+WIDEST = 9.0  # half-width of an interval that is worth a log line
 CACHED = 0.5  # share of the compile time that the cache on disk saves the next process, at least
 
 
@@ -183,7 +184,7 @@ def _relaunch(
 
 
 def _describe(estimate: Estimate) -> str:
-    if math.isfinite(estimate.half_width):
+    if estimate.half_width < WIDEST:
         return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
     return f"{estimate.ratio:.2f}×"
 

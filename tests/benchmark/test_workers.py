@@ -149,10 +149,10 @@ def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path:
 
 @pytest.mark.slow
 def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path: Path) -> None:
-    arms = [arm("none", *BASE), arm("same", *BASE, "monitoring.system=false")]
-    settings = BenchmarkConfig(budget_s=60.0, processes=3, block_s=0.1, parity=False)
+    arms = [arm("none", *BASE), arm("same", *BASE)]
+    settings = BenchmarkConfig(budget_s=600.0, narrow=0.3, processes=3, block_s=0.1, parity=False)
     result = measure(arms, settings, tmp_path)
-    assert (result.processes, len(result.process_starts)) == (3, 3)
+    assert 2 <= result.processes == len(result.process_starts) <= 3
     assert [row.status for row in result.arms] == ["done", "done"]
     assert result.arms[1].claim not in ("faster", "slower")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark.json", "none", "same"]

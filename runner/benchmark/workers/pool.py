@@ -117,7 +117,8 @@ class WorkerPool:
         """Start the process, build the run, make the warm-up steps, within `timeout_s`."""
         self.end(name)
         arm, folder = self.arms[name], self._folder(name)
-        log, began = None if folder is None else folder / LOG, time.perf_counter()
+        log = None if folder is None else folder / LOG
+        began = None if self.forks else time.perf_counter()  # a fork server may still be importing
         if folder is not None and self.scratch is not None:
             folder = Path(mkdtemp(dir=self.scratch.name)) / arm.folder
         spec = WorkerSpec(arm.config, self.settings, folder, arm.command, began)

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.config import BenchmarkConfig
@@ -42,7 +43,8 @@ class WorkerSpec:
     settings: BenchmarkConfig
     folder: Path | None
     command: str  # trains the same by itself
-    started: float  # time.perf_counter() of the parent, which counts from the same moment
+    # time.perf_counter() of the parent, which counts from the same moment; None: when it was forked
+    started: float | None
     # what the process is not to show
     secrets: Mapping[str, Any] = field(default_factory=shared_state)
 
@@ -59,6 +61,8 @@ def main(child: ChildSide, spec: WorkerSpec) -> None:
 
     First come the caller's parts, packed; an argument would keep them in memory.
     """
+    if spec.started is None:
+        spec = replace(spec, started=perf_counter())
     if spec.command:
         sys.argv[:] = ["runner", *shlex.split(spec.command)[3:]]  # for the record
     adopt_state(spec.secrets)
@@ -93,7 +97,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
             config, parts["world"] = scope.enter_context(together(config, spec, parcel))
         run = scope.enter_context(build(config, spec.folder, Components(**parts)))
         continue_without_end(run)
-        hook = TurnHook(spec.settings, lambda answer: _ask(pipe, answer), spec.started)
+        hook = TurnHook(spec.settings, lambda answer: _ask(pipe, answer), spec.started or 0.0)
         run.hooks.append(hook)
         summary = train(run)
         if not hook.finishing:
