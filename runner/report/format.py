@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.benchmark.result import BenchmarkResult
     from runner.report.replicates import MeanEstimate
 
 NONE = "–"  # where there is no number
@@ -75,12 +74,6 @@ def seconds(value: float) -> str:
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def measured(benchmark: BenchmarkResult) -> str:
-    """How much was measured."""
-    count = f", {benchmark.processes} processes of each arm," if benchmark.processes > 1 else ""
-    return f"{benchmark.blocks} blocks{count} in {seconds(benchmark.seconds)}"
 
 
 @_none_as_dash

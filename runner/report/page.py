@@ -238,7 +238,7 @@ def _about(comparison: Comparison) -> list[str]:
         what = "trials of this process" if comparison.search else "runs"
         return [f"{len(comparison.rows)} {what}", *comparison.devices]
     started = [_minute(benchmark.started)] if benchmark.started else []
-    took = format.measured(benchmark)
+    took = verdicts.measured(benchmark)
     return [f"{len(comparison.rows)} arms", *comparison.devices, *started, took]
 
 
@@ -290,7 +290,7 @@ def _machine(comparison: Comparison) -> list[tuple[str, str]]:
         "CPUs taken by others": format.share(load.others),
         "reference against itself": format.times_interval(*against_itself),
         "noise floor": f"± {format.share(result.noise_floor)}",
-        "measured": f"{format.measured(result)}{stopped}",
+        "measured": f"{verdicts.measured(result)}{stopped}",
         "started": _minute(result.started) or format.NONE,
         "code": str(commit)[:12] if commit else format.NONE,
     }

@@ -102,7 +102,7 @@ def _notes(comparison: Comparison) -> list[Text]:
     notes, benchmark = list(comparison.notes), comparison.benchmark
     if benchmark is not None:
         stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
-        how = f"{format.measured(benchmark)}{stopped}"
+        how = f"{verdicts.measured(benchmark)}{stopped}"
         notes.append(f"{how}; {verdicts.unclaimed(benchmark)}")
     return [plain_text(f"· {note}", "dim") for note in notes]
 

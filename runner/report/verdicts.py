@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runner.benchmark.result import BenchmarkResult
 from runner.report.comparison import Comparison, Row
-from runner.report.format import MOST_NAMES, interval, listed, metric, share, times
+from runner.report.format import MOST_NAMES, interval, listed, metric, seconds, share, times
 from runner.report.naming import about_speed
 from runner.report.replicates import by_configuration
 
@@ -300,6 +300,12 @@ def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
             return []
         text = f"No run was more than {100 * NEAR:.0f} % slower than another"
     return [f"{text}: one run each, so read it as a hint."]
+
+
+def measured(benchmark: BenchmarkResult) -> str:
+    """How much was measured."""
+    count = f", {benchmark.processes} processes of each arm," if benchmark.processes > 1 else ""
+    return f"{benchmark.blocks} blocks{count} in {seconds(benchmark.seconds)}"
 
 
 def unclaimed(benchmark: BenchmarkResult) -> str:
