@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -50,7 +48,6 @@ def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path: Path) -> None:
     assert found and float(found[1]) > 0.9
 
 
-@pytest.mark.slow
 def test_a_model_and_a_loss_of_ones_own_leave_a_run_with_a_report(tmp_path: Path) -> None:
     first, *techniques = ran("own_model_and_loss.py", tmp_path).splitlines()
     loss, folder = first.split()
@@ -59,7 +56,6 @@ def test_a_model_and_a_loss_of_ones_own_leave_a_run_with_a_report(tmp_path: Path
     assert any(line.startswith("fused_optimizer True") for line in techniques)
 
 
-@pytest.mark.slow
 def test_a_sweep_ends_with_its_rows_and_its_page(tmp_path: Path) -> None:
     *_, page = ran("sweep_and_page.py", tmp_path).splitlines()
     assert (tmp_path / page).read_text().startswith("<!doctype html>")
