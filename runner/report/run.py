@@ -31,13 +31,7 @@ log = logging.getLogger("runner")
 Rows = list[tuple[str, str]]
 MIN_NAME, MAX_NAME = 14, 32  # columns of a name
 MANY = 3  # techniques that never ran share a line in the terminal
-USEFUL = (
-    "result",
-    "test set",
-    "faults",
-    "debug tools",
-    "files",
-)  # of a run that failed; report.md has all
+USEFUL = ("result", "test set", "faults", "debug tools", "files")  # of a run that failed
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
 CURVES = "curves.svg"
 CHOSEN = "new data may do worse: these samples chose the checkpoint"
