@@ -175,11 +175,17 @@ class Child:
         if code < 0:
             return self._killed(-code)
         reason = "" if well else reason  # it failed after the run itself
-        line = self.last_line()
-        if code == StorageError.exit_code and not line.startswith("error"):  # nor was that line
-            line = f"its files could not be written (exit code {code})"
-        reason = reason or line or f"it ended with {code} and printed nothing"
+        reason = reason or self._last_words(code)
         return ("oom" if MEMORY.search(reason) else "failed"), reason
+
+    def _last_words(self, code: int) -> str:
+        """The error that it printed; else what the code says, and the line it printed last."""
+        line = self.last_line()
+        if line.startswith("error"):
+            return line
+        why = "; its files could not be written" if code == StorageError.exit_code else ""
+        said = f"printed last: {line}" if line else "printed nothing"
+        return f"it ended with {code}{why} and {said}"
 
     def _killed(self, number: int) -> tuple[str, str]:
         if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.ooms:

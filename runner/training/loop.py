@@ -167,8 +167,9 @@ def _train(run: Run) -> None:
             interrupts.end_grace()
             _leave(run, error)
             update.abandon()
-            if run.shards is None or isinstance(error, GaveUp):  # which all come to at one step
-                _save_and_stop(run)
+            gave_up = isinstance(error, GaveUp)  # which all processes come to at one step
+            if run.shards is None or gave_up:
+                _save_and_stop(run, only_sound=gave_up)
             raise
         finally:
             run.train.close()
@@ -207,15 +208,17 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     )  # fmt: skip
 
 
-def _save_and_stop(run: Run, end: RunnerError | None = None) -> None:
+def _save_and_stop(run: Run, end: RunnerError | None = None, only_sound: bool = False) -> None:
     """Save a checkpoint before an early end, with the numbers that have not been reported.
 
-    With `end`, all processes of the run have agreed on it.
+    With `end`, all processes of the run have agreed on it. With `only_sound`, weights that are not
+    finite are not saved: at the last step the same command would take them for the result.
     """
     _report(run, wait=True)
     if end is not None:
         _leave(run, end)
-    save(run, final=True)
+    save(run, final=not only_sound)
+    run.checkpointer.close()
 
 
 def _leave(run: Run, error: RunnerError) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from runner import evaluate, train
+from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import GaveUp, Interrupted
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.metrics import Reader
@@ -158,6 +159,20 @@ def test_a_checkpoint_of_nan_is_passed_over(
     assert summary.faults["rollback"] == 1
     assert "step 13 is not usable" in caplog.text
     assert "rolled back to step 10" in caplog.text
+
+
+def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        with faulty([*LINE, "training.steps=30", "checkpoint.resume=auto"], tmp_path) as run:
+            run.hooks.append(Ruin(*range(2, 31)))
+            with pytest.raises(GaveUp, match="the weights are not finite"):
+                train(run)
+        assert Summary.read(tmp_path).status == "failed"
+        kept = Checkpointer(None, keep=1).restore(tmp_path)
+        assert kept is not None and kept.step < 30
+        assert all(weight.isfinite().all() for weight in kept.model.values())
 
 
 def test_with_nothing_good_to_go_back_to_the_next_row_is_read() -> None:
