@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
@@ -133,19 +138,17 @@ def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
 def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
     """Those of several machines: each tells the others how many it starts."""
     asked = config.distributed
-    handler = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=asked.rendezvous or "",
-            run_id=f"{config.name}-{attempt}",
-            min_nodes=asked.nodes,
-            max_nodes=asked.nodes,
-            timeout=MEET_S,
-        )
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=asked.rendezvous or "",
+        run_id=f"{config.name}-{attempt}",
+        min_nodes=asked.nodes,
+        max_nodes=asked.nodes,
+        timeout=MEET_S,
     )
+    log.info("%d machines meet at %s", asked.nodes, asked.rendezvous)
+    handler, met = _rendezvous(parameters, SILENCE_S if attempt else 0.0)
     try:
-        log.info("%d machines meet at %s", asked.nodes, asked.rendezvous)
-        met = handler.next_rendezvous()
         met.store.set(f"processes/{met.rank}", str(processes))
         counts = [int(met.store.get(f"processes/{node}")) for node in range(met.world_size)]
         host = met.bootstrap_store_info
@@ -159,6 +162,28 @@ def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeti
         yield Meeting(places, met.rank, met.world_size, store)
     finally:
         handler.shutdown()
+
+
+def _rendezvous(
+    parameters: RendezvousParameters, patience_s: float
+) -> tuple[RendezvousHandler, RendezvousInfo]:
+    """The handler and what it came to.
+
+    The store that answers may be that of the attempt before, which is about to end: so long, a
+    connection that breaks is made again.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        handler = None
+        try:
+            handler = get_rendezvous_handler(parameters)
+            return handler, handler.next_rendezvous()
+        except RendezvousConnectionError:
+            if handler is not None:
+                handler.shutdown()
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_S)
 
 
 def _places(first: int, own: int, size: int, address: str, port: int, attempt: int) -> list[Place]:
