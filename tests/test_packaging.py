@@ -191,7 +191,8 @@ def test_an_installation_works_from_any_folder(
 
     helped = output([python, "-m", "runner", "--help"], cwd=tmp_path)
     assert "optimization" in helped
-    assert output([script, "--help"], cwd=tmp_path) == helped.replace("python -m runner", "runner")
+    short = re.sub(r"python -m runner(?!\.)", "runner", helped)
+    assert output([script, "--help"], cwd=tmp_path) == short
 
     assert output([python, "-m", "runner", "--cfg", "job"], cwd=tmp_path) == composed
     assert output([script, "--cfg", "job"], cwd=tmp_path) == composed

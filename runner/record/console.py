@@ -68,11 +68,11 @@ def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> N
     screen = Screen()
     if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
         screen.width = UNFOLDED
-    with screen.capture() as printed:
-        for part in parts:
-            screen.print(part, **options)
-    lines = printed.get().split("\n")
     try:
+        with screen.capture() as printed:  # which flushes the stream, too
+            for part in parts:
+                screen.print(part, **options)
+        lines = printed.get().split("\n")
         print("\n".join(line.rstrip(" ") for line in lines), end="", flush=True)  # noqa: T201
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

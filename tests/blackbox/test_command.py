@@ -80,7 +80,7 @@ def test_a_mistake_about_data_leaves_a_named_folder_as_it_was(tmp_path: Path) ->
 def test_a_missing_package_is_one_line_with_the_way_to_it(tmp_path: Path) -> None:
     done = command(tmp_path, flags=("-S",))  # without site-packages
     assert done.returncode == 2
-    assert done.stderr.startswith("error: hydra is not installed for ")
+    assert done.stderr.startswith("error: omegaconf is not installed for ")
     assert "activate" in done.stderr or "pip install" in done.stderr
     assert done.stderr.count("\n") == 1 and not done.stdout
 
