@@ -137,6 +137,7 @@ def test_one_sample_that_does_not_fit_is_one_clear_error_after_a_checkpoint(tmp_
     assert found.faults["out_of_memory"] == 3  # 4, 2 and 1
 
 
+@pytest.mark.slow
 def test_after_running_out_of_memory_no_part_is_a_remainder_of_one_sample() -> None:
     odd = [*CNN, "training.batch_size=9"]  # 9 is cut to 5 + 4, then to 3 + 3 + 3, not 4 + 4 + 1
     with build(compose(odd)) as run:
@@ -146,6 +147,7 @@ def test_after_running_out_of_memory_no_part_is_a_remainder_of_one_sample() -> N
         assert min(limited.seen[:8]) == 3
 
 
+@pytest.mark.slow
 def test_batchnorm_without_values_enough_is_the_same_error() -> None:
     own = ["data=cancer", "model._target_=my_package.Normed", "security.trusted=[my_package]"]
     with build(compose([*QUICK, *own, "training.steps=2"])) as run:
@@ -208,6 +210,7 @@ def test_a_batch_larger_than_the_limit_trains_to_the_end_in_smaller_parts() -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+@pytest.mark.slow
 def test_a_model_larger_than_the_limit_ends_in_one_line_and_its_exit_code() -> None:
     tokens = ["data=synthetic", "data.form=tokens", "data.sequence=2048", "data.samples=16"]
     done = limited(260, *tokens, "model=gpt", "model.width=256", "model.depth=12")

@@ -12,6 +12,7 @@ from runner.training.summary import Summary
 from tests.benchmark.worker_arms import BASE, QUICK, arm, is_gone
 
 
+@pytest.mark.slow
 def test_an_arm_of_two_processes_has_turns_beside_one_of_one(tmp_path: Path) -> None:
     ddp = [*BASE, "optimization=none", "distributed=ddp"]
     one = arm("one", *ddp, "distributed.processes=1")

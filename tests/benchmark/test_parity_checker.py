@@ -64,6 +64,7 @@ def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> No
 
 
 @pytest.mark.usefixtures("mutants")
+@pytest.mark.slow
 def test_one_process_judges_all_and_is_replaced_when_it_dies() -> None:
     with ParityChecker(120.0) as checker:
         right = checker.check(arm("basic", "optimization=basic"))

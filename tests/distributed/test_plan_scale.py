@@ -63,6 +63,7 @@ def planned(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing() -> None:
     large = ["model.width=8192", "model.depth=2", "model.heads=64", "training.batch_size=1024"]
     large += ["optimization.recompute.enabled=true", "optimization.amp.enabled=true"]

@@ -175,6 +175,7 @@ def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
         find_place({key: value for key, value in task.items() if key != "SLURM_LOCALID"})
 
 
+@pytest.mark.slow
 def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
     done = runs.command(
         tmp_path, "job=doctor", "distributed=ddp", "distributed.processes=2", "device=cpu",

@@ -320,9 +320,8 @@ def test_a_checkpoint_without_preprocessing_is_for_its_own_data(
         assert "train again or evaluate on its own data" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("my_package")
 def test_an_interrupted_prediction_leaves_no_file(tmp_path: Path, number: int) -> None:
     runs.trained(*runs.NOISY, *SHORT, folder=tmp_path / "run")

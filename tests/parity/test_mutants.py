@@ -172,6 +172,7 @@ def test_dropout_that_a_fused_module_computes_wrong_is_far_beyond_the_limit(
         for m in RANDOM
     ],
 )
+@pytest.mark.slow
 def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(
     model: str, seed: int
 ) -> None:

@@ -51,7 +51,10 @@ def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
 # -- what is right passes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.slow) if m == "classifier" else m for m in MODELS],
+)
 def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
     reference = ParityReference(runs.config(*QUIET, *MODELS[model]), STEPS)
     for technique in (BF16, [*FUSED, *NHWC], PARTS):
