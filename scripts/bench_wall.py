@@ -57,7 +57,7 @@ def cpu(command: list[str], folder: str) -> float:
 
 def sweep_job(command: list[str], folder: str, jobs: int = 8) -> float:
     """Seconds that one more job of a sweep takes."""
-    few = wall([*command, "seed=range(2)"], f"{folder}")
+    few = wall([*command, "seed=range(2)"], folder)
     return (wall([*command, f"seed=range({2 + jobs})"], folder) - few) / jobs
 
 

@@ -43,6 +43,7 @@ def prepare(
     Raises RunnerError.
     """
     overrides = [text for text in flags.overrides if text != MODE]
+    _check_ranges(overrides)
     first = compose(first_job(overrides))
     if searches := is_search(first):
         parameters = first.hydra.sweeper.params.items()
@@ -94,6 +95,14 @@ def prepare(
         session.search = plan_search(overrides, checked[0], session.hash)
     _find_earlier(session, config, overrides, isolated)
     return session
+
+
+def _check_ranges(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a range without a value: the sweep would have no job, and end well."""
+    for override in map(parse_override, overrides):
+        if override.parsed.is_range_sweep() and not override.values():
+            fix = "its end is not in it: range(0,3) is 0, 1, 2"
+            raise ConfigError(override.key, f"{override.value} has no value", fix)
 
 
 def _other_samples(

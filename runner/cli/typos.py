@@ -19,16 +19,15 @@ from runner.errors import ConfigError
 from runner.overrides.groups import ALIASES, FOREIGN, SURE, nearest, options
 
 WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # the rest is read by Hydra's grammar
-OF_OPTIONS = ("data", "model", *FOREIGN)  # where the keys depend on the option
 VALUES = {int: r"[+-]?\d+", float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?", bool: "true|false", str: ".+"}
 
 
 def find_typo(overrides: Sequence[str]) -> ConfigError | None:
     """The error about a word that names what does not exist, where what was meant is sure."""
-    groups = options()
-    words = [match.groups() for match in map(WORD.fullmatch, overrides) if match]
     if any("searchpath" in text for text in overrides):
         return None
+    groups = options()
+    words = [match.groups() for match in map(WORD.fullmatch, overrides) if match]
     for key, value in words:
         if value in groups.get(key, [value]):
             continue
@@ -65,7 +64,7 @@ def _wrong_key(groups: Mapping[str, Mapping[str, str]], key: str, value: str) ->
     if meant == [near] and near in groups:
         option = _option(groups, near, value)
     else:
-        option = value if near and _takes(meant, groups, value) else ""
+        option = value if near and _takes(meant, value) else ""
     if not option:
         return None
     fix = f"did you mean {'.'.join(meant)}={option}?"
@@ -84,12 +83,12 @@ def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[s
         if part not in names and (i or part not in {*groups, *ALIASES, "hydra"}):
             return i, names if i else [*names, *groups]
         node = _fields(node).get(part)
-        if part in OF_OPTIONS or not is_dataclass(node):
+        if part in FOREIGN or not is_dataclass(node):  # theirs depend on the option
             break
     return len(parts), []
 
 
-def _takes(parts: Sequence[str], groups: Mapping[str, Any], value: str) -> bool:
+def _takes(parts: Sequence[str], value: str) -> bool:
     """Whether a key exists and a value typed for it is one of its kind."""
     node: Any = RunConfig
     for part in parts:

@@ -32,8 +32,7 @@ ABORT_S = 1.0  # for a hung one to write its stacks
 END_S = 5.0  # for one whose others have waited for the whole time-out, or have trained nothing
 LOST = 255  # what multiprocessing says of a process whose fork server was lost
 GONE_S = 10.0  # for one that was killed to leave
-UNKNOWN = 255  # exit code of a process whose fork server cannot be asked
-CLOSE_S = 1.0  # from the end of its pipes to its own
+CLOSE_S = 1.0  # from the end of a fork server's pipes to its own
 
 accept_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
 refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
@@ -119,7 +118,7 @@ class Agent:
 
     def _has_lost_server(self) -> bool:
         """Whether the fork server has ended: its pipes close before it can be waited for."""
-        unknown = any(p.exitcode == UNKNOWN for p in self.processes.values() if p.pid)
+        unknown = any(p.exitcode == LOST for p in self.processes.values() if p.pid)
         until = time.monotonic() + (CLOSE_S if unknown else 0.0)
         while (running := fork_server.is_running()) and time.monotonic() < until:
             time.sleep(POLL_S / 10)

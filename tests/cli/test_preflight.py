@@ -257,6 +257,7 @@ def test_what_is_not_trusted_is_refused_before_hydra_starts(folder: Path) -> Non
         (["--batch-size", "8"], UsageError, "without dashes: training.batch_size=…"),
         (["--cfg", "nothing"], UsageError, "job"),
         (["-m", "--cfg", "job"], UsageError, "leave -m away"),
+        (["-m", "seed=range(0,-3)"], ConfigError, "range.0,-3. has no value; its end is not in it"),
         (["--experimental-rerun", "x.pickle"], SecurityError, "unpickles"),
         (["-cd", "nowhere"], UsageError, "there is no folder nowhere"),
     ],
