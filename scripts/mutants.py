@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,13 +95,15 @@ def _pytest(root: Path, arguments: list[str], output: Path) -> None:
     sys.exit(int(pytest.main(arguments)))
 
 
-def run_tests(root: Path, tests: Iterable[str], *options: str) -> tuple[int | None, list[str]]:
+def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int | None, list[str]]:
     """Pytest's exit code (None: it did not end in time) and the lines that it printed.
 
     The process is forked from this one, which has imported torch: that saves most of its start.
     """
     output = root / "pytest.log"
     arguments = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
+    if _single(tests):
+        arguments += ["-m", "slow or not slow"]
     child = multiprocessing.get_context("fork").Process(
         target=_pytest, args=(root, arguments, output)
     )
@@ -116,11 +118,21 @@ def run_tests(root: Path, tests: Iterable[str], *options: str) -> tuple[int | No
 
 def failed_control(root: Path, mutants: list[Mutant]) -> set[str]:
     """The tests that fail on the unbroken copy."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    code, lines = run_tests(root, tests)
-    print(f"control   {lines[-1]}", flush=True)
-    failed = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
-    return failed or (set() if code == 0 else set(tests))
+    failed = set()
+    for single in (False, True):
+        tests = sorted({t for m in mutants if _single(m.tests) is single for t in m.tests})
+        if not tests:
+            continue
+        code, lines = run_tests(root, tests)
+        print(f"control   {lines[-1]}", flush=True)
+        named = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
+        failed |= named or (set() if code == 0 else set(tests))
+    return failed
+
+
+def _single(tests: Iterable[str]) -> bool:
+    """Whether single tests are named: those run also where they are slow ones."""
+    return all("::" in test for test in tests)
 
 
 def try_mutant(mutant: Mutant, root: Path) -> tuple[str, str]:

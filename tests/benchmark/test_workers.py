@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,6 +131,7 @@ def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path:
     hashes: list[list[float]] = []
     summaries: list[str] = []
     pids: set[int] = set()
+    fork_server.stop()  # of earlier tests: a pool leaves one that runs to its owner
     with (
         pytest.MonkeyPatch.context() as patch,
         WorkerPool(arms, QUICK, tmp_path, None, {"string_hash": arm_parts.string_hash}) as pool,
@@ -145,6 +149,22 @@ def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path:
     assert summaries[0] == summaries[1]  # of the first process
     assert sorted(path.name for path in tmp_path.iterdir()) == ["basic", "none"]
     assert not fork_server.is_running()
+
+
+def test_a_program_keeps_its_own_fork_server() -> None:
+    mine = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60.0,))
+    mine.start()
+    try:
+        with WorkerPool([arm("none", *BASE)], QUICK, None) as pool:
+            pool.start("none")
+            pool.renew()
+            assert pool.start("none").workers == 0
+        assert mine.is_alive()
+    finally:
+        mine.terminate()
+        mine.join()
+        fork_server.stop()
+    assert mine.exitcode == -signal.SIGTERM
 
 
 @pytest.mark.slow

@@ -42,8 +42,9 @@ LEAVING_S = 30.0  # for one that is done, to close its files
 class WorkerPool:
     """The arms' processes; as a context manager, none outlives it.
 
-    They are forks of one process that has imported torch (Linux, else they are spawned), so that a
-    start is quick. `renew` replaces that process too: where its memory lies is drawn again.
+    They are forks of one process that has imported torch, so that a start is quick; `renew`
+    replaces that process too: where its memory lies is drawn again. Where this process has a fork
+    server of its own already, and on other systems than Linux, they are spawned.
 
     `given` are parts that the caller has made (`build.Components`), `metrics` functions of the
     finished run by their names; both are sent to each process and must be picklable: else
@@ -66,7 +67,7 @@ class WorkerPool:
         self.workers: dict[str, ChildProcess] = {}
         self.ready: dict[str, Ready] = {}
         self.mean = False  # compare mean steps: an arm has data workers
-        self.forks = fork_server.available()
+        self.forks = fork_server.available() and not fork_server.is_running()
         self.scratch: TemporaryDirectory[str] | None = None  # for the runs of further processes
 
     def __enter__(self) -> Self:
