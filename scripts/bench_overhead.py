@@ -1,11 +1,12 @@
 """What one training step of our loop costs beside a hand-written loop on the same batches.
 
-    python scripts/bench_overhead.py [tiny mlp cnn gpt] [--levels none,basic] [--steps N]
-                                     [--rounds N] [--json FILE]
+    python scripts/bench_overhead.py [tiny mlp cnn gpt] [--levels none,basic] [--clip]
+                                     [--steps N] [--rounds N] [--json FILE]
 
 Every level takes its turn between two runs of the bare loop, so a drift of the machine affects all
 alike; a ratio is to the mean of its two neighbours. Ours runs with its defaults: checks, clipping,
-guard, metrics.jsonl and TensorBoard. The bare loop has the same model, optimizer and batches.
+guard, metrics.jsonl and TensorBoard. The bare loop has the same model, optimizer and batches; with
+--clip it also clips the gradients and looks with `.item()` whether loss and norm are finite.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import platform
 import statistics
 import sys
@@ -70,7 +72,7 @@ def run_ours(kind: str, steps: int, level: str) -> float:
     return microseconds(times.ends)
 
 
-def run_bare(kind: str, steps: int) -> float:
+def run_bare(kind: str, steps: int, clip: bool) -> float:
     """A loop by hand over the batches of the same loader, without its checks."""
     config = compose([*COMMON, *MODELS[kind], "optimization=none", "checks=off"])
     ends = []
@@ -78,22 +80,29 @@ def run_bare(kind: str, steps: int) -> float:
         model, optimizer = run.model.train(), torch.optim.AdamW(run.model.parameters())
         for _, (inputs, target) in zip(range(steps), run.train.batches(0), strict=False):
             optimizer.zero_grad()
-            run.objective(model(inputs), target).backward()
+            loss = run.objective(model(inputs), target)
+            loss.backward()
+            if clip:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+                    continue
             optimizer.step()
             run.device.synchronize()
             ends.append(perf_counter())
     return microseconds(ends)
 
 
-def compare(kind: str, levels: list[str], steps: int, rounds: int) -> dict[str, dict[str, float]]:
+def compare(
+    kind: str, levels: list[str], steps: int, rounds: int, clip: bool
+) -> dict[str, dict[str, float]]:
     """Measure in turn; microseconds, ratio with its quartiles, and what is added, by level."""
     rows: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
-    bares = [run_bare(kind, steps)]
+    bares = [run_bare(kind, steps, clip)]
     for _ in range(rounds):
         for level in levels:
             gc.collect()
             ours = run_ours(kind, steps, level)
-            bares.append(run_bare(kind, steps))
+            bares.append(run_bare(kind, steps, clip))
             rows[level].append((ours, ours / statistics.mean(bares[-2:])))
     table = {"bare": {"us": statistics.median(bares), "ratio": 1.0, "q1": 1.0, "q3": 1.0}}
     for level, values in rows.items():
@@ -109,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="*", default=list(MODELS))
     parser.add_argument("--levels", default="none,basic", help="comma-separated")
+    parser.add_argument("--clip", action="store_true", help="by hand, too, with a check")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
@@ -119,7 +129,7 @@ def main() -> None:
     tables = {}
     for kind in typed.kinds:
         steps = typed.steps or STEPS[kind]
-        tables[kind] = compare(kind, typed.levels.split(","), steps, typed.rounds)
+        tables[kind] = compare(kind, typed.levels.split(","), steps, typed.rounds, typed.clip)
         for name, row in tables[kind].items():
             numbers = f"{row['us']:.0f} | {row['ratio']:.3f} | {row['q1']:.3f} to {row['q3']:.3f}"
             print(f"| {kind} | {name} | {numbers} |", flush=True)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +34,17 @@ PRELOAD = ("torch", "hydra", "numpy", "pytest", "rich.console", "torch.utils.ten
 
 @dataclass(frozen=True)
 class Mutant:
-    """One break: `old` becomes `new` in `file`, and one of `tests` must fail."""
+    """One break: `old` becomes `new` in `file`, and one of `tests` must fail.
+
+    Tests that are marked slow are among them only with `slow`.
+    """
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    slow: bool = False
 
     def problem(self, root: Path) -> str | None:
         """Why this entry does not fit the code, or None."""
@@ -102,8 +106,6 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int | No
     """
     output = root / "pytest.log"
     arguments = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
-    if _single(tests):
-        arguments += ["-m", "slow or not slow"]
     child = multiprocessing.get_context("fork").Process(
         target=_pytest, args=(root, arguments, output)
     )
@@ -119,20 +121,19 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int | No
 def failed_control(root: Path, mutants: list[Mutant]) -> set[str]:
     """The tests that fail on the unbroken copy."""
     failed = set()
-    for single in (False, True):
-        tests = sorted({t for m in mutants if _single(m.tests) is single for t in m.tests})
+    for slow in (False, True):
+        tests = sorted({test for m in mutants if m.slow is slow for test in m.tests})
         if not tests:
             continue
-        code, lines = run_tests(root, tests)
+        code, lines = run_tests(root, tests, *_marked(slow))
         print(f"control   {lines[-1]}", flush=True)
         named = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
         failed |= named or (set() if code == 0 else set(tests))
     return failed
 
 
-def _single(tests: Iterable[str]) -> bool:
-    """Whether single tests are named: those run also where they are slow ones."""
-    return all("::" in test for test in tests)
+def _marked(slow: bool) -> list[str]:
+    return ["-m", "slow or not slow"] if slow else []
 
 
 def try_mutant(mutant: Mutant, root: Path) -> tuple[str, str]:
@@ -141,7 +142,7 @@ def try_mutant(mutant: Mutant, root: Path) -> tuple[str, str]:
     original = path.read_text()
     try:
         path.write_text(original.replace(mutant.old, mutant.new))
-        code, lines = run_tests(root, mutant.tests, "-x")
+        code, lines = run_tests(root, mutant.tests, "-x", *_marked(mutant.slow))
     finally:
         path.write_text(original)
     failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]

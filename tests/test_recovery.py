@@ -198,6 +198,7 @@ def limited(mib: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 def test_a_batch_larger_than_the_limit_trains_to_the_end_in_smaller_parts() -> None:
     done = limited(140, *LARGE)

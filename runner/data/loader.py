@@ -99,10 +99,11 @@ def make_loader(
         from runner.data.workers import Workers
 
         ahead = config.prefetch or PREFETCH
-        loader.pool = Workers(
-            loader.fetch, workers, ahead, config.timeout_s, config.worker_restarts
-        )
         loader.persistent = config.persistent_workers is not False
+        loader.pool = Workers(
+            *(loader.fetch, workers, ahead, config.timeout_s, config.worker_restarts),
+            share=loader.persistent,
+        )
     return loader
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
@@ -33,7 +34,9 @@ class UserDataset(Dataset):
     """Samples of a user's data set.
 
     Python's, NumPy's and torch's global generators are seeded before each sample, so that random
-    augmentation depends on (seed, epoch, index) alone; what they were is put back afterwards.
+    augmentation depends on (seed, epoch, index) alone; what they were is put back afterwards. The
+    samples of a batch are asked for at once where the data set has `__getitems__`, as torch's
+    loaders do; what that draws depends on the batch's first sample.
     """
 
     in_memory = False
@@ -59,9 +62,14 @@ class UserDataset(Dataset):
             self.sizes = opening.fitted.sizes
         self.choices = choices
         if self.sample_seconds is not None:  # infer_sizes read one
-            for index in range(1, min(TIMED, len(dataset))):
+            numbers = list(range(1, min(TIMED, len(dataset))))
+            with suppress(BadSample):  # it is raised when its batch is fetched
+                if numbers and _fetches_batches(dataset):
+                    self._time(numbers)
+                    return
+            for index in numbers:
                 if self.sample_seconds < SLOW_S:
-                    with suppress(BadSample):  # it is raised when its batch is fetched
+                    with suppress(BadSample):
                         self._timed_sample(index)
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
@@ -93,13 +101,18 @@ class UserDataset(Dataset):
         return None
 
     def _timed_sample(self, index: int) -> tuple[Nest, Nest]:
-        started = time.perf_counter()
-        with _global_generators():
-            sample = self._sample(index, int(sample_seeds(0, 0, np.array([index]))[0]))
-        seconds = time.perf_counter() - started  # the least of all: the first sample warms up
-        self.sample_seconds = min(seconds, self.sample_seconds or seconds)
+        (sample,) = self._time([index])
         self.dtypes = {leaf.dtype for _, leaf in named_leaves(sample)}
         return sample
+
+    def _time(self, numbers: list[int]) -> list[tuple[Nest, Nest]]:
+        started = time.perf_counter()
+        with _global_generators():
+            samples = self._samples(numbers, sample_seeds(0, 0, np.array(numbers)).tolist())
+        seconds = (time.perf_counter() - started) / len(numbers)
+        # the least of all: the first sample warms up
+        self.sample_seconds = min(seconds, self.sample_seconds or seconds)
+        return samples
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """The samples, stacked. The seeding costs 10 µs a sample."""
@@ -107,8 +120,7 @@ class UserDataset(Dataset):
             seeds = sample_seeds(0, 0, indices)
         numbers = indices.tolist()
         with _global_generators():
-            pairs = zip(numbers, seeds.tolist(), strict=True)
-            samples = [self._sample(*pair, place) for place, pair in enumerate(pairs)]
+            samples = self._samples(numbers, seeds.tolist())
         inputs = tree_map(stack([sample[0] for sample in samples], numbers, "inputs"), self._cast)
         target = tree_map(stack([sample[1] for sample in samples], numbers, "target"), self._cast)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
@@ -120,11 +132,29 @@ class UserDataset(Dataset):
                 check_range(values, below, indices, f"data: {what} of sample", fix)
         return inputs, target
 
+    def _samples(self, numbers: list[int], seeds: list[int]) -> list[tuple[Nest, Nest]]:
+        problem: Exception | None = None
+        if _fetches_batches(self.dataset):
+            _seed(seeds[0])
+            try:
+                samples = self.dataset.__getitems__(numbers)
+            except RunnerError:
+                raise
+            except Exception as error:  # one by one, they show whose fault it is
+                problem = error
+            else:
+                return _pairs(samples, numbers)
+        singly = [
+            self._sample(number, seed, place)
+            for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
+        ]
+        if problem is not None:
+            text = f"data: __getitems__ of {len(numbers)} samples that can be read one by one"
+            raise DataError(f"{text}: {type(problem).__name__}: {problem}") from problem
+        return singly
+
     def _sample(self, index: int, seed: int, place: int = 0) -> tuple[Nest, Nest]:
-        low = seed & 0xFFFF_FFFF  # NumPy's takes no more
-        random.seed(seed)
-        np.random.seed(low)
-        torch.default_generator.manual_seed(low)  # torch.manual_seed would touch the device's too
+        _seed(seed)
         try:
             sample = self.dataset[index]
         except RunnerError:
@@ -135,6 +165,30 @@ class UserDataset(Dataset):
                 raise DataError(f"{problem}\n{traceback.format_exc()}") from error
             raise BadSample(place, problem, f"\n{traceback.format_exc()}") from error
         return as_pair(sample, index, place)
+
+
+def _fetches_batches(dataset: Any) -> bool:
+    """Whether it reads a batch at once, and torch's own do not ask sample by sample for it."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    own = not isinstance(dataset, StackDataset)
+    return own and callable(getattr(dataset, "__getitems__", None))
+
+
+def _pairs(samples: Any, numbers: list[int]) -> list[tuple[Nest, Nest]]:
+    if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
+        size = f" of {len(samples)}" if isinstance(samples, list | tuple) else ""
+        problem = f"data: __getitems__ of {len(numbers)} samples returns a {type(samples).__name__}"
+        raise DataError(f"{problem}{size}; return a list with each of them")
+    rows = enumerate(zip(samples, numbers, strict=True))
+    return [as_pair(sample, number, place) for place, (sample, number) in rows]
+
+
+def _seed(seed: int) -> None:
+    low = seed & 0xFFFF_FFFF  # NumPy's takes no more
+    random.seed(seed)
+    np.random.seed(low)
+    torch.default_generator.manual_seed(low)  # torch.manual_seed would touch the device's too
 
 
 @contextmanager

@@ -10,6 +10,7 @@ it. A worker that died or hangs is replaced: its batches are a pure function of 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -66,8 +67,10 @@ class Workers:
         ahead: int,
         timeout_s: float,
         most_restarts: int = 0,
+        share: bool = False,
     ) -> None:
         self.fetch, self.count, self.ahead, self.timeout_s = fetch, count, ahead, timeout_s
+        self.share = share  # until `close` no collection writes to what workers share with us
         self.most_restarts, self.restarts = most_restarts, 0
         self.report_lost: Callable[[WorkerLost], None] = lambda error: log.warning("%s", error)
         self.processes: list[Any] = []
@@ -111,7 +114,9 @@ class Workers:
     def _start_all(self) -> None:
         if hasattr(os, "memfd_create"):
             self.stack = os.memfd_create("stack")
-        resources = (self.processes, self.sockets, self.stack, os.getpid())
+        if frozen := self.share and not gc.get_freeze_count():
+            gc.freeze()
+        resources = (self.processes, self.sockets, self.stack, frozen, os.getpid())
         # before the interpreter's own clean-up, which sends SIGTERM and waits: workers ignore it
         self.at_exit = multiprocessing.util.Finalize(self, _kill, args=resources, exitpriority=100)
         for number in range(self.count):
@@ -240,9 +245,13 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _kill(processes: list[Any], sockets: list[socket.socket], stack: int, owner: int) -> None:
+def _kill(
+    processes: list[Any], sockets: list[socket.socket], stack: int, frozen: bool, owner: int
+) -> None:
     if os.getpid() != owner:
         return
+    if frozen:
+        gc.unfreeze()
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()

@@ -84,6 +84,7 @@ def test_one_process_judges_all_and_is_replaced_when_it_dies() -> None:
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 def test_an_arm_that_never_ends_is_given_up() -> None:
     with ParityChecker(5.0) as checker:
         verdict = checker.check(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))

@@ -72,6 +72,7 @@ def test_what_an_arm_raises_is_its_reason(tmp_path: Path) -> None:
     assert kept["huge"]["status"] in ("failed", "oom")
 
 
+@pytest.mark.slow
 def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = [
         own("late", "Ends", "optimization=none", "+model.how=hangs", "+model.at=20"),
@@ -127,7 +128,9 @@ def script(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     parent.communicate()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_no_arm_outlives_its_parent(script: tuple[subprocess.Popen[str], int], how: int) -> None:
     parent, pid = script
     group = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -221,6 +221,7 @@ def test_what_the_machine_lacks_is_no_fault_of_a_sample() -> None:
 # -- the same after a kill, and with any number of workers -----------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
 def test_a_killed_run_leaves_out_the_same_samples_with_any_number_of_workers(
     tmp_path: Path,

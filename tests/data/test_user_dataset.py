@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Sizes
-from runner.data.config import DataConfig, Digits
+from runner.data.config import BadSamples, DataConfig, Digits
 from runner.data.loader import BatchLoader
 from runner.data.open import open_data
 from runner.data.order import sample_seeds
+from runner.data.usable import fetch_usable
 from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError
 
@@ -99,6 +101,64 @@ def test_a_sample_unlike_the_others_is_named(odd: torch.Tensor, problem: str) ->
     source = opened(lambda i: (odd if i == 7 else torch.zeros(3), i % 2), classes=2)
     with pytest.raises(DataError, match=rf"sample 7: {problem}"):
         source.fetch(np.arange(20), None)
+
+
+class AtOnce(Made):
+    """Samples that are read a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        self.asked.append(len(indices))
+        return [self.make(index) for index in indices]
+
+
+def test_a_batch_is_read_at_once_where_the_data_set_can() -> None:
+    dataset = AtOnce(features, targets=[0, 3] * 10)
+    source = UserDataset(Subset(dataset, range(20)), "Subset", DataConfig(kind="own"))
+    dataset.asked.clear()
+    inputs, target = source.fetch(np.array([3, 9, 4]), None)
+    assert dataset.asked == [3]
+    assert (inputs[:, 0].tolist(), target.tolist()) == ([3.0, 9.0, 4.0], [3, 1, 0])
+
+
+def test_torchs_own_wrappers_keep_the_seed_of_each_sample() -> None:
+    labels = [0, 1] * 10
+    noise = Made(lambda _: torch.rand(3))
+    pairs = StackDataset(noise, labels)
+    for wrapped in (pairs, Subset(pairs, range(20))):
+        wrapped.sizes = {"task": "classification", "in_features": 3, "classes": 2}
+        source = UserDataset(wrapped, "wrapped", DataConfig(kind="own"))
+        batches = [
+            source.fetch(np.array(indices), np.array(indices, np.uint64))[0]
+            for indices in ([1, 2, 5], [7, 5])
+        ]
+        assert torch.equal(batches[0][-1], batches[1][-1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (lambda indices: [features(0)], "of 3 samples returns a list of 1; return a list with"),
+        (lambda indices: torch.zeros(3), "of 3 samples returns a Tensor; return a list with"),
+        (lambda indices: 1 / 0, "3 samples that can be read one by one: ZeroDivisionError"),
+    ],
+    ids=["short", "no list", "fails"],
+)
+def test_what_is_wrong_with_a_batch_that_is_read_at_once(answer: Any, problem: str) -> None:
+    dataset = AtOnce(features, sizes={"in_features": 3, "classes": 4})
+    source = UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
+    dataset.__class__ = type("Broken", (AtOnce,), {"__getitems__": lambda _, i: answer(i)})
+    with pytest.raises(DataError, match=problem):
+        source.fetch(np.array([1, 2, 3]), None)
+
+
+def test_a_sample_that_fails_in_a_batch_read_at_once_is_the_one_left_out() -> None:
+    dataset = AtOnce(lambda i: features(i if i != 9 else 1 // 0), classes=4)
+    source = UserDataset(
+        dataset, "my_package.Made", DataConfig(kind="own", bad_samples=BadSamples.drop)
+    )
+    usable = fetch_usable(source, np.array([3, 9, 4]), None, np.arange(20))
+    assert usable.kept.tolist() == [3, 4]
+    assert "sample 9: ZeroDivisionError" in usable.bad[9]
 
 
 @pytest.mark.parametrize("label", [4, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -217,6 +218,25 @@ def test_close_leaves_no_process_behind(
     loader.close()
     assert children() == []
     loader.close()  # twice does no harm
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_collection_in_a_worker_copies_nothing_of_its_parent(load: Load) -> None:
+    gc.unfreeze()  # of all tests
+    try:
+        loader = workers(load, lambda _: gc.collect(), 1)
+        batches = loader.batches(0)
+        for _ in range(10):  # an epoch
+            next(batches)
+
+        assert loader.pool is not None
+        smaps = Path(f"/proc/{loader.pool.processes[0].pid}/smaps_rollup").read_text()
+        own_mib = int(smaps.partition("\nPrivate_Dirty:")[2].split()[0]) / 1024
+        assert own_mib < 25  # it was 60
+        loader.close()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_a_closed_loader_can_start_again(load: Load) -> None:

@@ -59,6 +59,7 @@ def test_an_error_in_one_process_is_that_of_the_run_and_the_last_whole_step_is_s
     assert list((done.own(1) / "debug" / "captures").glob("step_00000006"))
 
 
+@pytest.mark.slow
 def test_a_hung_process_is_noticed_and_the_others_say_where_they_stand(tmp_path: Path) -> None:
     done = runs.run(tmp_path / "run", "0:backward:stop:6", "distributed.timeout_s=4")
     assert done.code == 1
@@ -78,6 +79,7 @@ def test_one_that_lets_no_other_thread_run_says_where_it_stands_when_it_is_ended
     assert "Aborted" in stacks and "in planted" in stacks
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_one_process_halves_the_micro_batch_of_all(tmp_path: Path) -> None:
     faults = "1:forward:oom:5,1:forward:oom:9"  # then two forwards make a step
     done = runs.run(tmp_path / "run", faults)
@@ -246,6 +248,7 @@ def _wait_for_stopped(started: runs.Started) -> list[psutil.Process]:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_is_named_and_all_start_again(tmp_path: Path) -> None:
     fault, typed = "0:forward:hang:6", ("distributed.restarts=1", "distributed.timeout_s=300")
     started = runs.start(tmp_path / "run", fault, NO_WORKERS, *typed)

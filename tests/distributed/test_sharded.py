@@ -94,6 +94,7 @@ def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, proc
         assert found[0][name].facts["fsdp"]["modules"] >= (1 if "data=cancer" in EQUAL[name] else 3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
     """none → fsdp, fsdp → none, fsdp → ddp, and fsdp → fsdp to the last bit."""
     whole, part = tmp_path / "whole", tmp_path / "whole/checkpoints/step_00000004"

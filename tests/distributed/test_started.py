@@ -77,19 +77,24 @@ def told(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
-def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_again(tmp_path):
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_again(
+    tmp_path, restarts
+):
     (tmp_path / "own.py").write_text(DIES)
+    dies = ["debug.hooks=[own.Dies]", "security.trusted=[own]"]
     done = started(
-        tmp_path, "--max-restarts=1", "-m", "runner", "distributed=ddp", *SHORT,
-        "checkpoint.every=10", "debug.hooks=[own.Dies]", "security.trusted=[own]",
-        "distributed.timeout_s=60",
+        tmp_path, f"--max-restarts={restarts}", "-m", "runner", "distributed=ddp", *SHORT,
+        "checkpoint.every=10", "distributed.timeout_s=60", *(dies if restarts else []),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
     assert done.stdout.count("cancer-mlp  done") == 1
     summary = told(run)
     assert (summary["status"], summary["steps"]) == ("done", 30)
-    assert summary["distributed"]["world_size"] == 2 and summary["distributed"]["attempt"] == 1
+    assert (
+        summary["distributed"]["world_size"] == 2 and summary["distributed"]["attempt"] == restarts
+    )
     assert (run / "ranks" / "1" / "run.log").exists()
     alone = runs.trained(*SHORT[len(runs.QUICK) :])
     assert summary["metrics"]["val/loss"] == pytest.approx(alone.metrics["val/loss"], rel=1e-4)
@@ -111,6 +116,7 @@ def test_an_error_in_another_process_is_named_by_the_first(tmp_path, event, erro
     assert f"error: {reason}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = started(tmp_path, "program.py", "distributed=ddp", *SHORT)

@@ -222,9 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutants", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="200 mutants")
+    parser.add_argument("--smoke", action="store_true", help="60 mutants")
     asked = parser.parse_args(arguments)
-    mutants = 200 if asked.smoke else asked.mutants
+    mutants = 60 if asked.smoke else asked.mutants
     logging.disable()  # each warning is looked at
     place, start = Path(tempfile.mkdtemp(prefix="prove_corruption_")), time.monotonic()
     prover = Prover(place, asked.seed)

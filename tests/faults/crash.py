@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     plants = [*CONTROLS]
     if asked.smoke:
-        asked.modes, asked.kills, plants = ["BatchNorm, dropout, draws"], 6, ["rng"]
+        asked.modes, asked.kills, plants = ["BatchNorm, dropout, draws"], 3, ["rng"]
     place = Path(tempfile.mkdtemp(prefix="prove_crash_"))
     if asked.calls:
         from tests.faults.calls import prove_calls

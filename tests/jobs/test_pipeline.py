@@ -156,6 +156,7 @@ def test_a_table_with_gaps_and_unknown_categories_is_answered_as_the_run_does(
         answers_of_example(exports, capsys, utf8, 50)
 
 
+@pytest.mark.slow
 @needs_onnx
 def test_images_are_answered_as_the_run_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

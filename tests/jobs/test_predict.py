@@ -345,6 +345,7 @@ def test_an_interrupted_prediction_leaves_no_file(tmp_path: Path, number: int) -
     assert not [*folder.glob("*predictions*")]
 
 
+@pytest.mark.slow
 def test_an_exported_pipeline_answers_raw_rows_as_the_job_does(
     trained: Path, tmp_path: Path
 ) -> None:

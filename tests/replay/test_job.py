@@ -31,6 +31,7 @@ def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
     captured: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ from runner.training.summary import Summary
 
 from .conftest import NET, SHORT, environment, only, statuses, sweep, told
 
-LONG = ["+model.work=300", "training.steps=900", "training.validate_every=900",
+LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
         "monitoring.every=5"]  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) ->
     assert done.returncode == 0, done.stderr
     steps = int(first.parent.name.removeprefix("step_"))
     assert f"continues at step {steps}" in (only(folder) / "0" / "report.md").read_text()
-    assert told(only(folder) / "0", "summary.json")["steps"] == 900
+    assert told(only(folder) / "0", "summary.json")["steps"] == 400
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def weights(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
     found = {}
     for start in ("fork", "spawn"):

@@ -22,6 +22,7 @@ def test_hydras_own_launcher_ends_in_the_same_table(folder: Path) -> None:
     assert "sweep cancer-Net" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_sweeper_is_told_the_value_of_each_job_and_learns_from_failures(folder: Path) -> None:
     done = sweep(folder, *NET, "hydra/sweeper=two_rounds")
     value, failure = (only(folder) / "seen.txt").read_text().splitlines()

@@ -130,7 +130,7 @@ def test_a_grid_is_every_combination_once_and_then_ends(tmp_path: Path) -> None:
     assert sorted(x for _, x in found) == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("suffix", ["db", "journal"])
+@pytest.mark.parametrize("suffix", [pytest.param("db", marks=pytest.mark.slow), "journal"])
 def test_processes_that_share_a_study_make_all_trials_together_and_none_twice(
     tmp_path: Path, suffix: str
 ) -> None:

@@ -48,7 +48,7 @@ def asked(summary: Summary) -> dict[str, TechniqueStatus]:
 
 
 ULTRA = ("optimization=ultra", "optimization.measure=false")
-LEVELS = ["memory_efficient", pytest.param("advanced", marks=pytest.mark.slow)]
+LEVELS = [pytest.param(level, marks=pytest.mark.slow) for level in ("memory_efficient", "advanced")]
 COMPILED = [
     pytest.param(
         level,
@@ -72,7 +72,9 @@ def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: 
 
 
 @pytest.mark.skipif(not COMPILES, reason="compiling needs g++")
-@pytest.mark.parametrize("model", ["Breaking", "Mapped", "Complex"])
+@pytest.mark.parametrize(
+    "model", ["Breaking", pytest.param("Mapped", marks=pytest.mark.slow), "Complex"]
+)
 def test_a_hard_model_trains_under_ultra_and_each_technique_says_what_became_of_it(
     model: str,
 ) -> None:

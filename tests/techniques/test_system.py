@@ -140,7 +140,9 @@ def test_on_a_gpu_segments_grow_and_cudnn_tries_its_kernels_unless_deterministic
         assert facts["expandable_segments"] > 0 or "expandable_segments_left_alone" in facts
 
 
-@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}])
+@pytest.mark.parametrize(
+    "own", [{}, pytest.param({"OMP_WAIT_POLICY": "active"}, marks=pytest.mark.slow)]
+)
 def test_the_command_line_has_threads_sleep_soon_unless_told_otherwise(
     own: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

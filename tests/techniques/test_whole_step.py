@@ -57,13 +57,19 @@ def weights(run: Run) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
-        [
-            *["optimizer.name=Adam", "optimizer.weight_decay=0.1", "objective.loss=focal"],
-            *["objective.class_weights=balanced", "data.sampler=balanced"],
-        ],
+        pytest.param(
+            ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
+            marks=pytest.mark.slow,
+            id="adamw",
+        ),
+        pytest.param(
+            [
+                *["optimizer.name=Adam", "optimizer.weight_decay=0.1", "objective.loss=focal"],
+                *["objective.class_weights=balanced", "data.sampler=balanced"],
+            ],
+            id="adam and a focal loss",
+        ),
     ],
-    ids=["adamw", "adam and a focal loss"],
 )
 def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
     eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)
@@ -128,6 +134,7 @@ def test_limits_and_targets_that_are_no_class_skip_a_step_and_compile_nothing_an
         assert run.whole.steps == 7
 
 
+@pytest.mark.slow
 def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside() -> None:
     kinds = [
         "stability.clip_value=0.01",
