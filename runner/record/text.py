@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, NoneType, UnionType
@@ -137,14 +138,21 @@ def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = ""
 
     Raises ValueError or TypeError naming the value that does not fit its type.
     """
-    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    types = _types(kind)
     return kind(
         **{
-            name: _convert(hints[name], value, f"{path}{name}")
+            name: _convert(types[name], value, f"{path}{name}")
             for name, value in values.items()
-            if name in known
+            if name in types
         }
     )
+
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    """Of the fields; kept, since a comparison reads hundreds of runs."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
