@@ -21,6 +21,7 @@ from runner.errors import RunnerError
 from runner.masking import masked
 
 T = TypeVar("T")
+_types = cache(get_type_hints)  # a comparison reads hundreds of records
 
 BREAKS = re.compile(r"([\n\t])")
 CONTROL = re.compile(
@@ -138,21 +139,14 @@ def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = ""
 
     Raises ValueError or TypeError naming the value that does not fit its type.
     """
-    types = _types(kind)
+    hints, known = _types(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return kind(
         **{
-            name: _convert(types[name], value, f"{path}{name}")
+            name: _convert(hints[name], value, f"{path}{name}")
             for name, value in values.items()
-            if name in types
+            if name in known
         }
     )
-
-
-@cache
-def _types(kind: Any) -> dict[str, Any]:
-    """Of the fields; kept, since a comparison reads hundreds of runs."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
