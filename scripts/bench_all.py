@@ -29,6 +29,14 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
         "bench_overhead.py tiny mlp cnn gpt --levels none,basic,ultra --rounds 5",
         "bench_overhead.py tiny --rounds 1 --steps 12 --levels none",
     ),
+    "A step beside a loop that clips and checks": (
+        "bench_overhead.py tiny mlp --levels none,basic --clip --rounds 5",
+        "bench_overhead.py tiny --rounds 1 --steps 12 --levels none --clip",
+    ),
+    "A data set of one's own": (
+        "bench_data.py --rounds 3",
+        "bench_data.py --rounds 1 --steps 12",
+    ),
     "What the levels buy": (
         "bench_techniques.py mlp cnn gpt --rounds 9",
         "bench_techniques.py tiny --rounds 3 --only 'none,none again'",
