@@ -35,12 +35,13 @@ from runner.record import hydra_files
 from runner.record.text import resume_argument
 from runner.report import run as report
 from runner.techniques.base import Choice
+from runner.training.recovery import MICRO_BATCH
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-OOM = "out_of_memory"  # kind of fault after which all start again, however often
+LOST = "process_lost"  # kind of fault after which all start again `distributed.restarts` times
 
 
 def main(config: RunConfig, folder: Path) -> Summary | None:
@@ -69,9 +70,9 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
             return None
         except AttemptLost as again:
             losses.append(again)
-            if sum(loss.kind != OOM for loss in losses) > config.distributed.restarts:
+            if sum(loss.kind == LOST for loss in losses) > config.distributed.restarts:
                 raise _lost(folder, losses, _written(folder) != before) from None
-            given = again.smaller(given)
+            given = again.changed(given)
             log.warning("%s; all processes start again", again)
         # what they had come to is in the folder; else the run begins as it did before
         if any(folder.glob("checkpoints/step_*")):
@@ -119,7 +120,7 @@ class AttemptLost(Exception):
     def __init__(
         self,
         message: str,
-        kind: str = "process_lost",
+        kind: str = LOST,
         choices: Mapping[str, Any] | None = None,
         folder: str = "",
     ) -> None:
@@ -127,8 +128,8 @@ class AttemptLost(Exception):
         self.kind, self.choices, self.folder = kind, choices or {}, folder
         super().__init__(message)
 
-    def smaller(self, given: Components) -> Components:
-        """What the next processes take over: a smaller micro-batch after out of memory."""
+    def changed(self, given: Components) -> Components:
+        """What the next processes take over: after out of memory, say, a smaller micro-batch."""
         others = [choice for choice in given.chosen if choice.key not in self.choices]
         made = [Choice(key, value, str(self)) for key, value in self.choices.items()]
         choices = {**given.choices, **self.choices}
@@ -191,7 +192,8 @@ def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
     The record of a run that had ended before, and was not `trained` further, stays as it is.
     """
     if verdict.kind == "restart":
-        return AttemptLost(verdict.message, OOM, verdict.choices)
+        kind = "out_of_memory" if MICRO_BATCH in verdict.choices else "compiler_failed"
+        return AttemptLost(verdict.message, kind, verdict.choices)
     if verdict.kind == "lost":
         return AttemptLost(verdict.message, folder=verdict.folder)
     error = RunnerError(verdict.message)

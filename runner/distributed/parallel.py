@@ -29,7 +29,7 @@ Named = list[tuple[str, Technique]]
 
 def parallelise(world: World, draft: RunBuilder) -> Named:
     """Have the run's model trained by all processes; the techniques that do it, by name."""
-    draft.recoveries[:] = [refuse_lost, restart_smaller]
+    draft.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if draft.forward is not draft.model:
         raise UsageError("distributed: a technique has replaced the model's call; leave it out")
     world.shards, world.alone, world.no_sync, world.trained = None, None, nullcontext, []
@@ -66,6 +66,18 @@ def restart_smaller(run: Run, error: Exception) -> bool:
         return False
     reason = next(choice.reason for choice in run.choices if choice.key == MICRO_BATCH)
     raise RestartAll(f"{reason} samples at a time", {MICRO_BATCH: run.micro_batch})
+
+
+def restart_uncompiled(run: Run, error: Exception) -> bool:
+    """After the compiler has failed all processes start again without it, for the same reason."""
+    if run.compilation is None or not run.compilation.mode:
+        return False
+    from runner.techniques import compile, compiler
+
+    if not compiler.is_at_fault(error):
+        return False
+    reason = f"the compiler failed: {compiler.summarize_error(error)}"
+    raise RestartAll(reason, {compile.ENABLED: False})
 
 
 @dataclass

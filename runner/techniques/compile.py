@@ -16,6 +16,7 @@ from runner.techniques.config import Compile
 from runner.training.run import Run
 
 KEY = "optimization.compile.min_steps"
+ENABLED = "optimization.compile.enabled"
 
 
 def unavailable(knobs: Any, device: Device) -> str | None:
@@ -34,7 +35,9 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     Where the whole step is one graph, the model's own would only be compiled twice; it waits
     for the case that the step's graph cannot be made.
     """
-    reason = too_short(draft, knobs.min_steps)
+    # after the compiler of one process has failed, all start again without it
+    failed = [c.reason for c in draft.choices if c.key == ENABLED and c.value is False]
+    reason = failed[0] if failed else too_short(draft, knobs.min_steps)
     if reason is not None:
         return reason
     from runner.techniques import compiler

@@ -91,6 +91,24 @@ def test_out_of_memory_in_one_process_halves_the_micro_batch_of_all(tmp_path: Pa
     assert choice["reason"].endswith("with 4 samples at a time")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [(), ("distributed=fsdp",)], ids=["ddp", "fsdp"])
+def test_where_the_compiler_of_one_fails_all_start_again_without_it(
+    tmp_path: Path, own: tuple[str, ...]
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\n[ "$RANK" = 0 ] && exec g++ "$@"\necho broken >&2; exit 1\n')
+    compiler.chmod(0o700)
+    typed = "optimization=compile", "optimization.compile.min_steps=1", NO_WORKERS, *own
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
+    done = runs.start(tmp_path / "run", "", *typed, **variables).end()
+    assert done.code == 0, done.output
+    assert done.summary["faults"] == {"compiler_failed": 1}
+    (row,) = [t for t in done.summary["techniques"] if t["name"] == "compile"]
+    assert not row["engaged"] and row["reason"].startswith("process 1: the compiler failed: ")
+    assert done.summary["steps"] == 12
+
+
 def test_a_bad_or_vetoed_step_of_one_process_is_skipped_and_a_stop_ends_all(tmp_path: Path) -> None:
     faults = "1:backward:nan:3,0:on_gradients:skip:5,1:on_step:end:9"
     done = runs.run(tmp_path / "run", faults)
