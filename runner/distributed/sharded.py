@@ -216,27 +216,35 @@ class Sharded(Technique):
         shards, update = run.shards, run.update
         if shards is None:
             return Evidence(False, "there is one process")
-        kept, whole = list(update.average), 0
+        kept, whole, share = list(update.average), 0, 0
         for weight, own in zip(shards.weights, shards.own, strict=True):
             gradient: Any = weight.grad
             moments = [t for t in update.optimizer.state.get(own, {}).values() if _has_rows(t)]
             tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
             kept += tensors
             averaged = bool(update.average) and own.requires_grad
-            whole += weight.numel() * weight.itemsize * (len(tensors) + averaged)
+            row = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
+            whole += len(weight) * row
+            share += _own_rows(len(weight), shards.world) * row
         moved = shards.moved()
         return Evidence(
             not moved,
             f"{moved} weights are not in the memory that is updated" if moved else "",
             {
                 "sharded_bytes": sum(t.nbytes for t in kept),
-                "predicted_bytes": whole // shards.world.size,
+                "predicted_bytes": share,
                 **count_collectives(run),
                 "whole_bytes": whole,
                 "modules": self.modules,
                 "modules_in_16_bits": self.low,
             },
         )
+
+
+def _own_rows(rows: int, world: World) -> int:
+    """Of a weight, as FSDP hands them out: the last processes may have fewer, or none."""
+    each = -(-rows // world.size)
+    return min(each, max(0, rows - world.rank * each))
 
 
 class _Forward:

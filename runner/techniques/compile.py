@@ -103,7 +103,8 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     if compilation is None or not compilation.mode:
         return Evidence(False, reason or "nothing was compiled")
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
-    if not facts["graphs"]:
+    graphs = [facts["graphs"]] if run.world is None else run.world.gather(facts["graphs"])
+    if not min(graphs):  # agreed upon: all of them or none make the steps below
         causes = facts.get("failed") or list(
             filter(None, [compiler.graph_obstacle(run, eager=True)])
         )

@@ -244,9 +244,12 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 
 
 def _is_usual(run: Run, samples: int) -> bool:
-    """Whether a full batch, or one of its micro-batches, has this number of samples."""
-    full = run.local(run.train.samples(0))
-    return samples in (run.micro_batch, full // -(-full // run.micro_batch))
+    """Whether a full batch, or one of its micro-batches, has this number of samples here."""
+    full = run.train.samples(0)
+    if run.world is None:
+        return samples in (run.micro_batch, full // -(-full // run.micro_batch))
+    parts = run.world.parts(full, run.micro_batch, full)
+    return samples in {part.stop - part.start for part in parts}
 
 
 def call_hooks(
