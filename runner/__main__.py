@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 
 from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
 from runner.module_path import current_folder_last
@@ -27,6 +29,9 @@ def main() -> int:
         # of the processes that torchrun or srun has started, the others have the same mistake
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             _print_error(str(error), lines=isinstance(error, SweepFailed))
+        else:  # the first to end has torchrun end the others, also the one that says why
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5.0)
         return error.exit_code
     except ModuleNotFoundError as error:  # of our own imports; a run reports its own
         if (package := (error.name or "runner").partition(".")[0]) == "runner":

@@ -33,7 +33,6 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as recompute
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,11 +45,14 @@ from runner.data.open import open_data
 from runner.data.preprocessing import Opening
 from runner.distributed.batchnorm import synchronise_batchnorm
 from runner.distributed.config import Compression, DistributedKind
+from runner.distributed.sharded import shard
+from runner.errors import RunnerError
 from runner.models import build as models
 from runner.objectives.build import build_objective
 from runner.optim.optimizer import build_optimizer, optimizer_class
 from runner.security.files.policy import FilePolicy
 from runner.security.registry import resolve
+from runner.techniques.config import Precision
 from runner.techniques.probe import repeated_blocks
 
 BUCKET = "allreduce of a bucket"
@@ -141,12 +143,16 @@ class Planner:
         micro_batch = min(samples, training.micro_batch or samples)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         mesh = init_device_mesh("cpu", (ranks,))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            facts = self.rank(kind, mesh, micro_batch)
-        dist.destroy_process_group()
         parts = math.ceil(samples / micro_batch)
-        # ddp sends gradients with the last part alone; all else is sent for each of them
-        calls = [c for c in facts.calls for _ in range(1 if c[0] == BUCKET else parts)]
+        late = parts > 1 and self.config.distributed.no_sync
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            facts = self.rank(kind, mesh, micro_batch, late)
+        dist.destroy_process_group()
+        # gradients go with the last part alone; what fsdp gathers is gathered for each of them
+        last = (BUCKET, "reduce_scatter") if late else ()
+        once = [any(name in call[0] for name in last) for call in facts.calls]
+        pairs = zip(facts.calls, once, strict=True)
+        calls = [call for call, one in pairs for _ in range(1 if one else parts)]
         calls += [("allreduce", 16)] * 2  # a few numbers: loss and flags, the verdict
         sent, sending_s = ring(calls, ranks, options)
         flops = float(facts.flops * parts)
@@ -160,8 +166,11 @@ class Planner:
             **intervals(writing_s, failure_s, options.restart_s),
         )  # fmt: skip
 
-    def rank(self, kind: str, mesh: Any, micro_batch: int) -> Any:
-        """A step of one rank: what it keeps, what it sends, what it computes."""
+    def rank(self, kind: str, mesh: Any, micro_batch: int, late: bool) -> Any:
+        """A step of one rank: what it keeps, what it sends, what it computes.
+
+        With `late` gradients are sent with the last micro-batch alone.
+        """
         config = self.config
         model = models.build_model(config.model, self.data.sizes, self.look_up)
         whole = local_bytes(model.state_dict().values())
@@ -170,17 +179,16 @@ class Planner:
             synchronise_batchnorm(SimpleNamespace(model=model, device=SimpleNamespace(kind="cpu")))
         if config.optimization.recompute.enabled:
             recompute.apply_activation_checkpointing(model, check_fn=set(blocks).__contains__)
+        amp = config.optimization.amp
         if sharded:
-            for block in blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            shard(model, mesh, amp.enabled and amp.dtype is not Precision.fp16)
         cls = optimizer_class(config.optimizer, model, self.look_up)
         optimizer = build_optimizer(config.optimizer, cls, model, {"foreach": True})
         grow = lambda t: t.new_empty((micro_batch, *t.shape[1:]))  # noqa: E731
         inputs, target = tree_map(grow, self.one)
         # fsdp frees what it has gathered, so that no copy of it may be kept for later
         cast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=not sharded)
-        context = cast if config.optimization.amp.enabled else nullcontext
+        context = cast if amp.enabled else nullcontext
         step = partial(self.step, model, inputs, target, context)
         with Collectives() as collectives, FlopCounterMode(display=False) as flops:
             step()
@@ -192,6 +200,9 @@ class Planner:
         ema = config.optimizer.ema is not None
         average = local_bytes(p for p in model.parameters() if p.requires_grad and ema)
         peak = peak_bytes(step, model, (inputs, target), sharded)
+        if sharded and late:  # until the last part each rank has those of all weights
+            gradients = sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad)
+            peak += gradients
         figures = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "weights": weights,
@@ -271,11 +282,19 @@ def show(plans: list[Plan], options: Any) -> str:
     return f"{head}\n\n{memory}\n\nOf all ranks, in GB:\n\n{failures}\n\nAssumed: {given}."
 
 
+def numbers(text: str) -> list[int]:
+    """Numbers of ranks, by commas."""
+    found = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if not found or min(found) < 1 or len(found) != text.count(",") + 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 8,64,1024")
+    return found
+
+
 def main() -> None:
     """Print the plan of a config."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--ranks", default="8,64,1024")
+    parser.add_argument("--ranks", type=numbers, default=[8, 64, 1024], help="such as 8,64,1024")
     parser.add_argument("--json", action="store_true")
     for key, value, what in (
         ("--bandwidth-gbs", 50.0, "GB/s that a rank sends"),
@@ -291,11 +310,18 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     warnings.filterwarnings("ignore")
     models.LARGE = math.inf  # nothing is allocated that would have to fit
-    config = compose(options.overrides)
+    try:
+        config = compose(options.overrides)
+    except RunnerError as error:
+        parser.exit(error.exit_code, f"error: {error}\n")
+    if config.training.batch_size < max(options.ranks):
+        parser.error(
+            f"training.batch_size: {max(options.ranks)} ranks need as many samples or more"
+        )
     kind = config.distributed.kind
     kinds = ("ddp", "fsdp") if kind is DistributedKind.none else (kind.value,)
-    planner, ranks = Planner(config, options), [int(n) for n in options.ranks.split(",")]
-    plans = [planner.plan(kind, n) for kind in kinds for n in ranks]
+    planner = Planner(config, options)
+    plans = [planner.plan(kind, n) for kind in kinds for n in options.ranks]
     print(json.dumps([asdict(p) for p in plans]) if options.json else show(plans, options))
 
 

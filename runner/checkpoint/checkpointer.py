@@ -88,12 +88,12 @@ class Checkpointer:
     @property
     def last(self) -> str | None:
         """The newest checkpoint's folder, relative to the run's."""
-        return self._linked("last")
+        return None if self._root is None else folders.linked(self._root, "last")
 
     @property
     def best(self) -> str | None:
         """The best one's folder, relative to the run's."""
-        return self._linked("best")
+        return None if self._root is None else folders.linked(self._root, "best")
 
     def save(
         self,
@@ -225,12 +225,6 @@ class Checkpointer:
 
     def _error(self, what: str) -> StorageError:
         return StorageError(f"{self._root}: {what} not written: {_reason(self._disk_error)}")
-
-    def _linked(self, name: str) -> str | None:
-        target = None if self._root is None else storage.read_link(self._root / name)
-        if self._root is None or target is None or not folders.is_checkpoint(self._root / target):
-            return None
-        return f"{folders.FOLDER}/{target}"
 
     def _write(self, root: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         """In the background thread: all of it, and what becomes of errors."""

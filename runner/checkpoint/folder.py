@@ -122,6 +122,12 @@ def link(root: Path) -> int | None:
     return best
 
 
+def linked(root: Path, name: str) -> str | None:
+    """The checkpoint that `last` or `best` leads to, relative to the run's folder."""
+    target = storage.read_link(root / name)
+    return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None
+
+
 def prune(root: Path, keep: int, always: set[int | None]) -> None:
     """Delete all but the `keep` newest complete ones and those in `always`."""
     folders = steps(root)

@@ -225,10 +225,8 @@ def _choose_workers(
     if config.workers is not None:
         return config.workers, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers, reason = (
-        min(MOST_WORKERS, cores or 1),
-        f"samples are fetched one by one, {cores} cores",
-    )
+    workers = min(MOST_WORKERS, cores or 1)
+    reason = f"samples are fetched one by one, {cores} cores"
     if source.in_memory:
         workers, reason = 0, "the data is in memory; workers would only copy it"
     elif source.sample_seconds is not None:

@@ -102,7 +102,7 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
 
     Raises DeviceError when it is not there, ConfigError for a knob that it does not have.
     """
-    kind, reason = _pick(config.kind)
+    kind, reason = pick(config.kind)
     where, name, memory, able = _open(kind, config.index, scope)
     _refuse_misplaced(config, kind, able, f"the run is on {kind}, {name}")
     notes = _set_process(config, scope)
@@ -132,7 +132,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _pick(asked: DeviceKind) -> tuple[str, str]:
+def pick(asked: DeviceKind) -> tuple[str, str]:
     """The kind to use, and why; DeviceError when the one asked for is not there."""
     absent = {"cuda": _why_no_cuda(), "mps": _why_no_mps(), "cpu": None}
     kind = asked.value

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from runner.build import Components
+from runner.checkpoint import folder as folders
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
+from runner.device.device import pick
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.meeting import meet
@@ -37,7 +39,7 @@ from runner.report import run as report
 from runner.techniques.base import Choice
 from runner.training.recovery import MICRO_BATCH
 from runner.training.summary import FILE as SUMMARY
-from runner.training.summary import Summary
+from runner.training.summary import CheckpointPaths, Summary
 
 log = logging.getLogger("runner")
 
@@ -73,7 +75,8 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
             if sum(loss.kind == LOST for loss in losses) > config.distributed.restarts:
                 raise _lost(folder, losses, _written(folder) != before) from None
             given = again.changed(given)
-            log.warning("%s; all processes start again", again)
+            last = folders.linked(folder / folders.FOLDER, "last")
+            log.warning("%s; all processes start again from %s", again, last or "the beginning")
         # what they had come to is in the folder; else the run begins as it did before
         if any(folder.glob("checkpoints/step_*")):
             resumed = replace(config.checkpoint, resume="auto")
@@ -98,7 +101,14 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
     try:
         return run_rank(config, folder, None, place)
     except ProcessLost as error:
+        if folders.linked(folder / folders.FOLDER, "last"):
+            lost = ProcessLost(f"{error}; to go on: {resume_argument(folder)}", error.hung)
+            lost.exit_code = error.exit_code
+            error = lost
         _end(folder, "failed", str(error))
+        raise error from None
+    except UsageError:
+        _leave_nothing(folder)
         raise
 
 
@@ -205,12 +215,21 @@ def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
     error.exit_code = verdict.exit_code
     if trained:
         _end(folder, "interrupted" if verdict.kind == "interrupted" else "failed", str(error))
-    if error.exit_code == UsageError.exit_code and not (folder / SUMMARY).exists():
-        shutil.rmtree(folder / RANKS, ignore_errors=True)  # nothing was begun: nothing is left
-        for part in (STACKS, os.path.dirname(STACKS)):
-            with suppress(OSError):
-                (folder / part).rmdir()
+    if error.exit_code == UsageError.exit_code:
+        _leave_nothing(folder)
+    if verdict.log:
+        error.args = (f"{error}; the traceback is in {Path(verdict.folder, verdict.log)}",)
     return error
+
+
+def _leave_nothing(folder: Path) -> None:
+    """Of the processes, after a mistake before any of them has begun."""
+    if (folder / SUMMARY).exists():
+        return
+    shutil.rmtree(folder / RANKS, ignore_errors=True)
+    for part in (STACKS, os.path.dirname(STACKS)):
+        with suppress(OSError):
+            (folder / part).rmdir()
 
 
 def _lost(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
@@ -236,6 +255,7 @@ def _describe_interruption(folder: Path, number: int) -> str:
 
 def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()) -> None:
     """Have the summary say how the run ended, where rank 0 could not, or did not know why."""
+    root = folder / folders.FOLDER
     try:
         summary = Summary.read(folder)
         if summary.status == status == "interrupted":  # which says what was saved
@@ -247,6 +267,7 @@ def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] =
             status=status,
             reason=reason,
             faults={**summary.faults, **counts},
+            checkpoint=CheckpointPaths(*(folders.linked(root, name) for name in ("last", "best"))),
             distributed={**summary.distributed, **restarts},
         )
         summary.write(folder)
@@ -264,6 +285,8 @@ def count_processes(config: RunConfig) -> int:
     if asked is None:
         return max(1, gpus)
     if config.device.kind is DeviceKind.cuda and asked > gpus:
+        if not gpus:
+            pick(config.device.kind)
         problem = f"is {asked}, and there are {gpus} GPUs"
         raise ConfigError("distributed.processes", problem, f"use {gpus} or less")
     return asked

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -198,13 +198,7 @@ class Sharded(Technique):
 
             synchronise_batchnorm(draft)
         mesh = init_device_mesh(draft.device.kind, (world.size,))
-        low = _autocast_dtype(draft) is torch.bfloat16
-        for block in repeated_blocks(model):
-            policy = MixedPrecisionPolicy()
-            if low and not any(isinstance(each, FULL_PRECISION) for each in block.modules()):
-                policy, self.low = IN_BF16, self.low + 1
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh)
+        self.low = shard(model, mesh, _autocast_dtype(draft) is torch.bfloat16)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
         world.alone = _Forward(model, world)
@@ -239,6 +233,18 @@ class Sharded(Technique):
                 "modules_in_16_bits": self.low,
             },
         )
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, low: bool) -> int:
+    """Have FSDP shard the model by its blocks; how many are gathered in bf16, under AMP in that."""
+    count = 0
+    for block in repeated_blocks(model):
+        policy = MixedPrecisionPolicy()
+        if low and not any(isinstance(each, FULL_PRECISION) for each in block.modules()):
+            policy, count = IN_BF16, count + 1
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+    return count
 
 
 def _own_rows(rows: int, world: World) -> int:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.distributed.outcome import RankOutcome
+from runner.distributed.world import RANKS
+from runner.record.console import LOG
 from runner.record.text import dataclass_from_json
 
 
@@ -61,6 +63,7 @@ class RunVerdict:
     exit_code: int = 1
     choices: dict[str, Any] = field(default_factory=dict)
     folder: str = ""  # rank 0's
+    log: str = ""  # in it, with the traceback of an error that is no message to the user
 
     def dumps(self) -> str:
         """For the agents of other machines."""
@@ -78,7 +81,10 @@ def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict
     by_kind = {end.kind: end for end in reversed(ends)}
     if (end := by_kind.get("error")) and end.outcome:
         message = end.outcome.message if end.rank == 0 else f"{end.name}: {end.outcome.message}"
-        return RunVerdict("error", message, end.outcome.exit_code)
+        verdict = RunVerdict("error", message, end.outcome.exit_code)
+        if verdict.exit_code == 1:
+            verdict.log = f"{RANKS}/{end.rank}/{LOG}" if end.rank else LOG
+        return verdict
     number = max(report.received for report in reports)
     if (end := by_kind.get("interrupted")) and end.outcome:
         number = number or end.outcome.exit_code - 128

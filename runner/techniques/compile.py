@@ -16,7 +16,7 @@ from runner.techniques.config import Compile
 from runner.training.run import Run
 
 KEY = "optimization.compile.min_steps"
-ENABLED = "optimization.compile.enabled"
+ENABLED = "optimization.compile.enabled"  # false where the compiler of one process has failed
 
 
 def unavailable(knobs: Any, device: Device) -> str | None:
@@ -35,7 +35,6 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     Where the whole step is one graph, the model's own would only be compiled twice; it waits
     for the case that the step's graph cannot be made.
     """
-    # after the compiler of one process has failed, all start again without it
     failed = [c.reason for c in draft.choices if c.key == ENABLED and c.value is False]
     reason = failed[0] if failed else too_short(draft, knobs.min_steps)
     if reason is not None:

@@ -15,7 +15,7 @@ class TrainingConfig:
     steps: int | None = bounded(None, min=1)  # batches tried; None: see epochs
     epochs: float | None = bounded(None, above=0)  # None with steps None: the data's own suggestion
     batch_size: int = bounded(32, min=1)  # samples per update
-    micro_batch: int | None = bounded(None, min=1)  # samples per backward; None: chosen
+    micro_batch: int | None = bounded(None, min=1)  # samples per backward of one process
     validate_every: int | None = bounded(None, min=1)  # steps; None: each epoch, five at least
     patience: int | None = bounded(None, min=1)  # validations without improvement, then stop
     monitor: str | None = None  # metric that decides `best`; None: the objective's own

@@ -46,12 +46,20 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     assert "process_lost" not in whole.summary["faults"]
 
 
+def test_a_record_whose_writer_was_killed_names_what_is_on_disk(tmp_path: Path) -> None:
+    done = runs.run(tmp_path / "run", "0:forward:kill:6", NO_WORKERS)
+    assert done.code == 1
+    saved = {"last": "checkpoints/step_00000004", "best": "checkpoints/step_00000004"}
+    assert (done.summary["status"], done.summary["checkpoint"]) == ("failed", saved)
+
+
 def test_an_error_in_one_process_is_that_of_the_run_and_the_last_whole_step_is_saved(
     tmp_path: Path,
 ) -> None:
     done = runs.run(tmp_path / "run", "1:backward:raise:6")
     assert done.code == 1
     assert "process 1: ValueError: planted" in done.message
+    assert done.message.endswith(f"; the traceback is in {done.folder}/ranks/1/run.log")
     assert "Traceback" in done.log(1) and "Traceback" not in done.output
     assert done.summary["status"] == "failed"
     assert "process 1: ValueError: planted" in done.summary["reason"]

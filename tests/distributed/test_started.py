@@ -18,8 +18,9 @@ from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
 from runner.distributed.join import for_place
+from runner.distributed.launch import count_processes
 from runner.distributed.place import Place, find_place
-from runner.errors import ConfigError, UsageError
+from runner.errors import ConfigError, DeviceError, UsageError
 from tests import runs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -154,6 +155,11 @@ def test_a_start_that_does_not_fit_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=message):
         launch(check(read_arguments(typed)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_as_many_processes_as_there_are_no_gpus_is_a_mistake_about_the_device():
+    with pytest.raises(DeviceError, match="device.kind=cuda is not here: .* use device=auto"):
+        count_processes(runs.config("distributed=ddp", "distributed.processes=2", "device=cuda"))
 
 
 @pytest.mark.parametrize(("key", "rank"), [("LOCAL_RANK", "0"), ("SLURM_LOCALID", "1")])
