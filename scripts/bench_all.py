@@ -4,7 +4,7 @@
 
 Each is a command of its own, below `COMMANDS`; it holds a control, and its first line in the page
 says what it compares. --smoke takes the smallest sizes, to see that all of them work. --write
-replaces docs/benchmarks.md, with the machine, the date and the commit.
+replaces their sections in docs/benchmarks.md, with the machine, the date and the commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-WIDTH = 100
+HEAD = """# Benchmarks
+
+Ratios of one run each, in turns, with a control: absolute times drift, ratios hold.
+Written by `python scripts/bench_all.py --write`.
+"""
 COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
     "Whole commands": ("bench_wall.py --pairs 5", "bench_wall.py typo --pairs 1"),
     "Short runs under each level": ("bench_wall.py levels --pairs 3", ""),
@@ -42,10 +46,11 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
         "bench_techniques.py tiny --rounds 3 --only 'none,none again'",
     ),
     "What optimization=auto chooses": (
-        "bench_auto.py mlp cnn gpt --steps 20000 --budget 90 --each 3",
+        "bench_auto.py mlp gpt cnn --steps 20000 --budget 60 --each 2",
         "",  # compiles for minutes, whatever its size
     ),
     "Compiling, the first time and the second": ("bench_compile.py mlp gpt", ""),
+    "Threads beside a busy neighbour": ("bench_neighbour.py", ""),
     "Guards and tools": (
         "bench_debug.py tiny gpt --threads 1 --rounds 5",
         "bench_debug.py tiny --only control --rounds 1 --steps 12",
@@ -100,7 +105,16 @@ def section(title: str, command: str, printed: str) -> str:
     script = (ROOT / "scripts" / command.split()[0]).read_text()
     about = script.partition('"""')[2].partition("\n\n")[0]
     body = printed if printed.startswith("|") else f"```\n{printed}\n```"
-    return f"## {title}\n\n{about}\n\n    python scripts/{command}\n\n{body}\n"
+    return f"## {title}\n\n{about}\n\n    python scripts/{command}\n\n{body}\n\n{machine()}.\n"
+
+
+def write(sections: dict[str, str]) -> None:
+    """Put them into the page, in the order of `COMMANDS`; those not measured now stay."""
+    parts = PAGE.read_text().split("\n## ")[1:] if PAGE.exists() else []
+    old = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in parts}
+    known = {**old, **sections}
+    kept = [known[title] for title in COMMANDS if title in known]
+    PAGE.write_text("\n".join([HEAD, *kept]))
 
 
 def main() -> int:
@@ -112,9 +126,9 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    if asked.write and (asked.only or asked.smoke):
-        parser.error("--write takes all of them, in their full size")
-    failed, sections = [], []
+    if asked.write and asked.smoke:
+        parser.error("--write takes them in their full size")
+    failed = []
     print(machine(), flush=True)
     for title, (whole, smallest) in COMMANDS.items():
         command = smallest if asked.smoke else whole
@@ -122,13 +136,10 @@ def main() -> int:
             continue
         printed, code = run(command)
         print(f"\n{title}: python scripts/{command}\n{printed}", flush=True)
-        sections.append(section(title, command, printed))
-        failed += [title] if code or not printed else []
-    if asked.write and not failed:
-        head = (
-            "Ratios of one run each, in turns, with a control: absolute times drift, ratios hold."
-        )
-        PAGE.write_text("\n".join(["# Benchmarks\n", f"{head}\n{machine()}.\n", *sections]))
+        if code or not printed:
+            failed.append(title)
+        elif asked.write:
+            write({title: section(title, command, printed)})
     print(*(f"FAILED: {title}" for title in failed), sep="\n")
     return bool(failed)
 
