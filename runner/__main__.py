@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 
 from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
 from runner.module_path import current_folder_last
@@ -30,6 +28,9 @@ def main() -> int:
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             _print_error(str(error), lines=isinstance(error, SweepFailed))
         else:  # the first to end has torchrun end the others, also the one that says why
+            import signal
+            import time
+
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5.0)
         return error.exit_code
