@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("figures", nargs="*", choices=[*FIGURES, "levels"], default=[*FIGURES])
+    parser.add_argument("figures", nargs="*", choices=[*FIGURES, "levels"])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -137,7 +137,7 @@ def main() -> None:
         return
     print("| figure | reference | ours | ratio |\n|---|---|---|---|")
     rows = {}
-    for name in arguments.figures:
+    for name in arguments.figures or FIGURES:
         rows[name] = row = measure(name, arguments.pairs)
         print(
             f"| {FIGURES[name][-1]} | {row['reference_s']:.2f} s | {row['ours_s']:.2f} s | "
