@@ -128,10 +128,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("figures", nargs="*", choices=[*FIGURES, "levels"])
+    parser.add_argument("figures", nargs="*", metavar="FIGURE")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if unknown := {*arguments.figures} - {*FIGURES, "levels"}:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join([*FIGURES, 'levels'])}")
     if arguments.figures == ["levels"]:
         levels(arguments.pairs)
         return
