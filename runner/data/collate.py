@@ -36,6 +36,22 @@ def as_pair(sample: Any, index: int, place: int = 0) -> tuple[Nest, Nest]:
     return _tensors(inputs, "inputs", index, place), _tensors(sample[-1], "target", index, place)
 
 
+def classified(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """Inputs and classes of samples that are (tensor, int) and alike; None for any others.
+
+    `as_pair` and `stack` give the same, in three times the time.
+    """
+    if not all(type(s) is tuple and len(s) == 2 and type(s[0]) is Tensor for s in samples):
+        return None
+    inputs, classes = zip(*samples, strict=True)
+    first = inputs[0]
+    if not all(isinstance(c, int | np.integer) and not isinstance(c, bool) for c in classes):
+        return None
+    if not all(x.shape == first.shape and x.dtype is first.dtype for x in inputs):
+        return None
+    return torch.stack(inputs).detach(), torch.tensor([int(c) for c in classes])
+
+
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     """One nest of tensors with the sample as the first dimension.
 
@@ -43,11 +59,14 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     collation in workers would cast it silently.
     """
     leaves = [list(named_leaves(sample, key)) for sample in samples]
-    forms = [", ".join(f"{name} is {_describe(leaf)}" for name, leaf in row) for row in leaves]
-    for form, index in zip(forms, indices, strict=True):
-        if form != forms[0]:
-            other = f"in sample {indices[0]} of the same batch {forms[0]}"
-            raise DataError(f"data: sample {index}: {form}, and {other}; all must be alike")
+    forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
+    odd = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    if odd is not None:
+        this, first = (
+            ", ".join(f"{name} is {_describe(leaf)}" for name, leaf in leaves[i]) for i in (odd, 0)
+        )
+        other = f"in sample {indices[0]} of the same batch {first}"
+        raise DataError(f"data: sample {indices[odd]}: {this}, and {other}; all must be alike")
     columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
     return tree_map(samples[0], lambda _: next(columns))
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Batch
-from runner.data.collate import Nest, as_pair, main_leaf, stack
+from runner.data.collate import Nest, as_pair, classified, main_leaf, stack
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
@@ -28,6 +28,7 @@ from runner.techniques.base import Choice
 
 TIMED = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # of a sample, after which no other is timed
+LOW = 0xFFFF_FFFF  # bits of a seed: NumPy takes no more
 
 
 class UserDataset(Dataset):
@@ -43,6 +44,7 @@ class UserDataset(Dataset):
     augments = True
     dtype = torch.float32  # of floats where samples have float64, which arrays of NumPy have
     dtypes: Set[torch.dtype] = frozenset()  # of a sample, where one was read
+    draws = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
         self, dataset: Any, target: str, config: DataConfig, opening: Opening = PLAIN
@@ -112,17 +114,21 @@ class UserDataset(Dataset):
         seconds = (time.perf_counter() - started) / len(numbers)
         # the least of all: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
-        return samples
+        return _pairs(samples, numbers)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The samples, stacked. The seeding costs 10 µs a sample."""
+        """The samples, stacked."""
         if seeds is None:  # nothing may depend on chance, yet a data set may still draw
             seeds = sample_seeds(0, 0, indices)
         numbers = indices.tolist()
         with _global_generators():
             samples = self._samples(numbers, seeds.tolist())
-        inputs = tree_map(stack([sample[0] for sample in samples], numbers, "inputs"), self._cast)
-        target = tree_map(stack([sample[1] for sample in samples], numbers, "target"), self._cast)
+            batch = classified(samples)
+            if batch is None:
+                columns = zip(*_pairs(samples, numbers), strict=True)
+                names = ("inputs", "target")
+                batch = tuple(stack(c, numbers, n) for c, n in zip(columns, names, strict=True))
+        inputs, target = (tree_map(part, self._cast) for part in batch)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
             limits.append(("target", target, "classes", self.sizes.classes))
@@ -132,31 +138,56 @@ class UserDataset(Dataset):
                 check_range(values, below, indices, f"data: {what} of sample", fix)
         return inputs, target
 
-    def _samples(self, numbers: list[int], seeds: list[int]) -> list[tuple[Nest, Nest]]:
-        problem: Exception | None = None
-        if _fetches_batches(self.dataset):
-            _seed(seeds[0])
-            try:
-                samples = self.dataset.__getitems__(numbers)
-            except RunnerError:
-                raise
-            except Exception as error:  # one by one, they show whose fault it is
-                problem = error
-            else:
-                return _pairs(samples, numbers)
-        singly = [
-            self._sample(number, seed, place)
-            for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
-        ]
-        if problem is not None:
-            text = f"data: __getitems__ of {len(numbers)} samples that can be read one by one"
-            raise DataError(f"{text}: {type(problem).__name__}: {problem}") from problem
-        return singly
-
-    def _sample(self, index: int, seed: int, place: int = 0) -> tuple[Nest, Nest]:
-        _seed(seed)
+    def _samples(self, numbers: list[int], seeds: list[int]) -> list[Any]:
+        """As the data set has them, at once or one by one."""
+        if not _fetches_batches(self.dataset):
+            return self._singly(numbers, seeds)
+        _seed(seeds[0])
         try:
-            sample = self.dataset[index]
+            samples = self.dataset.__getitems__(numbers)
+        except RunnerError:
+            raise
+        except Exception as error:
+            self._singly(numbers, seeds)  # which raises what is wrong with one of them
+            text = f"data: __getitems__ of {len(numbers)} samples that can be read one by one"
+            raise DataError(f"{text}: {type(error).__name__}: {error}") from error
+        if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
+            kind = type(samples).__name__
+            size = f" of {len(samples)}" if isinstance(samples, list | tuple) else ""
+            problem = f"data: __getitems__ of {len(numbers)} samples returns a {kind}{size}"
+            raise DataError(f"{problem}; return a list with each of them")
+        return [*samples]
+
+    def _singly(self, numbers: list[int], seeds: list[int]) -> list[Any]:
+        """Seeding takes as long as many a sample, so it waits for one that has drawn.
+
+        What a batch drew without seeds is drawn again, so that no sample depends on this.
+        """
+
+        def read() -> list[Any]:
+            pairs = enumerate(zip(numbers, seeds, strict=True))
+            return [self._sample(number, seed, place) for place, (number, seed) in pairs]
+
+        if not self.draws:
+            before = _generators()
+            try:
+                samples = read()
+            except RunnerError:
+                if _generators() == before:
+                    raise
+            else:
+                if _generators() == before:
+                    return samples
+            self.draws = True
+        return read()
+
+    def _sample(self, index: int, seed: int, place: int) -> Any:
+        if self.draws:
+            _seed(seed)
+        else:  # a data set may ask for torch's seed and draw by a generator of its own
+            torch.default_generator.manual_seed(seed & LOW)
+        try:
+            return self.dataset[index]
         except RunnerError:
             raise
         except Exception as error:
@@ -164,7 +195,6 @@ class UserDataset(Dataset):
             if lacks_resources(error):
                 raise DataError(f"{problem}\n{traceback.format_exc()}") from error
             raise BadSample(place, problem, f"\n{traceback.format_exc()}") from error
-        return as_pair(sample, index, place)
 
 
 def _fetches_batches(dataset: Any) -> bool:
@@ -175,20 +205,21 @@ def _fetches_batches(dataset: Any) -> bool:
     return own and callable(getattr(dataset, "__getitems__", None))
 
 
-def _pairs(samples: Any, numbers: list[int]) -> list[tuple[Nest, Nest]]:
-    if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
-        size = f" of {len(samples)}" if isinstance(samples, list | tuple) else ""
-        problem = f"data: __getitems__ of {len(numbers)} samples returns a {type(samples).__name__}"
-        raise DataError(f"{problem}{size}; return a list with each of them")
+def _pairs(samples: list[Any], numbers: list[int]) -> list[tuple[Nest, Nest]]:
     rows = enumerate(zip(samples, numbers, strict=True))
     return [as_pair(sample, number, place) for place, (sample, number) in rows]
 
 
 def _seed(seed: int) -> None:
-    low = seed & 0xFFFF_FFFF  # NumPy's takes no more
     random.seed(seed)
-    np.random.seed(low)
-    torch.default_generator.manual_seed(low)  # torch.manual_seed would touch the device's too
+    np.random.seed(seed & LOW)
+    torch.default_generator.manual_seed(seed & LOW)  # torch.manual_seed would touch the device's
+
+
+def _generators() -> tuple[Any, ...]:
+    """Where Python's and NumPy's global generators stand."""
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), *state[2:]
 
 
 @contextmanager

@@ -161,6 +161,40 @@ def test_a_sample_that_fails_in_a_batch_read_at_once_is_the_one_left_out() -> No
     assert "sample 9: ZeroDivisionError" in usable.bad[9]
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_a_sample_that_draws_late_draws_what_its_seed_says(draw: Callable[[], float]) -> None:
+    def make(index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((2,), draw() if index >= 10 else 0.0), index % 2
+
+    def fetch(source: UserDataset, *indices: int) -> torch.Tensor:
+        batch = np.array(indices)
+        return source.fetch(batch, batch.astype(np.uint64))[0]
+
+    first, second = opened(make, classes=2), opened(make, classes=2)
+    assert not fetch(first, 1, 2).any() and not first.draws
+    late = fetch(first, 3, 12, 15)
+    assert first.draws and torch.equal(late[1], fetch(second, 12)[0])
+    assert torch.equal(late, fetch(first, 3, 12, 15)) and not torch.equal(late[1], late[2])
+
+
+def test_a_sample_that_reads_torchs_seed_gets_its_own() -> None:
+    source = opened(lambda i: (torch.full((2,), float(torch.initial_seed() % 1000)), i % 2))
+    seeds = np.array([5, 6, 7], np.uint64)
+    assert source.fetch(np.arange(3), seeds)[0][:, 0].tolist() == [5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize("label", [int, np.int64, np.uint8, float, bool, torch.tensor])
+def test_samples_that_are_stacked_at_once_are_as_those_one_by_one(
+    label: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = opened(lambda i: (torch.full((3,), float(i), requires_grad=True), label(i % 2)))
+    quick = source.fetch(np.arange(6), None)
+    monkeypatch.setattr("runner.data.user_dataset.classified", lambda _: None)
+    for one, other in zip(quick, source.fetch(np.arange(6), None), strict=True):
+        assert torch.equal(one, other) and one.dtype is other.dtype
+        assert not one.requires_grad
+
+
 @pytest.mark.parametrize("label", [4, -1])
 def test_a_label_out_of_range_is_named(label: int) -> None:
     source = opened(lambda i: (torch.zeros(3), label if i == 9 else i % 4), classes=4)
