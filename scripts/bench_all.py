@@ -30,11 +30,11 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
     "Whole commands": ("bench_wall.py --pairs 5", "bench_wall.py typo --pairs 1"),
     "Short runs under each level": ("bench_wall.py levels --pairs 3", ""),
     "A step beside a bare loop": (
-        "bench_overhead.py tiny mlp cnn gpt --levels none,basic,ultra --rounds 5",
+        "bench_overhead.py tiny mlp gpt --levels none,basic,whole_step --threads 1 --rounds 5",
         "bench_overhead.py tiny --rounds 1 --steps 12 --levels none",
     ),
     "A step beside a loop that clips and checks": (
-        "bench_overhead.py tiny mlp --levels none,basic --clip --rounds 5",
+        "bench_overhead.py tiny mlp gpt --levels none,basic --threads 1 --clip --rounds 5",
         "bench_overhead.py tiny --rounds 1 --steps 12 --levels none --clip",
     ),
     "A data set of one's own": (

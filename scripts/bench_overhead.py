@@ -1,12 +1,13 @@
 """What one training step of our loop costs beside a hand-written loop on the same batches.
 
     python scripts/bench_overhead.py [tiny mlp cnn gpt] [--levels none,basic] [--clip]
-                                     [--steps N] [--rounds N] [--json FILE]
+                                     [--threads N] [--steps N] [--rounds N] [--json FILE]
 
 Every level takes its turn between two runs of the bare loop, so a drift of the machine affects all
 alike; a ratio is to the mean of its two neighbours. Ours runs with its defaults: checks, clipping,
 guard, metrics.jsonl and TensorBoard. The bare loop has the same model, optimizer and batches; with
---clip it also clips the gradients and looks with `.item()` whether loss and norm are finite.
+--clip it also clips the gradients and looks with `.item()` whether loss and norm are finite. The
+level `whole_step` is that technique alone, compiled before the steps that count.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ MODELS = {
 STEPS = {"tiny": 300, "mlp": 40, "cnn": 20, "gpt": 12}  # a quarter of them is warm-up
 
 
+OWN = {"whole_step": ["optimization=none", "optimization.whole_step.enabled=true"]}
+
+
 class StepTimes(Hook):
     """When each step ended."""
 
@@ -62,7 +66,9 @@ def microseconds(ends: list[float]) -> float:
 def run_ours(kind: str, steps: int, level: str) -> float:
     """A run as the command line builds it; microseconds a step."""
     length = [f"training.steps={steps}", "training.validate_every=1000000"]
-    config = compose([*COMMON, *MODELS[kind], *length, f"optimization={level}"])
+    chosen = OWN.get(level, [f"optimization={level}"])
+    threads = f"device.threads={torch.get_num_threads()}"
+    config = compose([*COMMON, *MODELS[kind], *length, *chosen, threads])
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         with build(config, Path(folder)) as run:
@@ -119,10 +125,12 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", default=list(MODELS))
     parser.add_argument("--levels", default="none,basic", help="comma-separated")
     parser.add_argument("--clip", action="store_true", help="by hand, too, with a check")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     typed = parser.parse_args()
+    torch.set_num_threads(typed.threads)
     processor = platform.processor() or platform.machine()
     print(f"# {processor}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| model | loop | µs a step | ratio | quartiles |\n|---|---|---:|---:|---|")
