@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
     ),
     "A data set of one's own": (
         "bench_data.py --rounds 3",
-        "bench_data.py --rounds 1 --steps 12",
+        "bench_data.py --rounds 1 --steps 12 --only 'ours, no workers'",
     ),
     "What the levels buy": (
         "bench_techniques.py mlp cnn gpt --rounds 9",

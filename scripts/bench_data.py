@@ -1,6 +1,6 @@
 """What a user's own data set costs: the time of fetching its samples, the memory of its workers.
 
-    python scripts/bench_data.py [--rounds 5] [--steps 120]
+    python scripts/bench_data.py [--only LOOP …] [--rounds 5] [--steps 120]
 
 The data set makes samples one by one: 784 features of an array that lies in memory, scaled by
 NumPy; 256 of them a batch, for an MLP 784-1024-1024-10. Each row is a process of its own, the rows
@@ -166,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=[*LOOPS], metavar="LOOP")
     parser.add_argument("--one", choices=[*LOOPS], help=argparse.SUPPRESS)
     typed = parser.parse_args()
     if typed.one:
@@ -173,7 +174,8 @@ def main() -> None:
         print(statistics.median(readings.steps()), max(readings.mib))
         return
     reference, *others = LOOPS
-    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in LOOPS}
+    others = typed.only or others
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in (reference, *others)}
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in others}
     for _ in range(typed.rounds):
         for name in others:
