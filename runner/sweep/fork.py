@@ -27,6 +27,8 @@ PRELOAD = [
     "runner.sweep.fork",
 ]
 """What a job needs in any case; this module last."""
+TRACER = "torch._dynamo"
+"""What compiles, and torch's optimizers that are not fused, import besides: a second."""
 FIT = fork_server.is_fit()
 """Of the fork server, once it has imported all; a child no longer sees what it has lost."""
 

@@ -88,15 +88,17 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
         with lock(session.folder):
             starter = JobStarter(session, settings, hydras, _forks(config))
             if starter.forks and not (session.folder / FILE).exists():
-                start_fork_server(settings)  # imports while jobs are composed
+                start_fork_server(starter)  # imports while jobs are composed
             yield starter
     finally:
         close_logging()
 
 
-def start_fork_server(settings: LauncherConfig) -> None:
+def start_fork_server(starter: JobStarter) -> None:
     """Begin to import what jobs need; once is enough."""
-    fork_server.start(fork.PRELOAD, environment(settings.jobs))
+    varied = "optimization" in starter.session.command
+    modules = [*([fork.TRACER] if varied else []), *fork.PRELOAD]
+    fork_server.start(modules, environment(starter.settings.jobs))
 
 
 def make_spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:

@@ -124,7 +124,7 @@ class JobStream:
         plan = self.planner.plan(spec)
         plan.job.command = self.starter.command(plan)
         if self.starter.forks and not plan.done:
-            start_fork_server(self.starter.settings)
+            start_fork_server(self.starter)
         self.plans.append(plan)
         self.configs.append(config)
         if not self._rest:

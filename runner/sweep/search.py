@@ -68,7 +68,7 @@ def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictCo
     settings: LauncherConfig = replace(given, jobs=plan.settings.parallel or given.jobs)
     with open_sweep(config, settings) as starter:
         if starter.forks:
-            start_fork_server(settings)
+            start_fork_server(starter)
         earlier = load_previous_jobs(session.folder)
         session.sweep = Sweep(session.command, session.hash, list(earlier), started=now())
         session.sweep.start = "fork" if starter.forks else "spawn"
