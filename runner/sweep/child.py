@@ -168,6 +168,10 @@ class Child:
         if code == 0 and summary is not None and well:
             return summary.status, reason
         if code == 0:
+            with suppress(StorageError):  # it had ended before, as the sweep's process was killed
+                ended = Summary.read(self.folder)
+                if ended.status in WELL:
+                    return ended.status, ended.reason
             problem = "left no record of its end, although it ended with 0"
             return ("failed", problem) if self.records else ("done", "")
         if code in INTERRUPTED:

@@ -146,6 +146,14 @@ def test_only_a_record_of_this_try_counts(tmp_path: Path) -> None:
         child.close()
 
 
+def test_a_run_that_had_ended_before_the_sweep_was_killed_is_done(tmp_path: Path) -> None:
+    Summary("done").write(tmp_path)
+    child = child_of(tmp_path, "", records=True)  # it finds that nothing is left to do
+    child.process.wait(30)
+    assert child.ending() == ("done", "")
+    child.close()
+
+
 @pytest.mark.slow
 def test_a_terminal_that_goes_away_leaves_a_comparison(folder: Path) -> None:
     process = started(folder, "seed=0,1")
