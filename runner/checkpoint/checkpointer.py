@@ -88,12 +88,12 @@ class Checkpointer:
     @property
     def last(self) -> str | None:
         """The newest checkpoint's folder, relative to the run's."""
-        return None if self._root is None else folders.linked(self._root, "last")
+        return None if self._root is None else folders.link_target(self._root, "last")
 
     @property
     def best(self) -> str | None:
         """The best one's folder, relative to the run's."""
-        return None if self._root is None else folders.linked(self._root, "best")
+        return None if self._root is None else folders.link_target(self._root, "best")
 
     def save(
         self,

@@ -122,7 +122,7 @@ def link(root: Path) -> int | None:
     return best
 
 
-def linked(root: Path, name: str) -> str | None:
+def link_target(root: Path, name: str) -> str | None:
     """The checkpoint that `last` or `best` leads to, relative to the run's folder."""
     target = storage.read_link(root / name)
     return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Batch
-from runner.data.collate import Nest, as_pair, classified, main_leaf, stack
+from runner.data.collate import Nest, as_pair, main_leaf, stack, stack_pairs
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
@@ -123,7 +123,7 @@ class UserDataset(Dataset):
         numbers = indices.tolist()
         with _global_generators():
             samples = self._samples(numbers, seeds.tolist())
-            batch = classified(samples)
+            batch = stack_pairs(samples)
             if batch is None:
                 columns = zip(*_pairs(samples, numbers), strict=True)
                 names = ("inputs", "target")
@@ -141,14 +141,14 @@ class UserDataset(Dataset):
     def _samples(self, numbers: list[int], seeds: list[int]) -> list[Any]:
         """As the data set has them, at once or one by one."""
         if not _fetches_batches(self.dataset):
-            return self._singly(numbers, seeds)
+            return self._read_each(numbers, seeds)
         _seed(seeds[0])
         try:
             samples = self.dataset.__getitems__(numbers)
         except RunnerError:
             raise
         except Exception as error:
-            self._singly(numbers, seeds)  # which raises what is wrong with one of them
+            self._read_each(numbers, seeds)  # which raises what is wrong with one of them
             text = f"data: __getitems__ of {len(numbers)} samples that can be read one by one"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
         if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
@@ -158,7 +158,7 @@ class UserDataset(Dataset):
             raise DataError(f"{problem}; return a list with each of them")
         return [*samples]
 
-    def _singly(self, numbers: list[int], seeds: list[int]) -> list[Any]:
+    def _read_each(self, numbers: list[int], seeds: list[int]) -> list[Any]:
         """Seeding takes as long as many a sample, so it waits for one that has drawn.
 
         What a batch drew without seeds is drawn again, so that no sample depends on this.
@@ -169,14 +169,14 @@ class UserDataset(Dataset):
             return [self._sample(number, seed, place) for place, (number, seed) in pairs]
 
         if not self.draws:
-            before = _generators()
+            before = _generator_states()
             try:
                 samples = read()
             except RunnerError:
-                if _generators() == before:
+                if _generator_states() == before:
                     raise
             else:
-                if _generators() == before:
+                if _generator_states() == before:
                     return samples
             self.draws = True
         return read()
@@ -216,7 +216,7 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed & LOW)  # torch.manual_seed would touch the device's
 
 
-def _generators() -> tuple[Any, ...]:
+def _generator_states() -> tuple[Any, ...]:
     """Where Python's and NumPy's global generators stand."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]

@@ -74,8 +74,8 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
             losses.append(again)
             if sum(loss.kind == LOST for loss in losses) > config.distributed.restarts:
                 raise _lost(folder, losses, _written(folder) != before) from None
-            given = again.changed(given)
-            last = folders.linked(folder / folders.FOLDER, "last")
+            given = again.apply_to(given)
+            last = folders.link_target(folder / folders.FOLDER, "last")
             log.warning("%s; all processes start again from %s", again, last or "the beginning")
         # what they had come to is in the folder; else the run begins as it did before
         if any(folder.glob("checkpoints/step_*")):
@@ -101,7 +101,7 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
     try:
         return run_rank(config, folder, None, place)
     except ProcessLost as error:
-        if folders.linked(folder / folders.FOLDER, "last"):
+        if folders.link_target(folder / folders.FOLDER, "last"):
             lost = ProcessLost(f"{error}; to go on: {resume_argument(folder)}", error.hung)
             lost.exit_code = error.exit_code
             error = lost
@@ -138,7 +138,7 @@ class AttemptLost(Exception):
         self.kind, self.choices, self.folder = kind, choices or {}, folder
         super().__init__(message)
 
-    def changed(self, given: Components) -> Components:
+    def apply_to(self, given: Components) -> Components:
         """What the next processes take over: after out of memory, say, a smaller micro-batch."""
         others = [choice for choice in given.chosen if choice.key not in self.choices]
         made = [Choice(key, value, str(self)) for key, value in self.choices.items()]
@@ -267,7 +267,9 @@ def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] =
             status=status,
             reason=reason,
             faults={**summary.faults, **counts},
-            checkpoint=CheckpointPaths(*(folders.linked(root, name) for name in ("last", "best"))),
+            checkpoint=CheckpointPaths(
+                *(folders.link_target(root, name) for name in ("last", "best"))
+            ),
             distributed={**summary.distributed, **restarts},
         )
         summary.write(folder)

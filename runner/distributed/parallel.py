@@ -77,7 +77,7 @@ def restart_uncompiled(run: Run, error: Exception) -> bool:
     if not compiler.is_at_fault(error):
         return False
     reason = f"the compiler failed: {compiler.summarize_error(error)}"
-    raise RestartAll(reason, {compile.ENABLED: False})
+    raise RestartAll(f"{reason}; {compile.ENABLED}=false does without", {compile.ENABLED: False})
 
 
 @dataclass

@@ -96,8 +96,8 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
 
 def start_fork_server(starter: JobStarter) -> None:
     """Begin to import what jobs need; once is enough."""
-    varied = "optimization" in starter.session.command
-    modules = [*([fork.TRACER] if varied else []), *fork.PRELOAD]
+    needs_tracer = "optimization" in starter.session.command  # else each job imports it itself
+    modules = [*([fork.TRACER] if needs_tracer else []), *fork.PRELOAD]
     fork_server.start(modules, environment(starter.settings.jobs))
 
 

@@ -189,7 +189,7 @@ def test_samples_that_are_stacked_at_once_are_as_those_one_by_one(
 ) -> None:
     source = opened(lambda i: (torch.full((3,), float(i), requires_grad=True), label(i % 2)))
     quick = source.fetch(np.arange(6), None)
-    monkeypatch.setattr("runner.data.user_dataset.classified", lambda _: None)
+    monkeypatch.setattr("runner.data.user_dataset.stack_pairs", lambda _: None)
     for one, other in zip(quick, source.fetch(np.arange(6), None), strict=True):
         assert torch.equal(one, other) and one.dtype is other.dtype
         assert not one.requires_grad

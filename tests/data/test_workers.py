@@ -228,7 +228,6 @@ def test_a_collection_in_a_worker_copies_nothing_of_its_parent(load: Load) -> No
         batches = loader.batches(0)
         for _ in range(10):  # an epoch
             next(batches)
-
         assert loader.pool is not None
         smaps = Path(f"/proc/{loader.pool.processes[0].pid}/smaps_rollup").read_text()
         own_mib = int(smaps.partition("\nPrivate_Dirty:")[2].split()[0]) / 1024

@@ -157,7 +157,7 @@ def test_a_start_that_does_not_fit_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_as_many_processes_as_there_are_no_gpus_is_a_mistake_about_the_device():
+def test_processes_on_gpus_that_are_not_there_are_a_mistake_about_the_device():
     with pytest.raises(DeviceError, match="device.kind=cuda is not here: .* use device=auto"):
         count_processes(runs.config("distributed=ddp", "distributed.processes=2", "device=cuda"))
 
