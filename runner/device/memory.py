@@ -208,8 +208,8 @@ def used_share(device: Device) -> float:
     if device.kind == "mps":
         return torch.mps.driver_allocated_memory() / (device.memory_bytes * share)
     resident = process_bytes() / device.memory_bytes
-    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], status_bytes("VmSize")
-    if limit == resource.RLIM_INFINITY or used is None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or (used := status_bytes("VmSize")) is None:
         return resident
     return max(resident, used / limit)
 
