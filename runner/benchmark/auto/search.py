@@ -19,7 +19,7 @@ from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.parity_checker import ParityVerdict
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.benchmark.rows import collect_choices
-from runner.benchmark.statistics import SAME
+from runner.benchmark.statistics import SAME, fewest_blocks
 from runner.techniques.cost import COLD_S
 
 AGAIN = "none again"
@@ -30,6 +30,7 @@ OVER = 1.5  # times the budget: what was started is ended then
 ROUND_S, FINAL_S = 10.0, 6.0  # of measuring: a round at most, a final at least
 ROUND_NARROW, FINAL_NARROW = 0.05, 0.02  # half-widths of intervals that are precise enough
 FINALISTS, FINALS = 2, 4  # a further final where those of the first one compute something else
+TURN_STEPS = 3  # that a turn has at least, however long they take
 COMPILE_FROM_S = 30.0  # a shorter run has no use for a compiler
 PARITY_STEPS = 100  # of the plain run that a parity check takes, all its runs together
 WORTH = 10.0  # a parity check may take a tenth of the time that the candidate saves
@@ -115,7 +116,13 @@ class Search:
 
     def _until_final(self) -> float:
         """Seconds until the final has to begin, for what is started in a round."""
-        return max(0.0, self._left() - FINAL_S - 2 * self.start_s)
+        arms = 2 + FINALISTS
+        return max(0.0, self._left() - max(FINAL_S, self._fewest_s(arms)) - arms * self.start_s)
+
+    def _fewest_s(self, arms: int) -> float:
+        """Seconds of the blocks without which these arms have no interval."""
+        turn_s = max(self.options.settings.block_s, TURN_STEPS * self.step_s)
+        return fewest_blocks(self.options.alpha) * arms * turn_s
 
     def _start_estimate(self, one: Candidate) -> float:
         return self.start_s + (self.compiling_s if one.compiles else 0.0)
@@ -157,9 +164,11 @@ class Search:
         """The first candidates for whose start there is time."""
         group: list[Candidate] = []
         left = min(self._left() - (1 - SHARE) * self.budget_s, self._until_final()) - self.start_s
+        left -= self._fewest_s(1)  # of `none`
         for row in queue[:TOGETHER]:
-            left -= self._start_estimate(row)
-            if left > 0:
+            takes_s = self._start_estimate(row) + self._fewest_s(1)
+            if left > takes_s:
+                left -= takes_s
                 group.append(row)
         return group
 
@@ -200,7 +209,7 @@ class Search:
     def _run_finals(self, remaining: list[Candidate]) -> Candidate | None:
         """The best candidate that may be taken; the next ones follow where the first may not."""
         for _ in range(FINALS):
-            finalists, remaining = remaining[:FINALISTS], remaining[FINALISTS:]
+            finalists = _take_finalists(remaining)
             if not finalists:
                 break
             round_ = self._run_final(finalists)
@@ -212,7 +221,8 @@ class Search:
                             other.state, other.why = "ran up", f"{row.name} was as good or better"
                     row.state, row.why = "chosen", ""
                     return row
-            if not ranked or self._left() < 0:
+            ended = any(row.state == "ended" for row in finalists)
+            if self._left() < 0 or not (ranked or ended):
                 break  # the remaining ones are slower still
         return None
 
@@ -249,6 +259,20 @@ class Search:
             wrong = "wrong" if row.parity else "not known"
             row.state, row.why = "out", f"its numbers are {wrong}: {row.parity_reason}"
         return row.state != "out"
+
+
+def _take_finalists(remaining: list[Candidate]) -> list[Candidate]:
+    """The next ones; the best that compiles nothing among them, since it starts in any time left.
+
+    They are started in this order.
+    """
+    finalists = remaining[:FINALISTS]
+    plain = next((row for row in remaining if not row.compiles), None)
+    if plain is not None and plain not in finalists:
+        finalists[-1] = plain
+    for row in finalists:
+        remaining.remove(row)
+    return sorted(finalists, key=lambda row: row.compiles)
 
 
 def _count_processes(row: Candidate) -> str:

@@ -100,6 +100,16 @@ def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float)
     assert result.seconds < 1.5 * budget_s + measuring + 10.0 * sum(limit > 10 for limit in limits)
 
 
+@pytest.mark.parametrize(("plain_ms", "budget_s"), [(450.0, 90.0), (150.0, 60.0), (13.0, 60.0)])
+def test_a_slow_compiler_costs_no_gain_that_needs_none(plain_ms: float, budget_s: float) -> None:
+    setups = {n: 90.0 if one.compiles else 3.0 for n, one in NAMES.items()}
+    effects = {"fused_optimizer": 0.7, "compile": 0.5}
+    planted = world(effects, setups={**setups, NONE: 2.0, AGAIN: 2.0}, plain_ms=plain_ms)
+    result = searched(planted, steps=10**6, budget_s=budget_s)
+    assert "fused_optimizer" in result.techniques
+    assert result.seconds < 1.5 * budget_s
+
+
 def test_a_budget_too_small_for_any_candidate_leaves_none_and_says_so() -> None:
     result = searched(planted := world(), budget_s=5.0)
     assert planted.started == [] and result.chosen == NONE
