@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
         "bench_techniques.py tiny --rounds 3 --only 'none,none again'",
     ),
     "What optimization=auto chooses": (
-        "bench_auto.py mlp gpt cnn --steps 20000 --budget 60 --each 5",
+        "bench_auto.py mlp gpt cnn --steps 40000 --each 5",
         "",  # compiles for minutes, whatever its size
     ),
     "Compiling, the first time and the second": ("bench_compile.py mlp gpt", ""),

@@ -39,8 +39,8 @@ SYNTHETIC = ["data=synthetic", "checkpoint=off", "optimization=auto"]
 MODELS = {
     "tiny": ["data.form=tabular", "model=mlp", "model.width=8"],
     "mlp": ["data.form=tabular", "data.features=784", "model=mlp", "model.width=1024"],
-    "cnn": ["data.form=images", "model=cnn", "training.batch_size=128"],
-    "gpt": ["data.form=tokens", "data.sequence=256", "model=gpt", "model.width=256"],
+    "cnn": ["data.form=images", "model=cnn"],
+    "gpt": ["data.form=tokens", "model=gpt", "training.batch_size=8"],
 }
 PROMISED = 0.05
 TOGETHER = 4  # candidates in a round, besides the choice and its control

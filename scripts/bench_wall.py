@@ -1,7 +1,7 @@
 """Whole commands, start-up included, beside what a person would run instead.
 
     python scripts/bench_wall.py [FIGURE …] [--pairs 7] [--json FILE]
-    python scripts/bench_wall.py levels       200 steps under each level beside optimization=none
+    python scripts/bench_wall.py levels       short runs under each level beside optimization=none
 
 Whole processes, in turn; a ratio is of one pair, so that a drift of the machine hits both; printed
 are the median, the smallest and the largest. All have one thread, which is what ours takes for so
@@ -31,10 +31,9 @@ BY_HAND = [*PYTHON, str(ROOT / "scripts" / "handwritten_digits.py")]
 IMPORT = [*PYTHON, "-c", "import torch"]
 SWEEP = [*RUN, "-m", "training.steps=20", "optimization=none"]
 SHORT = {
-    "digits, mlp": [],
-    "digits, cnn": ["model=cnn"],
-    "text, gpt": ["data=stdlib_text", "model=gpt"],
-    "parts, classifier": ["data=stdlib_parts", "model=classifier"],
+    "digits, mlp": ["training.steps=200"],
+    "digits, cnn": ["model=cnn", "training.steps=200"],
+    "text, gpt": ["data=stdlib_text", "model=gpt", "training.steps=30"],
 }
 Measure = Callable[[list[str], str], float]
 
@@ -98,16 +97,16 @@ def measure(name: str, pairs: int) -> dict[str, float]:
 
 def levels(pairs: int) -> None:
     """A short run under each level, to the mean of the two runs of `none` around it."""
-    print("| 200 steps | none | level | level / none |\n|---|---|---|---|")
+    print("| run | none | level | level / none |\n|---|---|---|---|")
     for name, overrides in SHORT.items():
-        command = [*RUN, *overrides, "training.steps=200"]
+        command = [*RUN, *overrides]
 
         def once(level: str, command: list[str] = command) -> float:
             with tempfile.TemporaryDirectory() as folder:
                 return wall([*command, f"optimization={level}"], folder)
 
         once("none")
-        for level in ("none", "basic", "advanced"):
+        for level in ("none", "basic", "advanced", "ultra"):
             before, laps, ratios = once("none"), [], []
             for _ in range(pairs):
                 lap, after = once(level), once("none")
