@@ -57,3 +57,11 @@ def test_a_plain_run_imports_the_core_alone(tmp_path: Path) -> None:
     assert len(lines) <= MODULES, over
     assert sum(lines.values()) <= LINES, over
     assert not [name for name in files if name.startswith(TOOLS)]
+
+
+def test_a_level_imports_no_compiler_for_a_run_too_short_for_it(tmp_path: Path) -> None:
+    program = PLAIN_RUN.replace('"training.steps=3"', '"training.steps=3", "optimization=ultra"')
+    made = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "torch._dynamo" not in json.loads(made.stdout.splitlines()[-1])

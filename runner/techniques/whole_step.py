@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo.config as dynamo
 from torch import Tensor
 
 from runner.device.device import Device
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 
 
 def unavailable(knobs: WholeStep, device: Device) -> str | None:
-    """It needs a compiler, and a torch whose tracer takes gradients inside a graph."""
-    reason = compile_technique.unavailable(knobs, device)
-    if reason is None and not hasattr(dynamo, "trace_autograd_ops"):
-        reason = f"torch {torch.__version__} cannot put a backward pass into a graph"
-    return reason
+    """It needs a compiler."""
+    return compile_technique.unavailable(knobs, device)
 
 
 def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
@@ -45,11 +41,15 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     reason = reason or compile_technique.too_short(draft)
     if reason is not None:
         return reason
+    import torch._dynamo.config as tracer  # takes two seconds: only where a graph is made
+
+    if not hasattr(tracer, "trace_autograd_ops"):
+        return f"torch {torch.__version__} cannot put a backward pass into a graph"
     if draft.device.kind == "cpu" and draft.objective.indices is None:
         draft.index_limit = _index_limit(draft)  # before anything of the draft is changed
     compiler.prepare(draft.scope)
     compiler.check_tokens(draft)
-    _allow_gradients_in_graphs(draft.scope)
+    _allow_gradients_in_graphs(draft.scope, tracer)
     draft.whole_step = {"cpp_wrapper": knobs.cpp_wrapper}
     if draft.device.kind != "cpu":
         draft.whole_step = dict(torch._inductor.list_mode_options(compiler.modes("auto", draft)[0]))
@@ -72,11 +72,11 @@ class Graph:
             run.whole, self.made = None, run.whole or self.made
 
 
-def _allow_gradients_in_graphs(scope: ExitStack) -> None:
+def _allow_gradients_in_graphs(scope: ExitStack, tracer: Any) -> None:
     # a Python number that changes from step to step would else be frozen (torch 2.13)
     for name in ("trace_autograd_ops", "specialize_float"):
-        scope.callback(setattr, dynamo, name, getattr(dynamo, name))
-        setattr(dynamo, name, True)
+        scope.callback(setattr, tracer, name, getattr(tracer, name))
+        setattr(tracer, name, True)
 
 
 def engaged(knobs: WholeStep, run: Run) -> Evidence:
