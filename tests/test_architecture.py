@@ -59,6 +59,7 @@ overrides
 config
 composing
 training.length training.left_out tables build_hooks distributed.join
+build_data
 build
 doctor parity
 replay benchmark
