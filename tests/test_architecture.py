@@ -54,7 +54,7 @@ training.trials \
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
 distributed.batchnorm
-distributed.collectives distributed.parallel distributed.sharded
+distributed.parallel distributed.sharded
 overrides
 config
 composing

@@ -24,7 +24,7 @@ from runner.record import storage
 from runner.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.checkpoint.shards import Together
+    from runner.distributed.commit import Commit
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -53,7 +53,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.together: Together | None = None  # set where each process writes a shard
+        self.together: Commit | None = None  # set where each process writes a shard
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep

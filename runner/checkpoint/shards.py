@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,30 +20,14 @@ from torch import Tensor
 from runner.checkpoint.manifest import shard_name
 from runner.checkpoint.snapshot import Copier, Snapshot, write_tensors
 from runner.errors import CheckpointError
-from runner.record.storage import FileDigest, write_file
+from runner.record.storage import write_file
+
+if TYPE_CHECKING:
+    from runner.distributed.commit import Commit
 
 log = logging.getLogger("runner")
 MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 Rows = dict[str, Tensor]
-
-
-class Together(Protocol):
-    """How the processes that write one checkpoint know of each other's files."""
-
-    rank: int
-    size: int
-
-    def open(self, made: bool) -> None:
-        """The first: whether the folder of the next checkpoint is there."""
-
-    def await_folder(self) -> None:
-        """The others: until it is. Raises OSError where it will not be."""
-
-    def report(self, written: FileDigest | None, problem: str = "") -> None:
-        """The others: what they have written, or why they could not."""
-
-    def collect(self) -> list[FileDigest]:
-        """The first: what each other has written. Raises OSError where one has not."""
 
 
 def copy_shard(
@@ -60,7 +44,7 @@ def copy_shard(
     return copier.take({**rows, **rest}, state, beside=rest)
 
 
-def write_shard(together: Together, folder: Path, snapshot: Snapshot) -> None:
+def write_shard(together: Commit, folder: Path, snapshot: Snapshot) -> None:
     """In a background thread of the others than the first, which counts what could not be."""
     try:
         together.await_folder()

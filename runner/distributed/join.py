@@ -6,7 +6,6 @@ import os
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,9 @@ from runner.errors import DeviceError, UsageError
 def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
     """Meet the others; the world ends with `scope`. Raises UsageError where they differ."""
     world = World(place, config.distributed, _device(config))
-    scope.push(partial(_close, world))
+    scope.push(lambda kind, error, trace: world.close(error))
     _check_same(world, config)
     return world
-
-
-def _close(world: World, kind: object, error: BaseException | None, trace: object) -> None:
-    world.close(error)
 
 
 def find_others(
@@ -35,7 +30,7 @@ def find_others(
 ) -> tuple[World, Path | None]:
     """For a program of the user's that builds the run: the folder is the one that rank 0 names.
 
-    Raises UsageError where nobody has started several processes.
+    Raises UsageError where this is not one of several processes.
     """
     place = find_place()
     if place is None:

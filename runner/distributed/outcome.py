@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.errors import Interrupted, ProcessLost, RestartAll, RunnerError
 from runner.masking import masked
@@ -20,10 +20,22 @@ from runner.record.text import dataclass_from_json, describe_error
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
+
 FILE = "outcome-{}.json"
 CAUSES = ("error", "restart", "interrupted")  # what has ended the others, too
 REPORT_S = 2.0  # that the others have to report, once one is lost
 POLL_S = 0.05
+
+
+def dump_json(value: Any) -> str:
+    """A dataclass, for another process or machine."""
+    return json.dumps(asdict(value))
+
+
+def parse_json(kind: type[T], text: str | bytes) -> T:
+    """The one that `dump_json` wrote."""
+    return dataclass_from_json(kind, json.loads(text))
 
 
 @dataclass
@@ -57,20 +69,15 @@ class RankOutcome:
     def write(self, folder: Path) -> None:
         """Write it into a folder that the process which started this one reads."""
         with suppress(OSError):
-            replace_text(folder / FILE.format(self.rank), json.dumps(asdict(self)))
+            replace_text(folder / FILE.format(self.rank), dump_json(self))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
         """That of a process; None where it left none, as one that was killed."""
         try:
-            return cls.parse(read_record(folder / FILE.format(rank)))
+            return parse_json(cls, read_record(folder / FILE.format(rank)))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> RankOutcome:
-        """The one that `json.dumps(asdict(outcome))` wrote."""
-        return dataclass_from_json(cls, json.loads(text))
 
 
 class SharedOutcomes:
@@ -84,7 +91,7 @@ class SharedOutcomes:
         """Tell the others; nothing where the store has ended with the process that had it."""
         outcome.message = masked(outcome.message)
         with suppress(RuntimeError):
-            self._store.set(f"outcome/{outcome.rank}", json.dumps(asdict(outcome)))
+            self._store.set(f"outcome/{outcome.rank}", dump_json(outcome))
 
     def find_error(self) -> ProcessLost | None:
         """That by which another process has ended, if one is told by now."""
@@ -113,7 +120,7 @@ class SharedOutcomes:
         while True:
             for rank in {*range(self.size)} - {self.rank, *outcomes}:
                 if self._store.check([key := f"outcome/{rank}"]):
-                    outcomes[rank] = RankOutcome.parse(self._store.get(key))
+                    outcomes[rank] = parse_json(RankOutcome, self._store.get(key))
             causes = [o for _, o in sorted(outcomes.items()) if o.kind in CAUSES]
             if causes or len(outcomes) == self.size - 1 or time.monotonic() > until:
                 return outcomes, min(causes, key=lambda o: CAUSES.index(o.kind), default=None)

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.checkpoint.snapshot import DTYPES
 from runner.data.batch import Batch, rows
-from runner.distributed.collectives import count_collectives
+from runner.distributed.parallel import count_collectives
 from runner.distributed.world import World
 from runner.errors import ConfigError, UsageError
 from runner.optim.origin import is_torchs

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner.distributed.outcome import RankOutcome
 from runner.distributed.world import RANKS
 from runner.record.console import LOG
-from runner.record.text import dataclass_from_json
 
 
 @dataclass
@@ -38,21 +36,6 @@ class MachineReport:
     received: int = 0  # the signal that its agent was sent
     problem: str = ""  # that ended all of them
 
-    def dumps(self) -> str:
-        """For the agents of other machines."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: bytes) -> MachineReport:
-        """The one that `dumps` wrote."""
-        values = json.loads(text)
-        ends = []
-        for end in values.pop("ends"):
-            outcome = end.pop("outcome")
-            own = None if outcome is None else dataclass_from_json(RankOutcome, outcome)
-            ends.append(RankEnd(**end, outcome=own))
-        return cls(ends, **values)
-
 
 @dataclass
 class RunVerdict:
@@ -64,15 +47,6 @@ class RunVerdict:
     choices: dict[str, Any] = field(default_factory=dict)
     folder: str = ""  # rank 0's
     log: str = ""  # in it, with the traceback of an error that is no message to the user
-
-    def dumps(self) -> str:
-        """For the agents of other machines."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: bytes) -> RunVerdict:
-        """The one that `dumps` wrote."""
-        return cls(**json.loads(text))
 
 
 def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
