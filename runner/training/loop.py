@@ -229,12 +229,11 @@ def _leave(run: Run, error: RunnerError) -> None:
 
 def _on_a_signal(run: Run) -> str:
     """The message to print when a signal arrives; compiling counts as part of its step."""
+    saved, lost = (", with a checkpoint", ", without one")
     if run.checkpointer.in_memory:
-        return "stopping after the current step, or its compilation; once more to end at once"
-    return (
-        "stopping after the current step, or its compilation, with a checkpoint; once more to end "
-        "at once, without one"
-    )
+        saved = lost = ""
+    then = f"once more to end at once{lost}"
+    return f"stopping after the current step, or its compilation{saved}; {then}"
 
 
 def _resume_hint(run: Run) -> str:

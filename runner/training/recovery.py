@@ -81,10 +81,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
             f"more; {FEWER_ACTIVATIONS}"
         ) from None
     if size == 1:
-        _note(run, f"ran out of memory{_missing(error)} with one sample", "the run ends", error)
-        raise OutOfMemory(
-            f"{at}: out of memory{_missing(error)} with one sample; {_advice(run)}"
-        ) from None
+        raise _give_up(run, error, at) from None
     run.micro_batch = largest_part(run.local(run.train.samples(0)), (size + 1) // 2)
     reason = f"{at} ran out of memory{_missing(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
@@ -114,15 +111,17 @@ def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
         return False
     _release_step_memory(run, error)
     if size == 1:
-        _note(run, f"validation ran out of memory{_missing(error)} with one sample", "the run ends",
-              error)  # fmt: skip
-        raise OutOfMemory(
-            f"validation: out of memory{_missing(error)} with one sample; {_advice(run)}"
-        ) from None
+        raise _give_up(run, error, "validation") from None
     run.evaluation_batch = (size + 1) // 2
     _note(run, f"validation ran out of memory{_missing(error)} with {size} samples at a time",
           f"{run.evaluation_batch} at a time from now on", error)  # fmt: skip
     return True
+
+
+def _give_up(run: Run, error: Exception, where: str) -> OutOfMemory:
+    missing = _missing(error)
+    _note(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
+    return OutOfMemory(f"{where}: out of memory{missing} with one sample; {_advice(run)}")
 
 
 def _note(run: Run, message: str, action: str, error: Exception) -> None:
