@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from math import sqrt
+from statistics import median
 
 MIB = 2**20
 WINDOW, QUARTER = 32, 8  # samples
 NEEDED = WINDOW + QUARTER  # samples for a window, and for the cleaning that confirms it
 BLOCK = 4  # samples of a window; each block counts by its smallest
-FEWEST = 4  # samples for growth to be stated without a verdict
 Z = 2.576  # of a normal distribution, both tails of 1 %
 LARGEST_RISE = 0.4  # of the growth, that one of the steps between blocks may make up
 LASTING = 0.75  # of the first half's slope, that the second must still have: a warm-up slows down
@@ -52,7 +53,6 @@ class LeakDetector:
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
         self.leaking = False  # a leak was confirmed
-        self.recent: deque[Sample] = deque(maxlen=WINDOW)  # the warm-up included
         self._suspicious: list[_Window] = []
 
     @property
@@ -63,7 +63,6 @@ class LeakDetector:
     def add(self, step: int, size: int) -> bool:
         """Take a sample; True: clean the memory, and tell `cleaned` what is left."""
         self.start = step if self.start is None else self.start
-        self.recent.append((step, size))
         self._suspicious = []
         if step < self.start + self.warm_up:
             return False
@@ -93,7 +92,6 @@ class LeakDetector:
     def cleaned(self, step: int, size: int) -> Trend | None:
         """Take the size right after a cleaning; the trend, where that confirms a leak."""
         confirmed: Trend | None = None
-        self.recent[-1] = step, size
         for window in self._suspicious:
             suspected, before = window.suspected, window.clean
             if suspected is None or before is None:
@@ -115,19 +113,7 @@ class LeakDetector:
             return f"a leak: growing {_rate(self.trend.slope)} a step"
         if self.samples >= NEEDED:
             return f"no leak found in {self.samples:,} samples"
-        text = f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
-        growth = self._growth()
-        return text if growth is None else f"{text}: growing {_rate(growth)} a step so far"
-
-    def _growth(self) -> float | None:
-        """Bytes a step of the newest samples, from the smallest one on; None within noise."""
-        samples = list(self.recent)
-        lowest = min(range(len(samples)), key=lambda i: (samples[i][1], -i), default=0)
-        points = samples[lowest:]
-        if len(points) < FEWEST:
-            return None
-        slope, low, _ = _sen(points)
-        return slope if _is_steady(points, low, self.least, self.least_slope) else None
+        return f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
 
 
 @dataclass
@@ -171,16 +157,13 @@ def judge(window: Sequence[Sample], least: int, least_slope: float) -> Trend:
 
 def _sen(points: list[Sample]) -> tuple[float, float, float]:
     """The median of all pairs' slopes, and Sen's interval by ranks."""
-    slopes = sorted(
-        (b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :] if t > s
-    )
+    slopes = sorted((b - a) / (t - s) for (s, a), (t, b) in combinations(points, 2) if t > s)
     count, pairs = len(points), len(slopes)
     if not pairs:
         return 0.0, 0.0, 0.0
     width = Z * sqrt(count * (count - 1) * (2 * count + 5) / 18)
     lower, upper = int((pairs - width) / 2), int((pairs + width) / 2) + 1
-    median = (slopes[(pairs - 1) // 2] + slopes[pairs // 2]) / 2
-    return median, slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
+    return median(slopes), slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
 
 
 def _is_steady(points: list[Sample], low: float, least: int, least_slope: float) -> bool:
@@ -189,7 +172,7 @@ def _is_steady(points: list[Sample], low: float, least: int, least_slope: float)
     grown = values[-1] - values[0]
     if grown < max(least, SHARE * values[-1]) or low <= least_slope:
         return False
-    if max(b - a for a, b in zip(values, values[1:], strict=False)) > LARGEST_RISE * grown:
+    if max(b - a for a, b in pairwise(values)) > LARGEST_RISE * grown:
         return False
     (start, first), (middle, half), (end, last) = points[0], points[len(points) // 2], points[-1]
     return (last - half) / (end - middle) >= LASTING * (half - first) / (middle - start)

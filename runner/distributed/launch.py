@@ -26,10 +26,10 @@ from runner.device.device import pick
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.meeting import meet
+from runner.distributed.outcome import RANKS, MachineReport, RunVerdict, judge
 from runner.distributed.place import Place, find_place
 from runner.distributed.rank import STACKS, run_rank, start
-from runner.distributed.verdict import MachineReport, RunVerdict, judge
-from runner.distributed.world import RANKS, open_store
+from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import find, train
 from runner.jobs.config import JobKind

@@ -22,9 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
-from runner.distributed.outcome import dump_json, parse_json
+from runner.distributed.outcome import MachineReport, RunVerdict, dump_json, parse_json
 from runner.distributed.place import Place
-from runner.distributed.verdict import MachineReport, RunVerdict
 from runner.errors import UsageError
 
 log = logging.getLogger("runner")

@@ -22,9 +22,9 @@ from runner.device.device import select
 from runner.distributed.agent import accept_signals, refuse_signals
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import for_place, join
-from runner.distributed.outcome import RankOutcome
+from runner.distributed.outcome import RANKS, RankOutcome
 from runner.distributed.place import Place
-from runner.distributed.world import RANKS, World, as_lost, is_lost
+from runner.distributed.world import World, as_lost, is_lost
 from runner.doctor.links import measure
 from runner.errors import Interrupted, UsageError
 from runner.jobs import doctor, train

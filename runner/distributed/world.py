@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import DistributedConfig, DistributedKind
-from runner.distributed.outcome import RankOutcome, SharedOutcomes
+from runner.distributed.outcome import RANKS, RankOutcome, SharedOutcomes
 from runner.distributed.place import Place
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
@@ -34,7 +34,6 @@ T = TypeVar("T")
 _numbers = count()  # of the worlds of this process, as of every other
 
 NAMED = 3  # weights that a message names
-RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
 PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
 
 
