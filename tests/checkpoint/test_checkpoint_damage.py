@@ -110,15 +110,6 @@ def test_a_step_asked_for_by_its_path_is_that_one_or_an_error(run):
         Checkpointer(run, keep=3).restore(step_folder(run, 3))
 
 
-def test_after_a_fall_back_the_next_saves_stand(run):
-    (step_folder(run, 3) / "state.pt").write_bytes(b"")
-    checkpointer = Checkpointer(run, keep=1)
-    assert checkpointer.restore().step == 2
-    checkpointer.save(3, {"weight": torch.zeros(1)}, {"step": 3}, False)
-    restored = checkpointer.restore()
-    assert restored.step == 3 and not restored.warnings
-
-
 def forge(folder, **changes):
     """Rewrite a manifest with its digest, as an attacker would."""
     body = json.loads((folder / NAME).read_text()) | changes

@@ -93,13 +93,3 @@ def test_training_on_does_not_change_what_was_saved_or_restored(tmp_path, on_dis
         assert (restored.state["m"] == (moment - 0.5).cpu()).all()
         restored.model["w"].fill_(-1)
     assert (checkpointer.restore().model["w"] == (weight - 0.5).cpu()).all()
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_a_save_inside_inference_mode_does_not_spoil_the_next(tmp_path, on_disk):
-    checkpointer = Checkpointer(tmp_path if on_disk else None, keep=1)
-    with torch.inference_mode():
-        checkpointer.save(1, {"w": torch.ones(2)}, {}, False)
-    checkpointer.save(2, {"w": torch.full((2,), 2.0)}, {}, False)
-    assert checkpointer.restore().model["w"].tolist() == [2, 2]
-    assert not checkpointer.restore().model["w"].is_inference()

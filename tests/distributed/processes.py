@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,18 @@ def _whole(value: Any) -> Tensor:
 
 def _average(run: Run, own: Tensor) -> Tensor:
     return torch.cat(run.world.gather(own)) if run.world and run.shards else own.clone()
+
+
+@contextmanager
+def alone(config: RunConfig, folder: Path | None = None, **given: Any) -> Iterator[Run]:
+    """A distributed run of this process alone."""
+    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
+    world = World(place, config.distributed, torch.device("cpu"))
+    try:
+        with build(config, folder, Components(world=world, **given)) as run:
+            yield run
+    finally:
+        world.close()
 
 
 def run_together(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Outcome]]:

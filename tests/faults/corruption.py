@@ -181,7 +181,10 @@ class Prover:
     def problem(self, damage: Kind) -> str:
         """What is wrong about what becomes of a checkpoint with that damage; empty: nothing."""
         target = Target(self.newest, self.before, self.draw)
-        target.change(damage) if damage in BYTES else damage(target)
+        if damage in BYTES:
+            target.change(damage)
+        else:
+            damage(target)
         try:
             restored = Checkpointer(None, keep=1).restore(self.folder)
         except RunnerError as error:

@@ -146,16 +146,3 @@ def test_giving_up_leads_to_a_capture_that_is_there(tmp_path: Path) -> None:
     assert "captures" not in describe_giving_up(found, rules, 0, tmp_path, WENT_WRONG)
     (tmp_path / WENT_WRONG.capture).mkdir(parents=True)
     assert "captures/3" in describe_giving_up(found, rules, 0, tmp_path, None)
-
-
-def test_it_says_what_was_tried() -> None:
-    rules = table(RecoveryRule(), RecoveryRule(action=Action.rollback))
-    assert rules.tried() == "nothing"
-    for step in range(4, 11):
-        rules.note(0, step)
-    rules.note(1, 12)
-    said = "skipped a step 7 times (steps 4, 5, 6, 7, 8, …); rolled back once (step 12)"
-    assert rules.tried() == said
-    other = table(RecoveryRule(), RecoveryRule(action=Action.rollback))
-    other.load(rules.state())
-    assert (other.tried(), other.used) == (said, [7, 1])
