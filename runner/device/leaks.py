@@ -10,9 +10,11 @@ from math import sqrt
 from statistics import median
 
 MIB = 2**20
+WARM_UP = 50  # steps, whose samples do not count
 WINDOW, QUARTER = 32, 8  # samples
 NEEDED = WINDOW + QUARTER  # samples for a window, and for the cleaning that confirms it
 BLOCK = 4  # samples of a window; each block counts by its smallest
+LEAST_SLOPE = 1024.0  # bytes a step, that count as growth
 Z = 2.576  # of a normal distribution, both tails of 1 %
 LARGEST_RISE = 0.4  # of the growth, that one of the steps between blocks may make up
 LASTING = 0.75  # of the first half's slope, that the second must still have: a warm-up slows down
@@ -45,10 +47,9 @@ class LeakDetector:
     is of minima of two samples of the one before, for slow leaks. A sample takes 1 µs.
     """
 
-    def __init__(
-        self, warm_up: int = 50, least: int = 8 * MIB, least_slope: float = 1024.0
-    ) -> None:
-        self.warm_up, self.least, self.least_slope = warm_up, least, least_slope
+    def __init__(self, least: int = 8 * MIB) -> None:
+        """`least` is the growth in bytes that counts."""
+        self.least = least
         self.windows: list[_Window] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
@@ -64,7 +65,7 @@ class LeakDetector:
         """Take a sample; True: clean the memory, and tell `cleaned` what is left."""
         self.start = step if self.start is None else self.start
         self._suspicious = []
-        if step < self.start + self.warm_up:
+        if step < self.start + WARM_UP:
             return False
         sample = (step, size)
         for window in self.windows:
@@ -81,7 +82,7 @@ class LeakDetector:
     def _judge(self, window: _Window) -> None:
         if len(window.samples) < WINDOW or window.count % QUARTER:
             return
-        trend = judge(window.samples, self.least, self.least_slope)
+        trend = judge(window.samples, self.least)
         if not self.leaking:
             self.trend = trend
         if trend.leaking:
@@ -99,7 +100,7 @@ class LeakDetector:
                 continue
             window.suspected = window.clean = None
             slope = (size - before[1]) / (step - before[0])
-            if slope > max(self.least_slope, AFTER_CLEANING * suspected.slope):
+            if slope > max(LEAST_SLOPE, AFTER_CLEANING * suspected.slope):
                 window.confirmed = self.leaking = True
                 low, high = sorted((slope, suspected.slope))  # garbage of the first is no leak
                 confirmed = replace(suspected, slope=low, low=low, high=high, last=step, size=size)
@@ -145,13 +146,13 @@ def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def judge(window: Sequence[Sample], least: int, least_slope: float) -> Trend:
+def judge(window: Sequence[Sample], least: int) -> Trend:
     """The trend of a window, oldest sample first."""
     samples = list(window)
     blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
     floors = [min(block, key=lambda s: s[1]) for block in blocks]
     slope, low, high = _sen(floors)
-    leaking = _is_steady(floors, low, least, least_slope)
+    leaking = _is_steady(floors, low, least)
     return Trend(leaking, slope, low, high, samples[0][0], samples[-1][0], floors[-1][1])
 
 
@@ -166,11 +167,11 @@ def _sen(points: list[Sample]) -> tuple[float, float, float]:
     return median(slopes), slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
 
 
-def _is_steady(points: list[Sample], low: float, least: int, least_slope: float) -> bool:
+def _is_steady(points: list[Sample], low: float, least: int) -> bool:
     """Whether memory grew enough, surely, in no single jump and without slowing down."""
     values = [size for _, size in points]
     grown = values[-1] - values[0]
-    if grown < max(least, SHARE * values[-1]) or low <= least_slope:
+    if grown < max(least, SHARE * values[-1]) or low <= LEAST_SLOPE:
         return False
     if max(b - a for a, b in pairwise(values)) > LARGEST_RISE * grown:
         return False
