@@ -229,11 +229,11 @@ def _leave(run: Run, error: RunnerError) -> None:
 
 def _on_a_signal(run: Run) -> str:
     """The message to print when a signal arrives; compiling counts as part of its step."""
-    saved, lost = (", with a checkpoint", ", without one")
-    if run.checkpointer.in_memory:
-        saved = lost = ""
-    then = f"once more to end at once{lost}"
-    return f"stopping after the current step, or its compilation{saved}; {then}"
+    saved = without = ""
+    if not run.checkpointer.in_memory:
+        saved, without = ", with a checkpoint", ", without one"
+    text = f"stopping after the current step, or its compilation{saved}; once more to end at once"
+    return text + without
 
 
 def _resume_hint(run: Run) -> str:
