@@ -264,13 +264,11 @@ class Checkpointer:
                 self._prune(self._root, step)
 
     def _prune(self, root: Path, step: int) -> None:
-        folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
-
-    def _leading(self, root: Path) -> set[int]:
-        """The checkpoints that lead to steps that are bad or may turn out to be."""
+        """Those that lead to steps that are bad, or may turn out to be, stay."""
         saved = folders.steps(root)
-        before = [[n for n in saved if n < step] for step in self.lead_to]
-        return {max(steps) for steps in before if steps}
+        before = [[n for n in saved if n < bad] for bad in self.lead_to]
+        leading = {max(steps) for steps in before if steps}
+        folders.prune(root, self._keep, {step, folders.link(root), *leading})
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         write, together = storage.write_file, self.together

@@ -132,7 +132,9 @@ class DataParallel(Technique):
         if self.module is None or run.world is None:
             return Evidence(False, "there is one process")
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        same = _same_everywhere(run.world, [p.grad for p in run.model.parameters()])
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        sums = [float(gradient.double().sum()) for gradient in gradients]
+        same = all(other == sums for other in run.world.gather(sums))
         reason = "" if same else "gradients differ between processes"
         sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
         buckets = [int(size) for size in sizes.split(",") if size.strip()]
@@ -175,11 +177,6 @@ def bf16_compress(state: Any, bucket: Any) -> Any:
 
 
 bf16_compress.__annotations__.clear()  # DDP compares them with classes, and these are strings
-
-
-def _same_everywhere(world: World, gradients: list[Any]) -> bool:
-    sums = [float(g.double().sum()) for g in gradients if g is not None]
-    return all(other == sums for other in world.gather(sums))
 
 
 def count_collectives(run: Run) -> dict[str, dict[str, int]]:

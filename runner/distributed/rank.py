@@ -172,11 +172,11 @@ def _end_with_parent() -> None:
     On Linux the kernel kills also a stopped one, by way of the fork server: see `preload.py`.
     """
     die_with_parent()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        Thread(target=_kill_self_after, args=(parent.sentinel,), daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is None:
+        return
 
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _kill_self_after(sentinel: int) -> None:
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    Thread(target=watch, daemon=True).start()

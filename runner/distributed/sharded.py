@@ -198,7 +198,11 @@ class Sharded(Technique):
 
             synchronise_batchnorm(draft)
         mesh = init_device_mesh(draft.device.kind, (world.size,))
-        self.low = shard(model, mesh, _autocast_dtype(draft) is torch.bfloat16)
+        kind = draft.device.kind
+        with entered(draft.contexts):
+            low = torch.is_autocast_enabled(kind)
+            low = low and torch.get_autocast_dtype(kind) is torch.bfloat16
+        self.low = shard(model, mesh, low)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
         world.alone = _Forward(model, world)
@@ -219,7 +223,9 @@ class Sharded(Technique):
             averaged = bool(update.average) and own.requires_grad
             row = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
             whole += len(weight) * row
-            share += _own_rows(len(weight), shards.world) * row
+            # as FSDP hands rows out: the last processes may have fewer, or none
+            each = -(-len(weight) // shards.world.size)
+            share += min(each, max(0, len(weight) - shards.world.rank * each)) * row
         moved = shards.moved()
         return Evidence(
             not moved,
@@ -247,12 +253,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, low: bool) -> int:
     return count
 
 
-def _own_rows(rows: int, world: World) -> int:
-    """Of a weight, as FSDP hands them out: the last processes may have fewer, or none."""
-    each = -(-rows // world.size)
-    return min(each, max(0, rows - world.rank * each))
-
-
 class _Forward:
     """The model for a validation: what it has gathered is freed, as its weights will change."""
 
@@ -275,13 +275,6 @@ def _without_reduction(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def _autocast_dtype(draft: RunBuilder) -> torch.dtype | None:
-    """Of the products under the run's contexts."""
-    kind = draft.device.kind
-    with entered(draft.contexts):
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _has_rows(value: object) -> bool:

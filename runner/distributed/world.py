@@ -63,7 +63,9 @@ class World:
         self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
-            _stay_on_this_machine()
+            # gloo would look the machine's name up, which need not be known
+            for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         timeout = timedelta(seconds=config.timeout_s)
         both = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
         if dist.is_initialized():
@@ -356,11 +358,3 @@ def refuse_lost(run: Run, error: Exception) -> bool:
 def _even(samples: int, parts: int) -> list[slice]:
     ends = [-(-samples * i // parts) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
-
-
-def _stay_on_this_machine() -> None:
-    """Gloo would look the machine's name up, which need not be known to anybody."""
-    names = [name for _, name in socket.if_nameindex()]
-    for name in ("lo", "lo0"):
-        if name in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -119,9 +119,14 @@ def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
 
 
 def _give_up(run: Run, error: Exception, where: str) -> OutOfMemory:
+    """One sample does not fit: the fix, by whether gradients and optimizer state would."""
     missing = _missing(error)
     _note(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
-    return OutOfMemory(f"{where}: out of memory{missing} with one sample; {_advice(run)}")
+    trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
+    state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
+    fits = trained + state < memory.room(run.device)
+    fix = FEWER_ACTIVATIONS if fits else SMALLER_MODEL
+    return OutOfMemory(f"{where}: out of memory{missing} with one sample; {fix}")
 
 
 def _note(run: Run, message: str, action: str, error: Exception) -> None:
@@ -144,14 +149,6 @@ def translate_oom(doing: str) -> Iterator[None]:
     else:
         return
     raise OutOfMemory(f"out of memory{missing} {doing}; {NOTHING_SMALLER}")
-
-
-def _advice(run: Run) -> str:
-    """The fix if one sample does not fit, by whether gradients and optimizer state would."""
-    trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
-    state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
-    needed = trained + state
-    return FEWER_ACTIVATIONS if needed < memory.room(run.device) else SMALLER_MODEL
 
 
 def _release_step_memory(run: Run, error: Exception) -> None:

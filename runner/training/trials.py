@@ -211,15 +211,12 @@ class Trials:
                 trial.note(step, perf_counter() - started)
             trial.stop_early(step)
             if step == trial.last:
-                self._decide(run, trial)
+                outcome = trial.outcome()
+                trial.used = outcome is None or outcome.faster
+                if outcome is not None:
+                    run.choices.append(choice_of(trial, outcome))
+                    log.info("optimization.%s: %s", trial.name, outcome.reason)
         self.enter(run, step + 1)
-
-    def _decide(self, run: Run, trial: Trial) -> None:
-        outcome = trial.outcome()
-        trial.used = outcome is None or outcome.faster
-        if outcome is not None:
-            run.choices.append(choice_of(trial, outcome))
-            log.info("optimization.%s: %s", trial.name, outcome.reason)
 
     def evidence(self, name: str, shown: Evidence | None) -> Evidence | None:
         """What a technique's evidence is with the figures of its trial, once it is decided."""
