@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
@@ -85,12 +84,15 @@ def test_asking_does_not_lose_the_lock_to_the_kernels_rule_about_closing(tmp_pat
 def test_a_forked_child_does_not_own_its_parents_lock(tmp_path):
     with lock(tmp_path) as held:
         child = os.fork()
-        if not child:  # what a worker does at its exit must not free its parent's lock
-            held.release()
-            with suppress(UsageError):
-                lock(tmp_path)
-                os._exit(1)
-            os._exit(0)
+        if not child:
+            status = 1
+            try:
+                held.release()  # what a worker does at its exit must not free its parent's lock
+                with pytest.raises(UsageError, match=f"in use by process {os.getppid()} on "):
+                    lock(tmp_path)
+                status = 0
+            finally:
+                os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         assert locked_for_another_process(tmp_path)
 

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from runner import Hook, errors
 
 class Fault(Hook):
-    
+    @contextmanager
     def session(self, run):
         self.fail(run, "session", 0)
         yield
