@@ -289,6 +289,8 @@ class _Build:
     def start_builder(self) -> None:
         """The RunBuilder, which techniques read and change."""
         config, data, own = self.config, self.data, self.given.optimizer
+        # techniques are measured while we train, not in a loop of the caller's, nor over processes
+        alone = config.job.kind is JobKind.train and self.world is None and own is None
         to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
         cls = (
             type(own) if own else optimizer_class(config.optimizer, self.model, self.resolve_target)
@@ -316,14 +318,8 @@ class _Build:
             recorded=self.recorded,
             recoveries=[halve_micro_batch],
             world=self.world,
-            measures=self.measures(),
+            measures=config.optimization.measure and not config.optimization.strict and alone,
         )
-
-    def measures(self) -> bool:
-        """Whether techniques are measured: not those that must engage, nor over processes."""
-        asked, trains = self.config.optimization, self.config.job.kind is JobKind.train
-        own = self.given.optimizer is not None  # then the loop is the caller's
-        return asked.measure and not asked.strict and trains and self.world is None and not own
 
     def apply_techniques(self) -> None:
         """Each technique in order; a smaller micro-batch of the resumed run is recorded."""

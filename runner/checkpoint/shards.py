@@ -68,8 +68,8 @@ def split_shard(
     update = state["update"]
     optimizer, kept = update["optimizer"], dict[int, Any]()
     for number, entries in optimizer["state"].items():
-        kept[number] = {k: v for k, v in entries.items() if not _has_rows(v)}
-        rows |= {f"optimizer.{number}.{k}": v for k, v in entries.items() if _has_rows(v)}
+        kept[number] = {k: v for k, v in entries.items() if not has_rows(v)}
+        rows |= {f"optimizer.{number}.{k}": v for k, v in entries.items() if has_rows(v)}
     rows |= {f"average.{number}": tensor for number, tensor in enumerate(update["average"])}
     update = {**update, "optimizer": {**optimizer, "state": kept}, "average": []}
     rest = {name: value for name, value in model.items() if name not in sharded}
@@ -100,5 +100,6 @@ def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[
     return model
 
 
-def _has_rows(value: Any) -> bool:
+def has_rows(value: Any) -> bool:
+    """Whether it is a tensor of one dimension or more."""
     return isinstance(value, Tensor) and value.ndim > 0

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.checkpoint.shards import has_rows
 from runner.checkpoint.snapshot import DTYPES
 from runner.data.batch import Batch, rows
 from runner.distributed.parallel import count_collectives
@@ -142,7 +143,7 @@ class Shards:
         places = [self.places[number[id(weight)]] for weight in trained]
         optimizer = update["optimizer"]
         state = {
-            n: {k: places[n].cut(v) if _has_rows(v) else v for k, v in entries.items()}
+            n: {k: places[n].cut(v) if has_rows(v) else v for k, v in entries.items()}
             for n, entries in optimizer["state"].items()
         }
         average = [place.cut(a) for place, a in zip(places, update["average"], strict=False)]
@@ -217,7 +218,7 @@ class Sharded(Technique):
         kept, whole, share = list(update.average), 0, 0
         for weight, own in zip(shards.weights, shards.own, strict=True):
             gradient: Any = weight.grad
-            moments = [t for t in update.optimizer.state.get(own, {}).values() if _has_rows(t)]
+            moments = [t for t in update.optimizer.state.get(own, {}).values() if has_rows(t)]
             tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
             kept += tensors
             averaged = bool(update.average) and own.requires_grad
@@ -275,10 +276,6 @@ def _without_reduction(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def _has_rows(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _place(weight: DTensor) -> Extent:
