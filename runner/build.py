@@ -117,6 +117,8 @@ class _Build:
             folder = folder if self.world is None else self.world.folder(folder)
             _claim_folder(folder, config.checkpoint.resume, scope)
         self.folder = folder
+        # where this process writes the record of the run, if it does
+        self.record = folder if self.world is None or self.world.first else None
         self.device = select(config.device, scope)
         if memory.limit_left() is not None:
             from runner.device import allocator
@@ -126,11 +128,6 @@ class _Build:
             seed_everything(config.seed)
         self.policy = FilePolicy.of(config.security, own_trees(folder))
         self.choices = list(given.chosen)
-
-    @property
-    def first(self) -> bool:
-        """Whether this process writes the record of the run."""
-        return self.world is None or self.world.first
 
     def resolve_target(self, target: str, key: str) -> Any:
         """The class or function that the config names at `key`, if it may be used."""
@@ -396,7 +393,7 @@ class _Build:
             higher_is_better=self.objective.rises(self.monitor),
             report_every=config.monitoring.every,
             strict=config.optimization.strict,
-            recorder=Recorder(folder if self.first else None, config.monitoring),
+            recorder=Recorder(self.record, config.monitoring),
             history=History(folder),
             checkpointer=self.checkpointer,
             hooks=self.build_hooks(),
@@ -412,8 +409,8 @@ class _Build:
 
     def build_hooks(self) -> list[Hook]:
         """Everything that watches the run, in the order in which it is entered."""
-        recorded = self.folder if self.first else None
-        hooks = build_hooks(self.config, self.debug, self.settings, recorded, self.resolve_target)
+        config, resolve = self.config, self.resolve_target
+        hooks = build_hooks(config, self.debug, self.settings, self.record, resolve)
         if self.world is not None:
             from runner.distributed.facts import Processes
 
@@ -452,8 +449,7 @@ class _Build:
         """Continue from a checkpoint; `auto` is the run's own folder, if it has any."""
         where, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATING
         if where != "none":
-            found = restore(run, None if where == "auto" else Path(where), trains)
-            if not found:
+            if not restore(run, None if where == "auto" else Path(where), trains):
                 log.info("checkpoint.resume=auto: nothing to continue here; starting afresh")
         if run.switches:
             from runner.training.trials import prepare_trials
