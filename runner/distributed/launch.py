@@ -102,9 +102,7 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
         return run_rank(config, folder, None, place)
     except ProcessLost as error:
         if folders.link_target(folder / folders.FOLDER, "last"):
-            lost = ProcessLost(f"{error}; to go on: {resume_argument(folder)}", error.hung)
-            lost.exit_code = error.exit_code
-            error = lost
+            error.args = (f"{error}; to go on: {resume_argument(folder)}",)
         _end(folder, "failed", str(error))
         raise error from None
     except UsageError:
