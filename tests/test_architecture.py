@@ -36,13 +36,13 @@ bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.seeds record.storage models.preserved_state
 device record
-distributed.place distributed.outcome distributed.verdict distributed.world distributed.commit
+distributed.place distributed.outcome distributed.world distributed.commit
 security
 checkpoint
 data.batch data.nested objectives.base
 training.hook techniques.base
 training.run
-techniques.compiler objectives.deferred_logits \
+techniques.compiler objectives.model_output \
 objectives.chunked_cross_entropy \
 models.modes training.metrics training.recovery training.resume training.summary training.timing \
 stability
@@ -54,11 +54,12 @@ training.trials \
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \
 distributed.batchnorm
-distributed.collectives distributed.parallel distributed.sharded
+distributed.parallel distributed.sharded
 overrides
 config
 composing
 training.length training.left_out tables build_hooks distributed.join
+build_data
 build
 doctor parity
 replay benchmark

@@ -24,7 +24,7 @@ from runner.record import storage
 from runner.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.checkpoint.shards import Together
+    from runner.distributed.commit import Commit
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -53,7 +53,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.together: Together | None = None  # set where each process writes a shard
+        self.together: Commit | None = None  # set where each process writes a shard
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
@@ -264,13 +264,11 @@ class Checkpointer:
                 self._prune(self._root, step)
 
     def _prune(self, root: Path, step: int) -> None:
-        folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
-
-    def _leading(self, root: Path) -> set[int]:
-        """The checkpoints that lead to steps that are bad or may turn out to be."""
+        """Those that lead to steps that are bad, or may turn out to be, stay."""
         saved = folders.steps(root)
-        before = [[n for n in saved if n < step] for step in self.lead_to]
-        return {max(steps) for steps in before if steps}
+        before = [[n for n in saved if n < bad] for bad in self.lead_to]
+        leading = {max(steps) for steps in before if steps}
+        folders.prune(root, self._keep, {step, folders.link(root), *leading})
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         write, together = storage.write_file, self.together

@@ -48,9 +48,11 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
     if check is not None:
         check(state, facts.step, str(folder / manifest.STATE))
-    weights = tensors[0]
+    weights, digest = tensors[0], facts.files[names[0]].sha256
     if names != [manifest.MODEL]:
         weights = merge_shards(tensors, state, str(folder))
+        digests = "".join(facts.files[name].sha256 for name in names)
+        digest = hashlib.sha256(digests.encode()).hexdigest()
     if admitted is not None:
         trust = admitted.trust
     else:
@@ -61,15 +63,8 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         state,
         folder,
         differences=_differences(folder, facts),
-        sha256=_digest([facts.files[name].sha256 for name in names]),
+        sha256=digest,
         trust=trust,
-    )
-
-
-def _digest(digests: list[str]) -> str:
-    """That of the file with the model's tensors, or one of those of its shards."""
-    return (
-        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     )
 
 

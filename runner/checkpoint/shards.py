@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,30 +20,14 @@ from torch import Tensor
 from runner.checkpoint.manifest import shard_name
 from runner.checkpoint.snapshot import Copier, Snapshot, write_tensors
 from runner.errors import CheckpointError
-from runner.record.storage import FileDigest, write_file
+from runner.record.storage import write_file
+
+if TYPE_CHECKING:
+    from runner.distributed.commit import Commit
 
 log = logging.getLogger("runner")
 MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 Rows = dict[str, Tensor]
-
-
-class Together(Protocol):
-    """How the processes that write one checkpoint know of each other's files."""
-
-    rank: int
-    size: int
-
-    def open(self, made: bool) -> None:
-        """The first: whether the folder of the next checkpoint is there."""
-
-    def await_folder(self) -> None:
-        """The others: until it is. Raises OSError where it will not be."""
-
-    def report(self, written: FileDigest | None, problem: str = "") -> None:
-        """The others: what they have written, or why they could not."""
-
-    def collect(self) -> list[FileDigest]:
-        """The first: what each other has written. Raises OSError where one has not."""
 
 
 def copy_shard(
@@ -60,7 +44,7 @@ def copy_shard(
     return copier.take({**rows, **rest}, state, beside=rest)
 
 
-def write_shard(together: Together, folder: Path, snapshot: Snapshot) -> None:
+def write_shard(together: Commit, folder: Path, snapshot: Snapshot) -> None:
     """In a background thread of the others than the first, which counts what could not be."""
     try:
         together.await_folder()
@@ -84,8 +68,8 @@ def split_shard(
     update = state["update"]
     optimizer, kept = update["optimizer"], dict[int, Any]()
     for number, entries in optimizer["state"].items():
-        kept[number] = {k: v for k, v in entries.items() if not _has_rows(v)}
-        rows |= {f"optimizer.{number}.{k}": v for k, v in entries.items() if _has_rows(v)}
+        kept[number] = {k: v for k, v in entries.items() if not has_rows(v)}
+        rows |= {f"optimizer.{number}.{k}": v for k, v in entries.items() if has_rows(v)}
     rows |= {f"average.{number}": tensor for number, tensor in enumerate(update["average"])}
     update = {**update, "optimizer": {**optimizer, "state": kept}, "average": []}
     rest = {name: value for name, value in model.items() if name not in sharded}
@@ -116,5 +100,6 @@ def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[
     return model
 
 
-def _has_rows(value: Any) -> bool:
+def has_rows(value: Any) -> bool:
+    """Whether it is a tensor of one dimension or more."""
     return isinstance(value, Tensor) and value.ndim > 0

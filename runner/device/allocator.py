@@ -13,10 +13,9 @@ import torch
 
 PRELOADED = ("jemalloc", "tcmalloc", "mimalloc")
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -3, -4, -8  # mallopt(3)
-# glibc's limits on the number of mapped blocks and on a threshold that it moves by itself; once
-# any is set it moves none, so the limit is restored, where a training process gets to
-USUAL_MAPS = 65536
-USUAL_THRESHOLD = 32 << 20
+# Of glibc. The thresholds it moves by itself, up to these; once any is set it moves none, so these
+# are restored, where a training process gets to. 0 arenas: as many as glibc chooses.
+USUAL = {MMAP_THRESHOLD: 32 << 20, MMAP_MAX: 65536, TRIM_THRESHOLD: 64 << 20, ARENA_MAX: 0}
 LARGE = 1 << 20  # bytes of a block that is mapped by itself, where memory is short
 ENVIRONMENT = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -40,17 +39,10 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if tuned or any(key in os.environ for key in ENVIRONMENT):
         return "the environment sets glibc's malloc"
-    libc = ctypes.CDLL(None)
-
-    def restore() -> None:
-        libc.mallopt(MMAP_MAX, USUAL_MAPS)
-        libc.mallopt(MMAP_THRESHOLD, USUAL_THRESHOLD)
-        libc.mallopt(TRIM_THRESHOLD, 2 * USUAL_THRESHOLD)
-        libc.malloc_trim(0)
-
-    scope.callback(restore)
-    libc.mallopt(MMAP_MAX, 0)
-    libc.mallopt(TRIM_THRESHOLD, -1)  # as a size, the largest one
+    scope.callback(ctypes.CDLL(None).malloc_trim, 0)
+    largest = -1  # as a size
+    threshold = USUAL[MMAP_THRESHOLD]
+    _tune({MMAP_MAX: 0, MMAP_THRESHOLD: threshold, TRIM_THRESHOLD: largest}, scope)
     return None
 
 
@@ -60,9 +52,7 @@ def keep_to_one_heap(scope: ExitStack) -> None:
     When the first cannot grow it reserves 64 MiB for another, and never gives them back.
     """
     if name() == "glibc":
-        libc = ctypes.CDLL(None)
-        scope.callback(libc.mallopt, ARENA_MAX, 0)  # 0: as many as glibc chooses
-        libc.mallopt(ARENA_MAX, 1)
+        _tune({ARENA_MAX: 1}, scope)
 
 
 def give_back_at_once(scope: ExitStack) -> None:
@@ -71,14 +61,16 @@ def give_back_at_once(scope: ExitStack) -> None:
     Its heap otherwise has holes, by which a training process was seen to hold up to twice
     what its tensors take. Costs a fault for each page: a step was 1.3 to 1.8 times as long.
     """
-    if name() != "glibc":
-        return
+    if name() == "glibc":
+        _tune({MMAP_MAX: USUAL[MMAP_MAX], MMAP_THRESHOLD: LARGE, TRIM_THRESHOLD: LARGE}, scope)
+
+
+def _tune(options: dict[int, int], scope: ExitStack) -> None:
+    """Set options of glibc's malloc until `scope` ends."""
     libc = ctypes.CDLL(None)
-    scope.callback(libc.mallopt, TRIM_THRESHOLD, 2 * USUAL_THRESHOLD)
-    scope.callback(libc.mallopt, MMAP_THRESHOLD, USUAL_THRESHOLD)
-    libc.mallopt(MMAP_MAX, USUAL_MAPS)
-    libc.mallopt(MMAP_THRESHOLD, LARGE)
-    libc.mallopt(TRIM_THRESHOLD, LARGE)
+    for option, value in options.items():
+        scope.callback(libc.mallopt, option, USUAL[option])
+        libc.mallopt(option, value)
 
 
 def expand_segments(scope: ExitStack) -> str | None:

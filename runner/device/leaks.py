@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from math import sqrt
+from statistics import median
 
 MIB = 2**20
+WARM_UP = 50  # steps, whose samples do not count
 WINDOW, QUARTER = 32, 8  # samples
 NEEDED = WINDOW + QUARTER  # samples for a window, and for the cleaning that confirms it
 BLOCK = 4  # samples of a window; each block counts by its smallest
-FEWEST = 4  # samples for growth to be stated without a verdict
+LEAST_SLOPE = 1024.0  # bytes a step, that count as growth
 Z = 2.576  # of a normal distribution, both tails of 1 %
 LARGEST_RISE = 0.4  # of the growth, that one of the steps between blocks may make up
 LASTING = 0.75  # of the first half's slope, that the second must still have: a warm-up slows down
@@ -44,15 +47,13 @@ class LeakDetector:
     is of minima of two samples of the one before, for slow leaks. A sample takes 1 µs.
     """
 
-    def __init__(
-        self, warm_up: int = 50, least: int = 8 * MIB, least_slope: float = 1024.0
-    ) -> None:
-        self.warm_up, self.least, self.least_slope = warm_up, least, least_slope
+    def __init__(self, least: int = 8 * MIB) -> None:
+        """`least` is the growth in bytes that counts."""
+        self.least = least
         self.windows: list[_Window] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
         self.leaking = False  # a leak was confirmed
-        self.recent: deque[Sample] = deque(maxlen=WINDOW)  # the warm-up included
         self._suspicious: list[_Window] = []
 
     @property
@@ -63,9 +64,8 @@ class LeakDetector:
     def add(self, step: int, size: int) -> bool:
         """Take a sample; True: clean the memory, and tell `cleaned` what is left."""
         self.start = step if self.start is None else self.start
-        self.recent.append((step, size))
         self._suspicious = []
-        if step < self.start + self.warm_up:
+        if step < self.start + WARM_UP:
             return False
         sample = (step, size)
         for window in self.windows:
@@ -82,7 +82,7 @@ class LeakDetector:
     def _judge(self, window: _Window) -> None:
         if len(window.samples) < WINDOW or window.count % QUARTER:
             return
-        trend = judge(window.samples, self.least, self.least_slope)
+        trend = judge(window.samples, self.least)
         if not self.leaking:
             self.trend = trend
         if trend.leaking:
@@ -93,7 +93,6 @@ class LeakDetector:
     def cleaned(self, step: int, size: int) -> Trend | None:
         """Take the size right after a cleaning; the trend, where that confirms a leak."""
         confirmed: Trend | None = None
-        self.recent[-1] = step, size
         for window in self._suspicious:
             suspected, before = window.suspected, window.clean
             if suspected is None or before is None:
@@ -101,7 +100,7 @@ class LeakDetector:
                 continue
             window.suspected = window.clean = None
             slope = (size - before[1]) / (step - before[0])
-            if slope > max(self.least_slope, AFTER_CLEANING * suspected.slope):
+            if slope > max(LEAST_SLOPE, AFTER_CLEANING * suspected.slope):
                 window.confirmed = self.leaking = True
                 low, high = sorted((slope, suspected.slope))  # garbage of the first is no leak
                 confirmed = replace(suspected, slope=low, low=low, high=high, last=step, size=size)
@@ -115,19 +114,7 @@ class LeakDetector:
             return f"a leak: growing {_rate(self.trend.slope)} a step"
         if self.samples >= NEEDED:
             return f"no leak found in {self.samples:,} samples"
-        text = f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
-        growth = self._growth()
-        return text if growth is None else f"{text}: growing {_rate(growth)} a step so far"
-
-    def _growth(self) -> float | None:
-        """Bytes a step of the newest samples, from the smallest one on; None within noise."""
-        samples = list(self.recent)
-        lowest = min(range(len(samples)), key=lambda i: (samples[i][1], -i), default=0)
-        points = samples[lowest:]
-        if len(points) < FEWEST:
-            return None
-        slope, low, _ = _sen(points)
-        return slope if _is_steady(points, low, self.least, self.least_slope) else None
+        return f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
 
 
 @dataclass
@@ -159,37 +146,34 @@ def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def judge(window: Sequence[Sample], least: int, least_slope: float) -> Trend:
+def judge(window: Sequence[Sample], least: int) -> Trend:
     """The trend of a window, oldest sample first."""
     samples = list(window)
     blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
     floors = [min(block, key=lambda s: s[1]) for block in blocks]
     slope, low, high = _sen(floors)
-    leaking = _is_steady(floors, low, least, least_slope)
+    leaking = _is_steady(floors, low, least)
     return Trend(leaking, slope, low, high, samples[0][0], samples[-1][0], floors[-1][1])
 
 
 def _sen(points: list[Sample]) -> tuple[float, float, float]:
     """The median of all pairs' slopes, and Sen's interval by ranks."""
-    slopes = sorted(
-        (b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :] if t > s
-    )
+    slopes = sorted((b - a) / (t - s) for (s, a), (t, b) in combinations(points, 2) if t > s)
     count, pairs = len(points), len(slopes)
     if not pairs:
         return 0.0, 0.0, 0.0
     width = Z * sqrt(count * (count - 1) * (2 * count + 5) / 18)
     lower, upper = int((pairs - width) / 2), int((pairs + width) / 2) + 1
-    median = (slopes[(pairs - 1) // 2] + slopes[pairs // 2]) / 2
-    return median, slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
+    return median(slopes), slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
 
 
-def _is_steady(points: list[Sample], low: float, least: int, least_slope: float) -> bool:
+def _is_steady(points: list[Sample], low: float, least: int) -> bool:
     """Whether memory grew enough, surely, in no single jump and without slowing down."""
     values = [size for _, size in points]
     grown = values[-1] - values[0]
-    if grown < max(least, SHARE * values[-1]) or low <= least_slope:
+    if grown < max(least, SHARE * values[-1]) or low <= LEAST_SLOPE:
         return False
-    if max(b - a for a, b in zip(values, values[1:], strict=False)) > LARGEST_RISE * grown:
+    if max(b - a for a, b in pairwise(values)) > LARGEST_RISE * grown:
         return False
     (start, first), (middle, half), (end, last) = points[0], points[len(points) // 2], points[-1]
     return (last - half) / (end - middle) >= LASTING * (half - first) / (middle - start)

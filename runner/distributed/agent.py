@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 
 from runner import fork_server
-from runner.distributed.outcome import RankOutcome
-from runner.distributed.verdict import MachineReport, RankEnd
+from runner.distributed.outcome import MachineReport, RankEnd, RankOutcome
 from runner.training.signals import AHEAD, ENDS, Terminated, raised, unclaimed
 
 PRELOAD = ["runner.distributed.preload"]  # which imports torch, once for all processes

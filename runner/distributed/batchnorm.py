@@ -62,7 +62,9 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Also mean, biased variance and number of values per channel, of all processes."""
         dtype = torch.promote_types(x.dtype, torch.float32)  # 16 bits count to 256
-        mean, variance, n = _merge(*_statistics(x, dtype), count)
+        unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # gives the type, too
+        own = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+        mean, variance, n = _merge(own[0], own[1], count)
         mean, variance = mean.to(dtype), variance.to(dtype)
         scale = mean.new_ones(mean.shape) if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
@@ -95,15 +97,8 @@ class _Normalise(torch.autograd.Function):
         return dx, *(None if to is None else own.to(to) for own, to in types), None, None
 
 
-def _statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """This process's mean and biased variance of each channel."""
-    unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # gives the type, too
-    mean, variance = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
-    return mean, variance
-
-
 def _merge(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of all processes, and their count, in fp64 (Chan, Golub and LeVeque 1983)."""
+    """Mean, biased variance and count of all processes, in fp64 (Chan, Golub, LeVeque 1983)."""
     own = torch.cat([mean.double(), variance.double(), mean.new_full((1,), count).double()])
     every = own.new_empty(dist.get_world_size(), own.numel())
     dist.all_gather(list(every), own)

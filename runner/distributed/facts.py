@@ -70,16 +70,13 @@ def _waiting(watch: Stopwatch) -> Iterator[None]:
 def describe_processes(run: Run, world: World, together: bool = True) -> dict[str, Any]:
     """What each process took, and what that comes to in all.
 
-    `communication` is the share of a step that passes in waiting, the mean over the processes, of
-    which each has its own in the `split` of its step:
-    the calls of `World` within steps (the sum of loss and flags, the verdict), of which the host's
-    time counts on a CPU and the device's on CUDA, and under DDP the part of the all-reduce that
-    the backward does not hide, by DDP's own clock, which looks at the first ten steps and then at
-    each hundredth. What fsdp and synchronised BatchNorm wait for within forward and backward is
-    not told apart from those. `imbalance` is the largest time of data and forward, which come
-    before the first wait as a rule, over its mean. `mfu` is the share of the peak of its data sheet
-    that a device reaches (Chowdhery et al. 2022, without what is recomputed), of all processes that
-    of their peaks together; None on a CPU, whose peak no sheet says.
+    `communication` is the share of a step that passes in waiting, the mean over the processes: the
+    calls of `World` within steps, by the host's clock on a CPU and the device's on CUDA, and under
+    DDP the part of the all-reduce that the backward does not hide, by DDP's own clock. What fsdp
+    and synchronised BatchNorm wait for within forward and backward belongs to those. `imbalance` is
+    the largest time of data and forward, which come before the first wait as a rule, over its mean.
+    `mfu` is the share of the peak of its data sheet that a device reaches (Chowdhery et al. 2022,
+    without what is recomputed); None on a CPU, whose peak no sheet says.
 
     Without `together` a process describes itself alone.
     """

@@ -6,9 +6,10 @@ import os
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runner.config import RunConfig, config_hash
 from runner.device.capabilities import usable_cores
@@ -21,13 +22,15 @@ from runner.errors import DeviceError, UsageError
 def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
     """Meet the others; the world ends with `scope`. Raises UsageError where they differ."""
     world = World(place, config.distributed, _device(config))
-    scope.push(partial(_close, world))
-    _check_same(world, config)
+    scope.push(lambda kind, error, trace: world.close(error))
+    own = {"config": config_hash(config)[:12], "torch": torch.__version__}
+    others = world.gather(own)
+    for rank, other in enumerate(others):  # processes that differ would not agree
+        for key in own:
+            if other[key] != others[0][key]:
+                problem = f"process {rank} has {key} {other[key]}, process 0 {others[0][key]}"
+                raise UsageError(f"distributed: {problem}; start the same command on each machine")
     return world
-
-
-def _close(world: World, kind: object, error: BaseException | None, trace: object) -> None:
-    world.close(error)
 
 
 def find_others(
@@ -35,7 +38,7 @@ def find_others(
 ) -> tuple[World, Path | None]:
     """For a program of the user's that builds the run: the folder is the one that rank 0 names.
 
-    Raises UsageError where nobody has started several processes.
+    Raises UsageError where this is not one of several processes.
     """
     place = find_place()
     if place is None:
@@ -79,24 +82,8 @@ def _threads(place: Place) -> int:
 
 def _device(config: RunConfig) -> Any:
     """The kind of device that the run will select, without selecting it."""
-    import torch
-
     kind = config.device.kind
     cuda = kind is DeviceKind.cuda or (kind is DeviceKind.auto and torch.cuda.is_available())
     if kind is DeviceKind.mps:
         raise DeviceError("device.kind=mps: distributed needs cpu or cuda; use device=cpu")
     return torch.device("cuda" if cuda else "cpu")
-
-
-def _check_same(world: World, config: RunConfig) -> None:
-    """Raise UsageError where processes have other configs or versions: they would not agree."""
-    import torch
-
-    own = {"config": config_hash(config)[:12], "torch": torch.__version__}
-    others = world.gather(own)
-    for rank, other in enumerate(others):
-        differing = [key for key in own if other[key] != others[0][key]]
-        if differing:
-            key = differing[0]
-            problem = f"process {rank} has {key} {other[key]}, process 0 {others[0][key]}"
-            raise UsageError(f"distributed: {problem}; start the same command on each machine")

@@ -26,10 +26,10 @@ from runner.device.device import pick
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.meeting import meet
+from runner.distributed.outcome import RANKS, MachineReport, RunVerdict, judge
 from runner.distributed.place import Place, find_place
 from runner.distributed.rank import STACKS, run_rank, start
-from runner.distributed.verdict import MachineReport, RunVerdict, judge
-from runner.distributed.world import RANKS, open_store
+from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import find, train
 from runner.jobs.config import JobKind
@@ -102,9 +102,7 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
         return run_rank(config, folder, None, place)
     except ProcessLost as error:
         if folders.link_target(folder / folders.FOLDER, "last"):
-            lost = ProcessLost(f"{error}; to go on: {resume_argument(folder)}", error.hung)
-            lost.exit_code = error.exit_code
-            error = lost
+            error.args = (f"{error}; to go on: {resume_argument(folder)}",)
         _end(folder, "failed", str(error))
         raise error from None
     except UsageError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
+from runner.distributed.outcome import MachineReport, RunVerdict, dump_json, parse_json
 from runner.distributed.place import Place
-from runner.distributed.verdict import MachineReport, RunVerdict
 from runner.errors import UsageError
 
 log = logging.getLogger("runner")
@@ -71,39 +71,38 @@ class Meeting:
 
         `judge` is also given the name of a machine whose agent has ended, or "".
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return judge([own], "")
-        try:
-            return self._decide(own, judge) if self.node == 0 else self._ask(own)
-        except RuntimeError:
-            return self._unreachable()
+        with suppress(RuntimeError):
+            return self._decide(store, own, judge) if self.node == 0 else self._ask(store, own)
+        return self._unreachable()
 
-    def _decide(self, own: MachineReport, judge: Judge) -> RunVerdict:
-        store, reports, lost = self._open(), [own], []
+    def _decide(self, store: TCPStore, own: MachineReport, judge: Judge) -> RunVerdict:
+        reports, lost = [own], []
         for node in range(1, self.nodes):
-            if self._await(f"report/{node}", node):
-                reports.append(MachineReport.loads(store.get(f"report/{node}")))
+            if self._await(store, f"report/{node}", node):
+                reports.append(parse_json(MachineReport, store.get(f"report/{node}")))
             else:
                 lost.append(f"machine {node} of {self.nodes} has ended, or does not answer")
         verdict = judge(reports, ", ".join(lost))
-        store.set("verdict", verdict.dumps())
+        store.set("verdict", dump_json(verdict))
         until = time.monotonic() + READ_S
         while store.add("read", 0) < len(reports) - 1 and time.monotonic() < until:
             time.sleep(POLL_S)  # the store ends with this process
         return verdict
 
-    def _ask(self, own: MachineReport) -> RunVerdict:
-        store = self._open()
-        store.set(f"report/{self.node}", own.dumps())
-        if not self._await("verdict", 0):
+    def _ask(self, store: TCPStore, own: MachineReport) -> RunVerdict:
+        store.set(f"report/{self.node}", dump_json(own))
+        if not self._await(store, "verdict", 0):
             return self._unreachable()
-        verdict = RunVerdict.loads(store.get("verdict"))
+        verdict = parse_json(RunVerdict, store.get("verdict"))
         store.add("read", 1)
         return verdict
 
-    def _await(self, key: str, node: int) -> bool:
+    def _await(self, store: TCPStore, key: str, node: int) -> bool:
         """Wait for a key of a machine; False where its agent shows no sign of life."""
-        store, heard, beats = self._open(), time.monotonic(), -1
+        heard, beats = time.monotonic(), -1
         while not store.check([key]):
             self.exchange(False)
             count = store.add(f"alive/{node}", 0)
@@ -114,11 +113,6 @@ class Meeting:
             time.sleep(POLL_S)
         return True
 
-    def _open(self) -> TCPStore:
-        if self._store is None:
-            raise ValueError("a run of one machine")
-        return self._store
-
     def _unreachable(self) -> RunVerdict:
         place = self.places[0]
         problem = f"the machine of process 0, {place.address}, has ended, or does not answer"
@@ -128,16 +122,11 @@ class Meeting:
 @contextmanager
 def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
     """The machines of a run; the store lives as long as this is entered."""
-    if config.distributed.nodes > 1:
-        yield from _machines(config, processes, attempt)
-        return
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    yield Meeting(_places(0, processes, processes, "127.0.0.1", store.port, attempt))
-
-
-def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
-    """Those of several machines: each tells the others how many it starts."""
     asked = config.distributed
+    if asked.nodes == 1:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        yield Meeting(_places(0, processes, processes, "127.0.0.1", store.port, attempt))
+        return
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=asked.rendezvous or "",
@@ -149,15 +138,14 @@ def _machines(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeti
     log.info("%d machines meet at %s", asked.nodes, asked.rendezvous)
     handler, met = _rendezvous(parameters, SILENCE_S if attempt else 0.0)
     try:
-        met.store.set(f"processes/{met.rank}", str(processes))
+        met.store.set(f"processes/{met.rank}", str(processes))  # how many each machine starts
         counts = [int(met.store.get(f"processes/{node}")) for node in range(met.world_size)]
         host = met.bootstrap_store_info
         if host is None:
             raise UsageError("distributed.rendezvous: it names no store")
         first, size = sum(counts[: met.rank]), sum(counts)
-        address, port = host.master_addr, host.master_port
+        address, port, wait = host.master_addr, host.master_port, timedelta(seconds=STORE_S)
         places = _places(first, processes, size, address, port, attempt)
-        wait = timedelta(seconds=STORE_S)
         store = TCPStore(address, port, None, False, wait, wait_for_workers=False)
         yield Meeting(places, met.rank, met.world_size, store)
     finally:

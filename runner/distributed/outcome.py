@@ -1,29 +1,46 @@
-"""How a process of a distributed run ends: told to the others, since an exit code says too little.
+"""How the processes of a run end, and which of their ends is the cause of the others.
 
-To the agent that started it by a file; under torchrun or SLURM to the other processes by the store.
+A process reports its end to the agent that started it by a file; under torchrun or SLURM to the
+other processes by the store. An exit code alone would say too little.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.errors import Interrupted, ProcessLost, RestartAll, RunnerError
 from runner.masking import masked
+from runner.record.console import LOG
 from runner.record.storage import read_record, replace_text
 from runner.record.text import dataclass_from_json, describe_error
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
+
 FILE = "outcome-{}.json"
+RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
 CAUSES = ("error", "restart", "interrupted")  # what has ended the others, too
 REPORT_S = 2.0  # that the others have to report, once one is lost
 POLL_S = 0.05
+
+
+def dump_json(value: Any) -> str:
+    """A dataclass, for another process or machine."""
+    return json.dumps(asdict(value))
+
+
+def parse_json(kind: type[T], text: str | bytes) -> T:
+    """The one that `dump_json` wrote."""
+    return dataclass_from_json(kind, json.loads(text))
 
 
 @dataclass
@@ -57,20 +74,15 @@ class RankOutcome:
     def write(self, folder: Path) -> None:
         """Write it into a folder that the process which started this one reads."""
         with suppress(OSError):
-            replace_text(folder / FILE.format(self.rank), json.dumps(asdict(self)))
+            replace_text(folder / FILE.format(self.rank), dump_json(self))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
         """That of a process; None where it left none, as one that was killed."""
         try:
-            return cls.parse(read_record(folder / FILE.format(rank)))
+            return parse_json(cls, read_record(folder / FILE.format(rank)))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> RankOutcome:
-        """The one that `json.dumps(asdict(outcome))` wrote."""
-        return dataclass_from_json(cls, json.loads(text))
 
 
 class SharedOutcomes:
@@ -84,7 +96,7 @@ class SharedOutcomes:
         """Tell the others; nothing where the store has ended with the process that had it."""
         outcome.message = masked(outcome.message)
         with suppress(RuntimeError):
-            self._store.set(f"outcome/{outcome.rank}", json.dumps(asdict(outcome)))
+            self._store.set(f"outcome/{outcome.rank}", dump_json(outcome))
 
     def find_error(self) -> ProcessLost | None:
         """That by which another process has ended, if one is told by now."""
@@ -113,7 +125,7 @@ class SharedOutcomes:
         while True:
             for rank in {*range(self.size)} - {self.rank, *outcomes}:
                 if self._store.check([key := f"outcome/{rank}"]):
-                    outcomes[rank] = RankOutcome.parse(self._store.get(key))
+                    outcomes[rank] = parse_json(RankOutcome, self._store.get(key))
             causes = [o for _, o in sorted(outcomes.items()) if o.kind in CAUSES]
             if causes or len(outcomes) == self.size - 1 or time.monotonic() > until:
                 return outcomes, min(causes, key=lambda o: CAUSES.index(o.kind), default=None)
@@ -124,3 +136,82 @@ def _lost_by(cause: RankOutcome, hung: bool = False) -> ProcessLost:
     error = ProcessLost(f"process {cause.rank}: {cause.message}", hung)
     error.exit_code = cause.exit_code
     return error
+
+
+@dataclass
+class RankEnd:
+    """How a process has ended, as the agent that started it knows."""
+
+    rank: int
+    name: str
+    code: int = 0  # negative for a signal
+    killed: bool = False  # by the agent, as one that hung
+    outcome: RankOutcome | None = None  # none of one that was killed before it began to train
+
+    @property
+    def kind(self) -> str:
+        """That of its outcome; "" of one that left none."""
+        return "" if self.outcome is None else self.outcome.kind
+
+
+@dataclass
+class MachineReport:
+    """How the processes of a machine have ended."""
+
+    ends: list[RankEnd]
+    received: int = 0  # the signal that its agent was sent
+    problem: str = ""  # that ended all of them
+
+
+@dataclass
+class RunVerdict:
+    """How a run ends, or why its processes are started again; the same on each machine."""
+
+    kind: str = "done"  # done | error | interrupted | restart | lost | unreachable
+    message: str = ""
+    exit_code: int = 1
+    choices: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""  # rank 0's
+    log: str = ""  # in it, with the traceback of an error that is no message to the user
+
+
+def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
+    """The verdict on what the machines report; `unreachable` names one that does not."""
+    ends = sorted((end for report in reports for end in report.ends), key=lambda end: end.rank)
+    by_kind = {end.kind: end for end in reversed(ends)}
+    if (end := by_kind.get("error")) and end.outcome:
+        message = end.outcome.message if end.rank == 0 else f"{end.name}: {end.outcome.message}"
+        verdict = RunVerdict("error", message, end.outcome.exit_code)
+        if verdict.exit_code == 1:
+            verdict.log = f"{RANKS}/{end.rank}/{LOG}" if end.rank else LOG
+        return verdict
+    number = max(report.received for report in reports)
+    if (end := by_kind.get("interrupted")) and end.outcome:
+        number = number or end.outcome.exit_code - 128
+    failed = unreachable or any(end.code for end in ends)
+    if failed and number:
+        return RunVerdict("interrupted", exit_code=128 + number)
+    if unreachable:
+        return RunVerdict("unreachable", unreachable)
+    if (end := by_kind.get("restart")) and end.outcome:
+        return RunVerdict("restart", f"{end.name}: {end.outcome.message}", 1, end.outcome.choices)
+    if not failed:
+        return RunVerdict(exit_code=0)
+    problems = [report.problem for report in reports if report.problem]
+    return RunVerdict("lost", problems[0] if problems else _cause(ends))
+
+
+def _cause(ends: Sequence[RankEnd]) -> str:
+    """Which process was lost, and how: one that was killed before one that had to be."""
+    for end in ends:
+        if end.code < 0 and not end.killed:
+            memory = ", as the kernel does when memory runs out"
+            more = memory if end.code == -signal.SIGKILL else ""
+            return f"{end.name} was killed by {signal.Signals(-end.code).name}{more}"
+    for end in ends:
+        if end.code and not end.killed and end.kind in ("", "running"):
+            return f"{end.name} ended with exit code {end.code}, in the midst of the run"
+    for end in ends:
+        if end.killed:
+            return f"{end.name} did not answer within distributed.timeout_s, and was killed"
+    return next(end.outcome.message for end in ends if end.outcome and end.outcome.exit_code)

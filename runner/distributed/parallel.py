@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.distributed.collectives import count_collectives
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.world import refuse_lost
 from runner.errors import RestartAll, UsageError
 from runner.techniques.base import Evidence, Technique
 from runner.techniques.cost import forward_cost
+from runner.techniques.probe import OperatorObserver
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch
+from runner.training.step import forward_backward
 
 if TYPE_CHECKING:
     from runner.distributed.world import World
@@ -25,6 +29,14 @@ if TYPE_CHECKING:
     from runner.training.run import Run
 
 Named = list[tuple[str, Technique]]
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "broadcast_": "broadcast",
+}
+"""By the names of the dispatcher's operators."""
 
 
 def parallelise(world: World, draft: RunBuilder) -> Named:
@@ -120,7 +132,9 @@ class DataParallel(Technique):
         if self.module is None or run.world is None:
             return Evidence(False, "there is one process")
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        same = _same_everywhere(run.world, [p.grad for p in run.model.parameters()])
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        sums = [float(gradient.double().sum()) for gradient in gradients]
+        same = all(other == sums for other in run.world.gather(sums))
         reason = "" if same else "gradients differ between processes"
         sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
         buckets = [int(size) for size in sizes.split(",") if size.strip()]
@@ -165,6 +179,38 @@ def bf16_compress(state: Any, bucket: Any) -> Any:
 bf16_compress.__annotations__.clear()  # DDP compares them with classes, and these are strings
 
 
-def _same_everywhere(world: World, gradients: list[Any]) -> bool:
-    sums = [float(g.double().sum()) for g in gradients if g is not None]
-    return all(other == sums for other in world.gather(sums))
+def count_collectives(run: Run) -> dict[str, dict[str, int]]:
+    """Calls of each collective in a whole step, and the bytes that they leave in a process.
+
+    The step is made over the first batch, by all processes, and its update is not: forward and
+    backward of every micro-batch, and the sum that the step's decision rests on.
+    """
+    calls: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+
+    def note(operator: Any, output: Any) -> None:
+        namespace, _, name = operator.name().partition("::")
+        if namespace == "c10d":
+            name = COLLECTIVES.get(name, name)
+            calls[name] += 1
+            sizes[name] += _bytes(output)
+
+    compiled = run.compilation is not None
+    parameters = [*run.model.parameters(), *run.update.parameters]
+    gradients, spent = [parameter.grad for parameter in parameters], dict(run.watch.spent)
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            with OperatorObserver(note):
+                forward_backward(run, run.train.at(run.progress.step))
+    finally:
+        run.update.abandon()
+        run.watch.spent = spent  # this step is none of the run's
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return {"collectives": dict(calls), "collective_bytes": dict(sizes)}
+
+
+def _bytes(output: Any) -> int:
+    if isinstance(output, Tensor):
+        return output.nbytes
+    return sum(map(_bytes, output)) if isinstance(output, list | tuple) else 0

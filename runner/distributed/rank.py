@@ -22,9 +22,9 @@ from runner.device.device import select
 from runner.distributed.agent import accept_signals, refuse_signals
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import for_place, join
-from runner.distributed.outcome import RankOutcome
+from runner.distributed.outcome import RANKS, RankOutcome
 from runner.distributed.place import Place
-from runner.distributed.world import RANKS, World, as_lost, is_lost
+from runner.distributed.world import World, as_lost, is_lost
 from runner.doctor.links import measure
 from runner.errors import Interrupted, UsageError
 from runner.jobs import doctor, train
@@ -172,11 +172,11 @@ def _end_with_parent() -> None:
     On Linux the kernel kills also a stopped one, by way of the fork server: see `preload.py`.
     """
     die_with_parent()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        Thread(target=_kill_self_after, args=(parent.sentinel,), daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is None:
+        return
 
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _kill_self_after(sentinel: int) -> None:
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    Thread(target=watch, daemon=True).start()

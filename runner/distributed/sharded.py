@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.checkpoint.shards import has_rows
 from runner.checkpoint.snapshot import DTYPES
 from runner.data.batch import Batch, rows
-from runner.distributed.collectives import count_collectives
+from runner.distributed.parallel import count_collectives
 from runner.distributed.world import World
 from runner.errors import ConfigError, UsageError
 from runner.optim.origin import is_torchs
@@ -142,7 +143,7 @@ class Shards:
         places = [self.places[number[id(weight)]] for weight in trained]
         optimizer = update["optimizer"]
         state = {
-            n: {k: places[n].cut(v) if _has_rows(v) else v for k, v in entries.items()}
+            n: {k: places[n].cut(v) if has_rows(v) else v for k, v in entries.items()}
             for n, entries in optimizer["state"].items()
         }
         average = [place.cut(a) for place, a in zip(places, update["average"], strict=False)]
@@ -198,7 +199,11 @@ class Sharded(Technique):
 
             synchronise_batchnorm(draft)
         mesh = init_device_mesh(draft.device.kind, (world.size,))
-        self.low = shard(model, mesh, _autocast_dtype(draft) is torch.bfloat16)
+        kind = draft.device.kind
+        with entered(draft.contexts):
+            low = torch.is_autocast_enabled(kind)
+            low = low and torch.get_autocast_dtype(kind) is torch.bfloat16
+        self.low = shard(model, mesh, low)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
         world.alone = _Forward(model, world)
@@ -213,13 +218,15 @@ class Sharded(Technique):
         kept, whole, share = list(update.average), 0, 0
         for weight, own in zip(shards.weights, shards.own, strict=True):
             gradient: Any = weight.grad
-            moments = [t for t in update.optimizer.state.get(own, {}).values() if _has_rows(t)]
+            moments = [t for t in update.optimizer.state.get(own, {}).values() if has_rows(t)]
             tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
             kept += tensors
             averaged = bool(update.average) and own.requires_grad
             row = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
             whole += len(weight) * row
-            share += _own_rows(len(weight), shards.world) * row
+            # as FSDP hands rows out: the last processes may have fewer, or none
+            each = -(-len(weight) // shards.world.size)
+            share += min(each, max(0, len(weight) - shards.world.rank * each)) * row
         moved = shards.moved()
         return Evidence(
             not moved,
@@ -247,12 +254,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, low: bool) -> int:
     return count
 
 
-def _own_rows(rows: int, world: World) -> int:
-    """Of a weight, as FSDP hands them out: the last processes may have fewer, or none."""
-    each = -(-rows // world.size)
-    return min(each, max(0, rows - world.rank * each))
-
-
 class _Forward:
     """The model for a validation: what it has gathered is freed, as its weights will change."""
 
@@ -275,17 +276,6 @@ def _without_reduction(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def _autocast_dtype(draft: RunBuilder) -> torch.dtype | None:
-    """Of the products under the run's contexts."""
-    kind = draft.device.kind
-    with entered(draft.contexts):
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _has_rows(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _place(weight: DTensor) -> Extent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from runner.distributed.config import Backend, DistributedConfig, DistributedKind
-from runner.distributed.outcome import RankOutcome, SharedOutcomes
+from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.outcome import RANKS, RankOutcome, SharedOutcomes
 from runner.distributed.place import Place
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
@@ -35,7 +34,6 @@ T = TypeVar("T")
 _numbers = count()  # of the worlds of this process, as of every other
 
 NAMED = 3  # weights that a message names
-RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
 PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
 
 
@@ -49,9 +47,9 @@ class World:
         self.host = socket.gethostname()
         own = config.backend.value if config.backend is not None else None
         self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
-        if device.type != "cuda":
-            _refuse_nccl(config)
-        self.seconds = 0.0  # waited in the calls below
+        if device.type != "cuda" and self.backend == "nccl":
+            problem = "nccl is between GPUs, and there is none"
+            raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # the run's, once set
         self.lost = False  # another process has ended: nothing is done together any more
         self._commit: Commit | None = None
@@ -59,21 +57,22 @@ class World:
         # set with the model: while entered, a backward sends nothing; what a validation calls
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
-        self.left = False  # nothing is done together any more
+        self.left = False  # this process does by itself what it has yet to do
         self.sample_flop: float | None = None  # of a step, set with the model where it is known
         self.stand_in = False  # the samples of this micro-batch are others', and count for nothing
         self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
-            _stay_on_this_machine()
+            # gloo would look the machine's name up, which need not be known
+            for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         timeout = timedelta(seconds=config.timeout_s)
         both = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
         if dist.is_initialized():
             raise UsageError("distributed: this process has a process group; let build make it")
         with self._waiting():
             self.store = open_store(place, timeout)
-            # what a process of an earlier attempt has left there is nobody's address any more,
-            # nor what this process has left there for an earlier run
+            # apart from what an earlier attempt, or an earlier run of this process, has left there
             prefix = f"attempt_{place.attempt}/{next(_numbers)}"
             store = PrefixStore(prefix, self.store)
             dist.init_process_group(
@@ -320,12 +319,8 @@ class World:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with self.together(), self.clock():
-                yield
-        finally:
-            self.seconds += time.perf_counter() - start
+        with self.together(), self.clock():
+            yield
 
 
 @cache
@@ -363,17 +358,3 @@ def refuse_lost(run: Run, error: Exception) -> bool:
 def _even(samples: int, parts: int) -> list[slice]:
     ends = [-(-samples * i // parts) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
-
-
-def _refuse_nccl(config: DistributedConfig) -> None:
-    if config.backend is Backend.nccl:
-        problem = "nccl is between GPUs, and there is none"
-        raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
-
-
-def _stay_on_this_machine() -> None:
-    """Gloo would look the machine's name up, which need not be known to anybody."""
-    names = [name for _, name in socket.if_nameindex()]
-    for name in ("lo", "lo0"):
-        if name in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

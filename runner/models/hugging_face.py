@@ -50,7 +50,8 @@ def build_pretrained(
     state: dict[str, Any] = {}
     for part in weights.parts(policy):
         state |= part
-    cls: Any = type(_on_meta(auto, settings, str(folder)))
+    with torch.device("meta"):
+        cls: Any = type(_fresh(auto, settings, str(folder)))
     try:
         with silenced(transformers):
             model, info = cls.from_pretrained(
@@ -118,11 +119,6 @@ def _fresh(auto: Any, settings: Any, path: str) -> nn.Module:
         problem = f"{path}: {auto.__name__} has no such model: {reason}"
         raise ConfigError(KEY, problem, "name a model that is for the data's task") from error
     return model
-
-
-def _on_meta(auto: Any, settings: Any, path: str) -> nn.Module:
-    with torch.device("meta"):
-        return _fresh(auto, settings, path)
 
 
 def _describe(model: Any, info: dict[str, Any]) -> list[str]:

@@ -15,22 +15,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def preserve_training_mode(model: nn.Module) -> Iterator[None]:
-    """Every module's mode is afterwards what it was."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and afterwards each module as it was."""
     modes = {module: module.training for module in model.modules()}
     try:
+        model.eval()
         yield
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and afterwards each module as it was."""
-    with preserve_training_mode(model):
-        model.eval()
-        yield
 
 
 def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -35,6 +35,7 @@ FOREIGN = (sys.stdlib_module_names - CONTAINERS) | {"torch", "numpy", "runner"}
 LARGEST = 2**24  # bytes of a NumPy array: a data set that a model can reach is not its state
 KEPT = 2**28  # bytes of parameters up to which they are copied, to be restored
 ITERATORS: tuple[type, ...] = (count, type(iter(())), type(iter([])), type(iter(range(0))))
+OF_A_LEAF = ("requires_grad", "grad", "_backward_hooks")  # attributes of a tensor
 MISSING = object()
 
 
@@ -131,8 +132,9 @@ class _Before:
             return item
         if isinstance(item, GeneratorType):
             self.opaque.append("a generator")
-        elif isinstance(item, io.IOBase) and item not in _standard_streams():
-            self.opaque.append("an open file")
+        elif isinstance(item, io.IOBase):
+            if item not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+                self.opaque.append("an open file")
         elif isinstance(item, np.ndarray):
             if item.nbytes <= LARGEST and not item.dtype.hasobject and item.flags.writeable:
                 self.undo.append(partial(np.copyto, item, item.copy()))
@@ -184,8 +186,8 @@ class _Before:
         if is_lazy(tensor):
             return
         if tensor.is_leaf:
-            state = (tensor.grad, tensor.requires_grad, tensor._backward_hooks)
-            self.undo.append(partial(_restore_leaf, tensor, *state))
+            state = {name: getattr(tensor, name) for name in OF_A_LEAF}
+            self.undo.append(partial(_restore_leaf, tensor, state))
             yield from (vars(tensor), tensor._backward_hooks)
         if id(tensor) in self.safe or tensor.is_meta:
             return
@@ -204,10 +206,6 @@ class _Before:
         self.undo.append(
             partial(_restore_storage, own, own.clone() if own.device.type == "cpu" else own.cpu())
         )
-
-
-def _standard_streams() -> tuple[object, ...]:
-    return sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
 
 
 def _foreign(module: object) -> bool:
@@ -254,13 +252,10 @@ def _restore_names(owner: Any, before: Mapping[str, object]) -> None:
             kind.__setattr__(owner, name, value)
 
 
-def _restore_leaf(tensor: Tensor, gradient: Tensor | None, trained: bool, hooks: Any) -> None:
-    if tensor.requires_grad is not trained:
-        tensor.requires_grad_(trained)
-    if tensor.grad is not gradient:
-        tensor.grad = gradient
-    if tensor._backward_hooks is not hooks:
-        tensor._backward_hooks = hooks
+def _restore_leaf(tensor: Tensor, before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if getattr(tensor, name) is not value:
+            setattr(tensor, name, value)
 
 
 def _restore_data(tensor: Tensor, before: Tensor) -> None:

@@ -19,9 +19,6 @@ from runner.techniques.base import Choice
 
 Resolve = Callable[[str, str], Any]
 KEY = "objective._target_"
-RARE = (
-    0.05  # share of the training samples under which a class is rare, if it is half of an even one
-)
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
 KNOBS = {
     "loss": ("classification", "regression"),
@@ -31,8 +28,6 @@ KNOBS = {
     "label_smoothing": ("classification",),
     "ignore_index": ("classification", "language_modelling"),
 }
-
-
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
 """By kind; the first is the default."""
 PROBABILITIES = ("BCELoss", "binary_cross_entropy")

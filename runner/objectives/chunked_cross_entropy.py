@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.objectives.deferred_logits import DeferredLogits
+from runner.objectives.model_output import DeferredLogits
 
 
 class OutputLayer(nn.Module):

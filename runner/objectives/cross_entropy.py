@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError, UsageError
-from runner.objectives.deferred_logits import DeferredLogits
+from runner.objectives.model_output import DeferredLogits
 
 NEVER = -(2**31)  # no target is this; torch's default would drop every -100 without a word
 

@@ -12,7 +12,7 @@ from runner.errors import ConfigError
 from runner.objectives import model_output
 from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
-from runner.objectives.deferred_logits import DeferredLogits, find_logits
+from runner.objectives.model_output import DeferredLogits, find_logits
 
 BYTES = 256  # a vocabulary of this size is taken to be bytes
 SLICE = 2**24  # logits that are tallied at once: with their copy in fp32 and softmax, 128 MB

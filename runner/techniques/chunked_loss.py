@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.data.batch import count
 from runner.objectives.chunked_cross_entropy import OutputLayer, defer, undo
-from runner.objectives.deferred_logits import DeferredLogits, find_logits
+from runner.objectives.model_output import DeferredLogits, find_logits
 from runner.techniques import probe
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import ChunkedLoss

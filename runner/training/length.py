@@ -13,7 +13,6 @@ from runner.data.batch import largest_part
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError
 from runner.techniques.base import Choice
-from runner.training.config import TrainingConfig
 from runner.training.recovery import MICRO_BATCH
 
 log = logging.getLogger("runner")
@@ -41,23 +40,19 @@ def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
 
 def resolve_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
     """The number of steps to train, and the reason for it if the config names none."""
-    steps, choices = _steps(config, steps_per_epoch)
-    check_count("training.steps", steps)
-    return steps, choices
-
-
-def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
-    training: TrainingConfig = config.training
+    data, training, unit = config.data, config.training, ""
     if training.steps is not None:
-        return training.steps, []
-    if training.epochs is not None:
-        return max(1, round(training.epochs * steps_per_epoch)), []
-    if config.data.default_steps is not None:
-        steps, unit = config.data.default_steps, "steps"
+        steps = training.steps
+    elif training.epochs is not None:
+        steps = round(training.epochs * steps_per_epoch)
+    elif data.default_steps is not None:
+        steps, unit = data.default_steps, "steps"
     else:
-        steps, unit = round((config.data.default_epochs or 10) * steps_per_epoch), "epochs"
-    reason = f"no training.steps or training.epochs: data.default_{unit} of {config.data.kind}"
-    return max(1, steps), [Choice("training.steps", max(1, steps), reason)]
+        steps, unit = round((data.default_epochs or 10) * steps_per_epoch), "epochs"
+    steps = max(1, steps)
+    check_count("training.steps", steps)
+    reason = f"no training.steps or training.epochs: data.default_{unit} of {data.kind}"
+    return steps, [Choice("training.steps", steps, reason)] if unit else []
 
 
 def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:

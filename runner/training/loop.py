@@ -229,12 +229,11 @@ def _leave(run: Run, error: RunnerError) -> None:
 
 def _on_a_signal(run: Run) -> str:
     """The message to print when a signal arrives; compiling counts as part of its step."""
-    if run.checkpointer.in_memory:
-        return "stopping after the current step, or its compilation; once more to end at once"
-    return (
-        "stopping after the current step, or its compilation, with a checkpoint; once more to end "
-        "at once, without one"
-    )
+    saved = without = ""
+    if not run.checkpointer.in_memory:
+        saved, without = ", with a checkpoint", ", without one"
+    text = f"stopping after the current step, or its compilation{saved}; once more to end at once"
+    return text + without
 
 
 def _resume_hint(run: Run) -> str:

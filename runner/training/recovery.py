@@ -81,10 +81,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
             f"more; {FEWER_ACTIVATIONS}"
         ) from None
     if size == 1:
-        _note(run, f"ran out of memory{_missing(error)} with one sample", "the run ends", error)
-        raise OutOfMemory(
-            f"{at}: out of memory{_missing(error)} with one sample; {_advice(run)}"
-        ) from None
+        raise _give_up(run, error, at) from None
     run.micro_batch = largest_part(run.local(run.train.samples(0)), (size + 1) // 2)
     reason = f"{at} ran out of memory{_missing(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
@@ -114,15 +111,22 @@ def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
         return False
     _release_step_memory(run, error)
     if size == 1:
-        _note(run, f"validation ran out of memory{_missing(error)} with one sample", "the run ends",
-              error)  # fmt: skip
-        raise OutOfMemory(
-            f"validation: out of memory{_missing(error)} with one sample; {_advice(run)}"
-        ) from None
+        raise _give_up(run, error, "validation") from None
     run.evaluation_batch = (size + 1) // 2
     _note(run, f"validation ran out of memory{_missing(error)} with {size} samples at a time",
           f"{run.evaluation_batch} at a time from now on", error)  # fmt: skip
     return True
+
+
+def _give_up(run: Run, error: Exception, where: str) -> OutOfMemory:
+    """One sample does not fit: the fix, by whether gradients and optimizer state would."""
+    missing = _missing(error)
+    _note(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
+    trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
+    state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
+    fits = trained + state < memory.room(run.device)
+    fix = FEWER_ACTIVATIONS if fits else SMALLER_MODEL
+    return OutOfMemory(f"{where}: out of memory{missing} with one sample; {fix}")
 
 
 def _note(run: Run, message: str, action: str, error: Exception) -> None:
@@ -145,14 +149,6 @@ def translate_oom(doing: str) -> Iterator[None]:
     else:
         return
     raise OutOfMemory(f"out of memory{missing} {doing}; {NOTHING_SMALLER}")
-
-
-def _advice(run: Run) -> str:
-    """The fix if one sample does not fit, by whether gradients and optimizer state would."""
-    trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
-    state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
-    needed = trained + state
-    return FEWER_ACTIVATIONS if needed < memory.room(run.device) else SMALLER_MODEL
 
 
 def _release_step_memory(run: Run, error: Exception) -> None:

@@ -52,9 +52,8 @@ class GainEstimate(NamedTuple):
     @property
     def reason(self) -> str:
         """Both figures, in words."""
-        verdict = (
-            "faster here" if self.faster else "slower here" if self.ratio < 1 else "no gain here"
-        )
+        loss = "slower here" if self.ratio < 1 else "no gain here"
+        verdict = "faster here" if self.faster else loss
         noise = " (within the noise)" if self.low <= 1 <= self.high else ""
         used, without = f"{self.with_ms:.3g} ms", f"{self.without_ms:.3g} ms"
         return f"{verdict}: {used} against {without} without it{noise}"
@@ -130,15 +129,6 @@ class Trial:
             if any(done >= least and max(ratios) < ratio for least, ratio in HOPELESS):
                 self.pairs, self.fastest = done, self.fastest[: 2 * done]
                 self.used = False
-
-    def extend(self) -> int:
-        """Steps that were added, for a pair of blocks, where too few pairs were timed."""
-        missing = len(self.times()) < FEWEST_PAIRS and self.used is None
-        if not missing or self.pairs >= 2 * FEWEST_PAIRS:
-            return 0
-        self.pairs += 1
-        self.fastest += [None, None]
-        return 2 * self.block
 
     def outcome(self) -> GainEstimate | None:
         """None where too few blocks were timed."""
@@ -220,19 +210,13 @@ class Trials:
             if usual and trial.name not in run.fallen:
                 trial.note(step, perf_counter() - started)
             trial.stop_early(step)
-            if step == trial.last and (more := trial.extend()):
-                for later in self.trials[self.trials.index(trial) + 1 :]:
-                    later.first += more
-            elif step == trial.last:
-                self._decide(run, trial)
+            if step == trial.last:
+                outcome = trial.outcome()
+                trial.used = outcome is None or outcome.faster
+                if outcome is not None:
+                    run.choices.append(choice_of(trial, outcome))
+                    log.info("optimization.%s: %s", trial.name, outcome.reason)
         self.enter(run, step + 1)
-
-    def _decide(self, run: Run, trial: Trial) -> None:
-        outcome = trial.outcome()
-        trial.used = outcome is None or outcome.faster
-        if outcome is not None:
-            run.choices.append(choice_of(trial, outcome))
-            log.info("optimization.%s: %s", trial.name, outcome.reason)
 
     def evidence(self, name: str, shown: Evidence | None) -> Evidence | None:
         """What a technique's evidence is with the figures of its trial, once it is decided."""

@@ -36,26 +36,6 @@ def test_the_newest_ones_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == ["best", "last", "step_00000005", "step_00000006"]
 
 
-def test_another_process_sees_the_same_last_and_best(tmp_path):
-    save(Checkpointer(tmp_path, keep=1), 1, 2, 3, best=1)
-    for link in ("last", "best"):
-        (tmp_path / "checkpoints" / link).unlink()  # a crash just before they were made
-    again = Checkpointer(tmp_path, keep=1)
-    assert again.last == "checkpoints/step_00000003"
-    assert again.best == "checkpoints/step_00000001"
-
-
-def test_where_there_are_no_symbolic_links_a_text_file_says_it(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-    checkpointer = Checkpointer(tmp_path, keep=1)
-    save(checkpointer, 1, 2, best=1)
-    assert (tmp_path / "checkpoints/last").read_text() == "step_00000002"
-    assert checkpointer.best == "checkpoints/step_00000001"
-
-
 def test_saving_the_same_step_again_replaces_it_and_it_stays_the_best(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=2)
     save(checkpointer, 1, 2, best=2)
@@ -64,16 +44,6 @@ def test_saving_the_same_step_again_replaces_it_and_it_stays_the_best(tmp_path):
     assert names(tmp_path) == ["best", "last", "step_00000001", "step_00000002"]
     assert checkpointer.restore().model["weight"].tolist() == [0.0]
     assert checkpointer.best == "checkpoints/step_00000002"
-
-
-def test_a_replacement_that_a_crash_cut_off_is_undone(tmp_path):
-    save(Checkpointer(tmp_path, keep=2), 1, 2)
-    root = tmp_path / "checkpoints"
-    os.rename(root / "step_00000002", root / ".old-step_00000002")
-    other = Checkpointer(None, keep=1)
-    assert other.restore(tmp_path).step == 2  # also for a reader who must not tidy
-    assert Checkpointer(tmp_path, keep=2).restore().step == 2
-    assert names(tmp_path) == ["last", "step_00000001", "step_00000002"]
 
 
 def test_leftovers_of_a_crash_are_swept(tmp_path):
@@ -114,13 +84,9 @@ def test_restore_takes_a_run_its_checkpoints_or_one_step(tmp_path):
     assert reader.restore(root / "best").step == 1
     (root / "step_00000001").rename(tmp_path / "kept")
     assert reader.restore(tmp_path / "kept").step == 1
-
-
-def test_no_checkpoint_is_none_for_oneself_and_an_error_when_asked_for(tmp_path):
-    assert Checkpointer(tmp_path, keep=1).restore() is None
-    assert Checkpointer(None, keep=1).restore() is None
+    assert reader.restore() is None
     with pytest.raises(CheckpointError, match="no checkpoint there"):
-        Checkpointer(tmp_path, keep=1).restore(tmp_path / "elsewhere")
+        reader.restore(tmp_path / "elsewhere")
 
 
 def test_another_torch_is_said(tmp_path, monkeypatch):
@@ -150,16 +116,6 @@ def test_a_fault_in_the_background_reaches_the_training_thread(tmp_path, monkeyp
     with pytest.raises(ValueError, match="a fault of ours"):
         checkpointer.wait()
     assert names(tmp_path) == [] and not checkpointer.faults
-
-
-def test_a_folder_that_cannot_be_written_to_ends_the_run_only_at_its_third_save(tmp_path):
-    (tmp_path / "checkpoints").write_text("a file is in the way")
-    checkpointer = Checkpointer(tmp_path, keep=1)
-    for step in (1, 2, 3):
-        checkpointer.save(step, model_at(step), {}, False)
-    with pytest.raises(StorageError, match="3 checkpoints in a row were not written: File exists"):
-        checkpointer.save(4, model_at(4), {}, False)
-    assert checkpointer.faults == {"checkpoint": 3}
 
 
 def test_one_failure_is_forgiven_unless_it_is_the_last_save(tmp_path):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.manifest import NAME
 from runner.errors import CheckpointError, SecurityError
+from runner.security.sealed import sealed
 
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 
@@ -82,15 +82,12 @@ def test_a_missing_file_and_what_is_no_file_is_noticed(run, name):
 
 def test_two_checkpoints_that_changed_places_are_both_noticed(run):
     step_folder(run, 3).rename(run / "x")
+    step_folder(run, 3).symlink_to(step_folder(run, 2).name)
+    assert_falls_back(run, "manifest.json: is that of step 2")
+    step_folder(run, 3).unlink()
     step_folder(run, 2).rename(step_folder(run, 3))
     (run / "x").rename(step_folder(run, 2))
     assert_falls_back(run, "manifest.json: is that of step 2", to=1)
-
-
-def test_a_link_to_the_checkpoint_before_is_noticed(run):
-    shutil.rmtree(step_folder(run, 3))
-    step_folder(run, 3).symlink_to(step_folder(run, 2).name)
-    assert_falls_back(run, "manifest.json: is that of step 2")
 
 
 def test_when_all_are_bad_each_is_named_and_nothing_starts_from_scratch(run):
@@ -113,24 +110,20 @@ def test_a_step_asked_for_by_its_path_is_that_one_or_an_error(run):
         Checkpointer(run, keep=3).restore(step_folder(run, 3))
 
 
-def test_after_a_fall_back_the_next_saves_stand(run):
-    (step_folder(run, 3) / "state.pt").write_bytes(b"")
-    checkpointer = Checkpointer(run, keep=1)
-    assert checkpointer.restore().step == 2
-    checkpointer.save(3, {"weight": torch.zeros(1)}, {"step": 3}, False)
-    restored = checkpointer.restore()
-    assert restored.step == 3 and not restored.warnings
-
-
 def forge(folder, **changes):
     """Rewrite a manifest with its digest, as an attacker would."""
-    body = json.loads((folder / NAME).read_text())
+    body = json.loads((folder / NAME).read_text()) | changes
     del body["digest"]
-    body.update(changes)
-    text = json.dumps(body, indent=2, sort_keys=True) + "\n"
-    body["digest"] = hashlib.sha256(text.encode()).hexdigest()
-    (folder / NAME).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
-    return body
+    (folder / NAME).write_bytes(sealed(body))
+
+
+def forge_file(folder, name, data):
+    """Replace a file and give the manifest its digest."""
+    (folder / name).unlink()
+    (folder / name).write_bytes(data)
+    files = json.loads((folder / NAME).read_text())["files"]
+    files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(folder, files=files)
 
 
 class Bomb:
@@ -144,10 +137,7 @@ class Bomb:
 def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(run):
     folder, marker = step_folder(run, 3), run / "marker"
     torch.save({"state": Bomb(str(marker)), "model": {}}, folder / "state.pt")
-    data = (folder / "state.pt").read_bytes()
-    files = json.loads((folder / NAME).read_text())["files"]
-    files["state.pt"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    forge(folder, files=files)
+    forge_file(folder, "state.pt", (folder / "state.pt").read_bytes())
     with pytest.raises(SecurityError, match=r"step_00000003/state\.pt: refused.*mkdir"):
         Checkpointer(run, keep=3).restore()
     assert not marker.exists()
@@ -167,9 +157,6 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(run):
 def test_a_manifest_of_another_kind_is_passed_over(run, changes, reason):
     forge(step_folder(run, 3), **changes)
     assert_falls_back(run, reason)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "[" * 5000, "\udcff"])
-def test_a_manifest_of_anything_is_passed_over(run, text):
-    (step_folder(run, 3) / NAME).write_bytes(text.encode(errors="surrogateescape"))
-    assert_falls_back(run, NAME)
+    for data in (b"", b"[]", b'{"format": 1}', b"[" * 5000, b"\xff"):
+        (step_folder(run, 3) / NAME).write_bytes(data)
+        assert_falls_back(run, NAME)

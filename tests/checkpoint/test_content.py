@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 
 from runner import build, compose, train
 from runner.checkpoint.content import check_state
-from runner.checkpoint.manifest import MODEL, NAME, STATE, Manifest, read_manifest
+from runner.checkpoint.manifest import STATE
 from runner.checkpoint.reading import load
 from runner.errors import CheckpointError
-from runner.record.storage import write_file
+from tests.checkpoint.test_checkpoint_damage import forge_file
 
 OVERRIDES = """
     data=cancer model.width=8 training.steps=6 checkpoint.every=3 checkpoint.keep=9
@@ -88,28 +88,16 @@ def test_a_state_of_a_version_that_kept_less_or_more_is_one(state: dict[str, Any
     check_state(before | {"later": 1}, 6, "here")
 
 
-def forge(folder: Path, change: Change) -> Path:
+def forge(folder: Path, change: Change) -> None:
     """Change the state, and write a manifest that fits."""
     whole = torch.load(folder / STATE, weights_only=True)
     change(whole["state"])
-    facts = read_manifest(folder)
-    for name in (STATE, NAME):
-        (folder / name).unlink()
-    written = write_file(folder / STATE, partial(torch.save, whole))
-    body = {**vars(facts), "files": {MODEL: facts.files[MODEL], STATE: written}}
-    write_file(folder / NAME, Manifest(**body).write)
-    return folder
+    torch.save(whole, data := BytesIO())
+    forge_file(folder, STATE, data.getvalue())
 
 
-def small_moment(state: dict[str, Any]) -> None:
-    state["update"]["optimizer"]["state"][1]["exp_avg"] = torch.zeros(1)
-
-
-def count_of_none(count: float) -> Change:
-    def change(state: dict[str, Any]) -> None:
-        state["update"]["optimizer"]["state"][1]["step"] = torch.tensor(count)
-
-    return change
+def put_moment(name: str, value: Any) -> Change:
+    return lambda state: state["update"]["optimizer"]["state"][1].update({name: value})
 
 
 ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
@@ -118,8 +106,9 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (small_moment, "exp_avg has not its weight's shape"),  # a fused kernel would read on
-        (count_of_none(float("nan")), "step must be one number"),
+        # a fused kernel would read on
+        (put_moment("exp_avg", torch.zeros(1)), "exp_avg has not its weight's shape"),
+        (put_moment("step", torch.tensor(float("nan"))), "step must be one number"),
         (put(stability__decision=ABOUT_NOTHING), "KeyError: 'zz'"),
         (put(progress__step=-5), "progress.step must be"),
         (put(random__torch=torch.zeros(3, dtype=torch.uint8)), "RuntimeError: "),

@@ -19,9 +19,8 @@ from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import NAME
 from runner.distributed.commit import Commit
-from runner.errors import CheckpointError, SecurityError
-from runner.record.storage import write_file
-from runner.security.sealed import sealed
+from runner.errors import SecurityError
+from tests.checkpoint.test_checkpoint_damage import forge, forge_file
 
 SHARDS = tuple(f"shard_0000{rank}_of_00002.safetensors" for rank in range(2))
 WEIGHT = torch.arange(12.0).reshape(3, 4)
@@ -31,14 +30,10 @@ class Process:
     """What one of two processes has of a run, and how it saves it; both are in this one."""
 
     def __init__(self, rank: int, port: int, folder: Path) -> None:
-        store = TCPStore(
-            "127.0.0.1", port, 2, rank == 0, timedelta(seconds=20), wait_for_workers=False
-        )
-        place = SimpleNamespace(attempt=0)
-        config = SimpleNamespace(timeout_s=20.0)
-        self.world: Any = SimpleNamespace(
-            store=store, rank=rank, size=2, place=place, config=config, lost=False
-        )
+        wait = timedelta(seconds=20)
+        store = TCPStore("127.0.0.1", port, 2, rank == 0, wait, wait_for_workers=False)
+        own = {"place": SimpleNamespace(attempt=0), "config": SimpleNamespace(timeout_s=20.0)}
+        self.world: Any = SimpleNamespace(store=store, rank=rank, size=2, lost=False, **own)
         self.rows = WEIGHT.split(2)[rank]
         self.checkpointer = Checkpointer(folder, keep=3, writes=rank == 0)
         self.checkpointer.together = Commit(self.world)
@@ -111,21 +106,11 @@ def test_a_damaged_cut_or_missing_shard_is_named_and_the_one_before_taken(
     assert restored(tmp_path).step == 1
 
 
-def forge(folder: Path, name: str, data: bytes) -> None:
-    """Replace a file and give the manifest its digest, as an attacker would."""
-    (folder / name).unlink()
-    body = json.loads((folder / NAME).read_text())
-    del body["digest"]
-    written = write_file(folder / name, lambda file: [file.write(data), None][1])
-    body["files"][name] = vars(written)
-    (folder / NAME).write_text(sealed(body).decode())
-
-
 def test_a_shard_that_is_more_than_data_is_refused(
     processes: list[Process], tmp_path: Path
 ) -> None:
     save(processes, 1, 2)
-    forge(tmp_path / "checkpoints/step_00000002", SHARDS[1], pickle.dumps({"weight": print}))
+    forge_file(tmp_path / "checkpoints/step_00000002", SHARDS[1], pickle.dumps({"weight": print}))
     with pytest.raises(SecurityError, match=SHARDS[1]):
         restored(tmp_path)
 
@@ -141,7 +126,7 @@ def test_shards_that_do_not_fit_each_other_are_no_checkpoint(
     odd = {**rows, "optimizer.7.exp_avg": torch.zeros(1, 4)}
     for content in (wide, more, odd):
         save_file(content, tmp_path / "forged")
-        forge(folder, SHARDS[1], (tmp_path / "forged").read_bytes())
+        forge_file(folder, SHARDS[1], (tmp_path / "forged").read_bytes())
         found = restored(tmp_path)
         assert found.step == 1 and "do not fit each other" in found.warnings[0]
 
@@ -152,8 +137,8 @@ def test_a_manifest_names_the_shards_of_every_process(
     save(processes, 1, 2)
     folder = tmp_path / "checkpoints/step_00000002"
     body = json.loads((folder / NAME).read_text())
-    del body["digest"], body["files"][SHARDS[1]]
-    (folder / NAME).write_text(sealed(body).decode())
+    files = {name: written for name, written in body["files"].items() if name != SHARDS[1]}
+    forge(folder, files=files)
     found = restored(tmp_path)
     assert found.step == 1 and "lists" in found.warnings[0]
 
@@ -189,13 +174,3 @@ def test_what_a_process_could_not_write_is_a_failed_save_of_the_first(
     first.save(3), other.save(3)  # nor does the other wait for a folder that will not be
     first.checkpointer.wait(), other.checkpointer.wait()
     assert "process 0 could not make its folder" in caplog.text
-
-
-def test_a_state_without_its_shards_is_no_checkpoint(
-    processes: list[Process], tmp_path: Path
-) -> None:
-    save(processes, 1)
-    for path in (tmp_path / "checkpoints/step_00000001").glob("shard_*"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match=SHARDS[0]):
-        restored(tmp_path)

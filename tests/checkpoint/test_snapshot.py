@@ -75,8 +75,9 @@ def test_views_that_only_overlap_are_kept_apart(tmp_path):
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_training_on_does_not_change_what_was_saved_or_restored(tmp_path, on_disk):
-    weight, moment = torch.zeros(1000), torch.zeros(1000)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_training_on_does_not_change_what_was_saved_or_restored(tmp_path, on_disk, device):
+    weight, moment = torch.zeros(2, 1_000_000, device=device).unbind()
     checkpointer = Checkpointer(tmp_path if on_disk else None, keep=2)
     for step in (1, 2, 3):
         weight += 1
@@ -87,33 +88,8 @@ def test_training_on_does_not_change_what_was_saved_or_restored(tmp_path, on_dis
         moment += 0.5
         restored = checkpointer.restore()
         assert restored.step == step
-        assert (restored.model["w"] == weight - 0.5).all()
-        assert (restored.state["m"] == moment - 0.5).all()
-        restored.model["w"].fill_(-1)
-    assert (checkpointer.restore().model["w"] == weight - 0.5).all()
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_a_save_inside_inference_mode_does_not_spoil_the_next(tmp_path, on_disk):
-    checkpointer = Checkpointer(tmp_path if on_disk else None, keep=1)
-    with torch.inference_mode():
-        checkpointer.save(1, {"w": torch.ones(2)}, {}, False)
-    checkpointer.save(2, {"w": torch.full((2,), 2.0)}, {}, False)
-    assert checkpointer.restore().model["w"].tolist() == [2, 2]
-    assert not checkpointer.restore().model["w"].is_inference()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_a_copy_from_the_device_is_finished_before_training_goes_on(tmp_path, on_disk):
-    weight = torch.zeros(5_000_000, device="cuda")
-    checkpointer = Checkpointer(tmp_path if on_disk else None, keep=2)
-    for step in (1, 2, 3):
-        weight += 1
-        checkpointer.save(step, {"w": weight, "t": weight[:9].view(3, 3).t()}, {"m": weight}, False)
-        weight += 0.5
-        restored = checkpointer.restore()
         assert restored.model["w"].device.type == "cpu"
         assert (restored.model["w"] == (weight - 0.5).cpu()).all()
-        assert (restored.state["m"] == (weight - 0.5).cpu()).all()
+        assert (restored.state["m"] == (moment - 0.5).cpu()).all()
+        restored.model["w"].fill_(-1)
+    assert (checkpointer.restore().model["w"] == (weight - 0.5).cpu()).all()

@@ -71,21 +71,19 @@ def test_a_knob_that_a_cpu_does_not_have_is_refused_with_the_fix(knob, value, sc
 # what it can do
 
 
-def test_bf16_is_fast_only_on_a_cpu_with_instructions_for_it():
+def test_what_is_fast_follows_the_instructions_and_the_compute_capability():
     without = capabilities.of_cpu(frozenset({"avx2", "avx512f"}))
     assert without.bf16 and not without.bf16_fast and "no bf16" in without.notes[0]
     for flag in ("avx512_bf16", "amx_bf16", "bf16"):
         assert capabilities.of_cpu(frozenset({flag})).bf16_fast
-
-
-@pytest.mark.parametrize(
-    ("version", "fp16_fast", "bf16_fast", "tf32"),
-    [((6, 1), False, False, False), ((7, 5), True, False, False), ((9, 0), True, True, True)],
-)
-def test_nvidia_capabilities_follow_the_compute_capability(version, fp16_fast, bf16_fast, tf32):
-    able = capabilities.of_gpu(*version)
-    assert (able.fp16_fast, able.bf16_fast, able.tf32) == (fp16_fast, bf16_fast, tf32)
-    assert not capabilities.of_gpu(*version, nvidia=False).tf32
+    for version, fp16, bf16 in (
+        ((6, 1), False, False),
+        ((7, 5), True, False),
+        ((9, 0), True, True),
+    ):
+        able = capabilities.of_gpu(*version)
+        assert (able.fp16_fast, able.bf16_fast, able.tf32) == (fp16, bf16, bf16)
+        assert not capabilities.of_gpu(*version, nvidia=False).tf32
 
 
 # how it is set
@@ -177,9 +175,10 @@ except ConfigError as error:
 # randomness
 
 
-def test_reseeding_repeats_dropout_masks_and_normals(scope):
-    device = cpu(scope)
-    ones = torch.ones(1000)
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_reseeding_repeats_dropout_masks_and_normals(scope, kind):
+    device = select(DeviceConfig(kind=DeviceKind(kind)), scope)
+    ones = torch.ones(4096, device=device.torch)
 
     def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         device.reseed(seed)
@@ -230,14 +229,3 @@ def test_auto_takes_cuda_and_puts_every_switch_back():
         assert float(product[0, 0]) == 64
         json.dumps(device.describe())
     assert switches() == before
-
-
-@pytest.mark.gpu
-def test_reseeding_repeats_dropout_masks_on_the_gpu(scope):
-    device = select(DeviceConfig(kind=DeviceKind.cuda), scope)
-    ones = torch.ones(4096, device=device.torch)
-    masks = []
-    for seed in (3, 3, 4):
-        device.reseed(seed)
-        masks.append(torch.nn.functional.dropout(ones, 0.5))
-    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,40 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from runner import Hook, RunConfig, build, train
 from runner.build import Components
-from runner.data.batch import Batch
 from runner.distributed.place import Place
 from runner.distributed.world import World
 from runner.errors import RunnerError
-from runner.parity.numerics import double
-from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.hook import Step
 from runner.training.run import Run
+from runner.verify.processes import ReferencePrecision
 from tests import runs
 
-DOUBLE = "double"  # in place of an override: the run is in fp64
+DOUBLE = "double"  # in place of an override: the run is in fp64, by which rounding is told apart
 LIMIT_S = 900
 Case = tuple[RunConfig, Path | None]  # a run and its folder
-
-
-@dataclass
-class Double(Technique):
-    """Everything in fp64, by which rounding is told from an error."""
-
-    def apply(self, draft: RunBuilder) -> str | None:
-        draft.model.double()
-        draft.placements.append(_batch_in_double)
-        loss: Any = getattr(draft.objective, "loss", None)
-        if getattr(loss, "class_weights", None) is not None:
-            loss.class_weights = loss.class_weights.double()
-        return None
-
-    def engaged(self, run: Run) -> Evidence:
-        return Evidence(all(p.dtype is torch.float64 for p in run.model.parameters()), "")
-
-
-def _batch_in_double(batch: Batch) -> Batch:
-    converted: Batch = double(batch)
-    return converted
 
 
 @dataclass
@@ -103,7 +81,8 @@ def run_one(config: RunConfig, folder: Path | None = None, world: World | None =
     """Train as the config says; an error on purpose is an outcome."""
     watch = _Watch(outcome := Outcome())
     try:
-        given = Components(world=world, techniques={"double": Double(True)})
+        double = ReferencePrecision(True, double=True)
+        given = Components(world=world, techniques={"double": double})
         with build(config, folder, given=given) as run:
             run.hooks.append(watch)
             summary = train(run)
@@ -130,6 +109,18 @@ def _whole(value: Any) -> Tensor:
 
 def _average(run: Run, own: Tensor) -> Tensor:
     return torch.cat(run.world.gather(own)) if run.world and run.shards else own.clone()
+
+
+@contextmanager
+def alone(config: RunConfig, folder: Path | None = None, **given: Any) -> Iterator[Run]:
+    """A distributed run of this process alone."""
+    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
+    world = World(place, config.distributed, torch.device("cpu"))
+    try:
+        with build(config, folder, Components(world=world, **given)) as run:
+            yield run
+    finally:
+        world.close()
 
 
 def run_together(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Outcome]]:

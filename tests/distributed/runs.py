@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,16 +18,13 @@ from uuid import uuid4
 
 import psutil
 
-from runner import fork_server
-from runner.sweep import fork
+from tests.faults import processes as forked
 from tests.runs import rows
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 8
 MARK = "RUN_MARK"
 PATH = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, sys.path)])
-_starting = threading.Lock()  # a process starts in the current folder, which threads share
-PRELOAD = ["torch._dynamo", "runner.distributed.launch", *fork.PRELOAD]
 
 
 @dataclass
@@ -37,7 +33,7 @@ class Started:
 
     folder: Path
     mark: str
-    process: fork.ForkedProcess
+    process: forked.Process
     console: Path
     seconds: float = 0.0
 
@@ -120,7 +116,7 @@ def start(
     """Train for some steps of 16 samples, with a checkpoint after every fourth."""
     mark = uuid4().hex
     command = [
-        sys.executable, "-m", "runner", "distributed=ddp", f"distributed.processes={processes}",
+        "distributed=ddp", f"distributed.processes={processes}",
         f"distributed.timeout_s={TIMEOUT_S}", f"hydra.run.dir={folder}", "device=cpu",
         "device.threads=1", "security.trusted=[faulty]", "data._target_=faulty.Data",
         "model._target_=faulty.Net", "+debug.hooks=[{_target_: faulty.Watch}]",
@@ -129,26 +125,12 @@ def start(
     ]  # fmt: skip
     once = folder.parent / f"{folder.name}-once"
     once.mkdir(parents=True, exist_ok=True)
-    environ = {
-        **os.environ, "PYTHONPATH": PATH, "FAULT": fault, "FAULT_ONCE": str(once), MARK: mark,
-        "FAULT_FOLDER": str(folder), **env,
-    }  # fmt: skip
+    env = {"FAULT": fault, "FAULT_ONCE": str(once), "FAULT_FOLDER": str(folder), **env}
+    env |= {MARK: mark, "PYTHONPATH": PATH}
+    forked.serve("runner.distributed.launch", PYTHONPATH=PATH)
     console = folder.parent / f"{folder.name}.console"
-    return Started(folder, mark, _fork(command, environ, folder.parent, console), console)
-
-
-def _fork(
-    command: list[str], environ: dict[str, str], place: Path, console: Path
-) -> fork.ForkedProcess:
-    with _starting:
-        fork_server.start(PRELOAD, {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"})
-    before = os.getcwd()
-    with _starting, open(console, "ab") as output, open(os.devnull) as stdin:
-        os.chdir(place)
-        try:
-            return fork.fork(command, environ, stdin.fileno(), output.fileno())
-        finally:
-            os.chdir(before)
+    process = forked.start(folder.parent, command, console.name, **env)
+    return Started(folder, mark, process, console)
 
 
 def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:

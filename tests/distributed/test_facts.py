@@ -7,20 +7,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from runner import RunConfig, Summary, build, train
-from runner.build import Components
+from runner import Summary, train
 from runner.distributed.config import Backend, DistributedConfig, DistributedKind
 from runner.distributed.place import Place
 from runner.distributed.world import World
 from runner.errors import ConfigError
 from runner.parity.flops import PeakFlops
 from tests import runs
+from tests.distributed.processes import alone
 
 SLOW = """
 import os, time
@@ -135,31 +134,21 @@ def test_mfu_is_the_share_of_the_peaks_of_all(
     monkeypatch.setattr(
         "runner.distributed.facts.peak_flops", lambda _, dtype, measure: types.append(dtype) or peak
     )
-    config = runs.config(
-        *("data=digits", "training.steps=4", "optimization=amp", "optimization.amp.dtype=bf16")
-    )
-    facts = _alone(config, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path).distributed
+    amp = ("optimization=amp", "optimization.amp.dtype=bf16")
+    config = runs.config("data=digits", "distributed=ddp", "training.steps=4", *amp)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with alone(config, tmp_path, model=model) as run:
+        facts = train(run).distributed
     assert types == [torch.bfloat16]
     (rank,) = facts["ranks"]
     assert rank["mfu"] == facts["mfu"] == pytest.approx(facts["samples_per_second"] * 3840 / 1e9)
 
 
-def _alone(config: RunConfig, model: nn.Module, folder: Path) -> Summary:
-    config.distributed = DistributedConfig(DistributedKind.ddp)
-    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
-    world = World(place, config.distributed, torch.device("cpu"))
-    try:
-        given: dict[str, Any] = {"world": world, "model": model}
-        with build(config, folder, Components(**given)) as run:
-            return train(run)
-    finally:
-        world.close()
-
-
 def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
-    config = runs.config("data=digits", "training.steps=9", "optimization=none")
-    with pytest.raises(ValueError, match="the third"):
-        _alone(config, Failing(64, 10), tmp_path)
+    typed = ("data=digits", "distributed=ddp", "training.steps=9", "optimization=none")
+    with alone(runs.config(*typed), tmp_path, model=Failing(64, 10)) as run:
+        with pytest.raises(ValueError, match="the third"):
+            train(run)
     found = json.loads((tmp_path / "summary.json").read_text())
     facts = found["distributed"]
     assert found["status"] == "failed"

@@ -68,23 +68,18 @@ def test_an_error_in_one_process_is_that_of_the_run_and_the_last_whole_step_is_s
 
 
 @pytest.mark.slow
-def test_a_hung_process_is_noticed_and_the_others_say_where_they_stand(tmp_path: Path) -> None:
-    done = runs.run(tmp_path / "run", "0:backward:stop:6", "distributed.timeout_s=4")
+@pytest.mark.parametrize(
+    ("kind", "rank", "stack"),
+    [("stop", 1, "forward_backward"), ("spin", 0, "in planted")],  # one lets no other thread run
+)
+def test_a_hung_process_is_noticed_and_the_others_say_where_they_stand(
+    tmp_path: Path, kind: str, rank: int, stack: str
+) -> None:
+    done = runs.run(tmp_path / "run", f"0:backward:{kind}:6", "distributed.timeout_s=4")
     assert done.code == 1
     assert "process 0 did not answer within distributed.timeout_s" in done.message
     assert done.summary["reason"] in done.message
-    assert "forward_backward" in (done.folder / "debug" / "ranks" / "1.txt").read_text()
-
-
-@pytest.mark.slow
-def test_one_that_lets_no_other_thread_run_says_where_it_stands_when_it_is_ended(
-    tmp_path: Path,
-) -> None:
-    done = runs.run(tmp_path / "run", "0:backward:spin:6", "distributed.timeout_s=4")
-    assert done.code == 1
-    assert "process 0 did not answer within distributed.timeout_s" in done.message
-    stacks = (done.folder / "debug" / "ranks" / "0.txt").read_text()
-    assert "Aborted" in stacks and "in planted" in stacks
+    assert stack in (done.folder / "debug" / "ranks" / f"{rank}.txt").read_text()
 
 
 @pytest.mark.slow
@@ -99,17 +94,23 @@ def test_out_of_memory_in_one_process_halves_the_micro_batch_of_all(tmp_path: Pa
     assert choice["reason"].endswith("with 4 samples at a time")
 
 
+def start_compiled(place: Path, script: str, *typed: str) -> runs.Started:
+    """A run whose compiler is a shell script."""
+    compiler = place / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}")
+    compiler.chmod(0o700)
+    typed = ("optimization=compile", "optimization.compile.min_steps=1", NO_WORKERS, *typed)
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(place / "cache"), "CXX": str(compiler)}
+    return runs.start(place / "run", "", *typed, **variables)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [(), ("distributed=fsdp",)], ids=["ddp", "fsdp"])
 def test_where_the_compiler_of_one_fails_all_start_again_without_it(
     tmp_path: Path, own: tuple[str, ...]
 ) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\n[ "$RANK" = 0 ] && exec g++ "$@"\necho broken >&2; exit 1\n')
-    compiler.chmod(0o700)
-    typed = "optimization=compile", "optimization.compile.min_steps=1", NO_WORKERS, *own
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
-    done = runs.start(tmp_path / "run", "", *typed, **variables).end()
+    broken = '[ "$RANK" = 0 ] && exec g++ "$@"\necho broken >&2; exit 1\n'
+    done = start_compiled(tmp_path, broken, *own).end()
     assert done.code == 0, done.output
     assert done.summary["faults"] == {"compiler_failed": 1}
     (row,) = [t for t in done.summary["techniques"] if t["name"] == "compile"]
@@ -319,7 +320,9 @@ def test_two_machines_start_again_together_after_a_loss(tmp_path: Path) -> None:
     assert [machine.code for machine in machines] == [0, 0], machines[0].output
     (first,) = [m for m in machines if (m.folder / "summary.json").exists()]
     assert len(first.summary["distributed"]["restarts"]) == 1
-    assert first.summary["steps"] == 12
+    assert (first.summary["steps"], first.summary["distributed"]["world_size"]) == (12, 2)
+    (other,) = [machine for machine in machines if machine is not first]
+    assert "the record is on " in other.output
 
 
 @pytest.mark.slow
@@ -374,12 +377,8 @@ def test_a_full_disk_at_one_process_ends_or_continues_all(
 
 @pytest.mark.slow
 def test_a_signal_while_all_compile_ends_all_within_the_grace_period(tmp_path: Path) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path}/compiling-$RANK\nsleep 600\n")
-    compiler.chmod(0o700)
-    typed = "optimization=compile", "optimization.compile.min_steps=1", GRACE, NO_WORKERS
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
-    started = runs.start(tmp_path / "run", "", *typed, "distributed.timeout_s=300", **cache)
+    slow = f"touch {tmp_path}/compiling-$RANK\nsleep 600\n"
+    started = start_compiled(tmp_path, slow, GRACE, "distributed.timeout_s=300")
     while not [*tmp_path.glob("compiling-*")]:
         assert started.process.poll() is None, started.output
         time.sleep(0.05)

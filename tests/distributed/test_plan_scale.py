@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner import build
-from runner.build import Components
-from runner.distributed.config import DistributedConfig, DistributedKind
-from runner.distributed.place import Place
-from runner.distributed.world import World
 from tests import runs
+from tests.distributed.processes import alone
 
 ROOT = Path(__file__).parents[2]
 GPT = ["data=stdlib_text", "model=gpt", "training.batch_size=8", "optimization=none"]
@@ -97,13 +93,8 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
     kind: str, processes: int, own: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "wire.py").write_text(WIRE)
-    typed = [
-        *GPT,
-        *own,
-        f"distributed={kind}",
-        f"distributed.processes={processes}",
-        "training.steps=30",
-    ]
+    typed = [*GPT, *own, f"distributed={kind}", f"distributed.processes={processes}"]
+    typed.append("training.steps=30")
     typed += ["training.validate_every=100", *runs.QUICK[:1], "monitoring.progress=false"]
     typed += ["+debug.hooks=[{_target_: wire.Wire}]", "security.trusted=[wire]"]
     command = [sys.executable, "-m", "runner", *typed, "hydra.run.dir=outputs/a"]
@@ -130,17 +121,10 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
     assert files == pytest.approx(plan["checkpoint"], rel=0.02)
 
 
-@pytest.mark.parametrize("kind", list(DistributedKind)[1:])
-def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind: DistributedKind) -> None:
-    amp = ("optimization=amp", "optimization.amp.dtype=bf16")
-    config = runs.config("data=digits", *amp, "training.steps=2")
-    config.distributed = DistributedConfig(kind)
-    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
-    world = World(place, config.distributed, torch.device("cpu"))
-    try:
-        with build(config, None, Components(world=world)) as run:
-            (context,) = run.contexts
-            with context():
-                assert torch.is_autocast_cache_enabled() is (kind is DistributedKind.ddp)
-    finally:
-        world.close()
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind: str) -> None:
+    amp = ("optimization=amp", "optimization.amp.dtype=bf16", f"distributed={kind}")
+    with alone(runs.config("data=digits", *amp, "training.steps=2")) as run:
+        (context,) = run.contexts
+        with context():
+            assert torch.is_autocast_cache_enabled() is (kind == "ddp")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,22 +25,12 @@ from tests import runs
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SHORT = (*runs.QUICK, "data=cancer", "model=mlp", "training.steps=30")
 OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-DIES = """
-import os
-from runner import Hook
-
-class Dies(Hook):
-    def on_step(self, run, step):
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first and run.world.rank == 1 and run.progress.step == 15:
-            os.kill(os.getpid(), 9)
-"""
-RAISES = """
+FAULT = """
 import os
 from contextlib import contextmanager
 from runner import Hook, errors
 
-class Raises(Hook):
+class Fault(Hook):
     @contextmanager
     def session(self, run):
         self.fail(run, "session", 0)
@@ -51,10 +40,11 @@ class Raises(Hook):
         self.fail(run, "on_step", 15)
 
     def fail(self, run, event, step):
-        if os.environ["EVENT"] == event and run.world.rank == 1 and run.progress.step == step:
-            raise {"ValueError": ValueError, "DataError": errors.DataError}[os.environ["ERROR"]](
-                "row 7 is odd"
-            )
+        place = (os.environ["EVENT"], run.world.rank, run.progress.step)
+        if place == (event, 1, step) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["ERROR"] == "kill":
+                os.kill(os.getpid(), 9)
+            raise getattr(errors, os.environ["ERROR"], ValueError)("row 7 is odd")
 """
 PROGRAM = """
 import sys
@@ -74,6 +64,15 @@ def started(folder: Path, *typed: str, **variables: str) -> subprocess.Completed
     )  # fmt: skip
 
 
+def start_faulty(
+    folder: Path, flag: str, fault: tuple[str, str], *typed: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "own.py").write_text(FAULT)
+    own = ("debug.hooks=[own.Fault]", "security.trusted=[own]", "distributed.timeout_s=60")
+    command = (flag, "-m", "runner", "distributed=ddp", *SHORT, *own, *typed)
+    return started(folder, *command, EVENT=fault[0], ERROR=fault[1])
+
+
 def told(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
@@ -82,20 +81,15 @@ def told(run: Path) -> dict:
 def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_again(
     tmp_path, restarts
 ):
-    (tmp_path / "own.py").write_text(DIES)
-    dies = ["debug.hooks=[own.Dies]", "security.trusted=[own]"]
-    done = started(
-        tmp_path, f"--max-restarts={restarts}", "-m", "runner", "distributed=ddp", *SHORT,
-        "checkpoint.every=10", "distributed.timeout_s=60", *(dies if restarts else []),
-    )  # fmt: skip
+    fault = ("on_step" if restarts else "", "kill")
+    done = start_faulty(tmp_path, f"--max-restarts={restarts}", fault, "checkpoint.every=10")
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
     assert done.stdout.count("cancer-mlp  done") == 1
     summary = told(run)
     assert (summary["status"], summary["steps"]) == ("done", 30)
-    assert (
-        summary["distributed"]["world_size"] == 2 and summary["distributed"]["attempt"] == restarts
-    )
+    facts = summary["distributed"]
+    assert (facts["world_size"], facts["attempt"]) == (2, restarts)
     assert (run / "ranks" / "1" / "run.log").exists()
     alone = runs.trained(*SHORT[len(runs.QUICK) :])
     assert summary["metrics"]["val/loss"] == pytest.approx(alone.metrics["val/loss"], rel=1e-4)
@@ -104,11 +98,7 @@ def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_agai
 @pytest.mark.slow
 @pytest.mark.parametrize(("event", "error"), [("on_step", "ValueError"), ("session", "DataError")])
 def test_an_error_in_another_process_is_named_by_the_first(tmp_path, event, error):
-    (tmp_path / "own.py").write_text(RAISES)
-    done = started(
-        tmp_path, "-m", "runner", "distributed=ddp", *SHORT, "debug.hooks=[own.Raises]",
-        "security.trusted=[own]", "distributed.timeout_s=60", EVENT=event, ERROR=error,
-    )  # fmt: skip
+    done = start_faulty(tmp_path, "--max-restarts=0", (event, error))
     assert done.returncode == 1, done.stderr  # torchrun's own
     (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
     reason = told(run)["reason"]
@@ -234,33 +224,6 @@ def test_a_job_of_a_sweep_that_takes_too_long_ends_with_its_processes(tmp_path):
     both = json.loads(file.read_text())["rows"]
     assert [row["status"] for row in both] == ["timeout", "timeout"]
     assert [p for p in psutil.process_iter() if _has(p, mark)] == []
-
-
-@pytest.mark.slow
-def test_the_same_command_on_two_machines_is_one_run_on_the_first(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "runner", "distributed=ddp", "distributed.processes=1",
-        "distributed.nodes=2", f"distributed.rendezvous=127.0.0.1:{port}", *SHORT,
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
-    folders = [tmp_path / name for name in "ab"]
-    machines = []
-    for folder in folders:
-        folder.mkdir()
-        pipe = subprocess.PIPE
-        machines.append(subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe))
-    ended = [machine.communicate(timeout=200) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], ended
-    records = [[*folder.glob("outputs/runs/*/*/summary.json")] for folder in folders]
-    (record,) = records[0] + records[1]
-    assert told(record.parent)["distributed"]["world_size"] == 2
-    shown = [b"cancer-mlp  done" in out for out, _ in ended]
-    assert sorted(shown) == [False, True]
-    notes = [err for (_, err), one in zip(ended, shown, strict=True) if not one]
-    assert b"the record is on " in notes[0]
 
 
 def _has(process: psutil.Process, mark: str) -> bool:

@@ -11,9 +11,17 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed import meeting
 from runner.distributed.meeting import Meeting
-from runner.distributed.outcome import RankOutcome, SharedOutcomes
+from runner.distributed.outcome import (
+    MachineReport,
+    RankEnd,
+    RankOutcome,
+    RunVerdict,
+    SharedOutcomes,
+    dump_json,
+    judge,
+    parse_json,
+)
 from runner.distributed.place import Place
-from runner.distributed.verdict import MachineReport, RankEnd, RunVerdict, judge
 from runner.errors import DataError, Interrupted, ProcessLost
 
 LOST = RankOutcome(0, "lost", "another process has ended", 1)
@@ -50,12 +58,12 @@ STOPPED = RankOutcome.of(1, Interrupted(15, " at step 3"))
 def test_the_cause_is_told_from_what_followed(
     reports: list[MachineReport], unreachable: str, kind: str, message: str, code: int
 ) -> None:
-    copies = [MachineReport.loads(report.dumps().encode()) for report in reports]
+    copies = [parse_json(MachineReport, dump_json(report)) for report in reports]
     assert copies == reports
     verdict = judge(copies, unreachable)
     assert (verdict.kind, verdict.exit_code) == (kind, code)
     assert message in verdict.message
-    assert RunVerdict.loads(verdict.dumps().encode()) == verdict
+    assert parse_json(RunVerdict, dump_json(verdict)) == verdict
 
 
 def places(node: int, port: int) -> list[Place]:

@@ -36,64 +36,52 @@ class Target:
     def file(self) -> Path:
         return self.draw.choice(sorted(self.newest.iterdir()))
 
-    def change(self, edit: Callable[[bytearray], object]) -> None:
+    def changed_file(self) -> tuple[Path, Path]:
+        """A file that differs from the one of the checkpoint before, and that one."""
+        while True:
+            path = self.file()
+            older = self.before / path.name
+            if older.read_bytes() != path.read_bytes():
+                return path, older
+
+    def change(self, edit: Callable[[bytearray, random.Random], object]) -> None:
         """Edit the bytes of one of its files, so that they differ."""
         path = self.file()
         whole = path.read_bytes()
         data = bytearray(whole)
         while data == whole:
-            edit(data)
+            edit(data, self.draw)
         path.write_bytes(data)
 
-    def place(self, data: bytearray) -> int:
-        return self.draw.randrange(len(data))
+
+def flip_bits(data: bytearray, draw: random.Random) -> None:
+    for _ in range(draw.choice([1, 1, 1, 2, 8, 64])):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
 
 
-def flip_bits(target: Target) -> None:
-    def edit(data: bytearray) -> None:
-        for _ in range(target.draw.choice([1, 1, 1, 2, 8, 64])):
-            data[target.place(data)] ^= 1 << target.draw.randrange(8)
-
-    target.change(edit)
+def truncate(data: bytearray, draw: random.Random) -> None:
+    del data[draw.choice([0, len(data) - 1, draw.randrange(len(data))]) :]
 
 
-def truncate(target: Target) -> None:
-    def edit(data: bytearray) -> None:
-        del data[target.draw.choice([0, len(data) - 1, target.place(data)]) :]
-
-    target.change(edit)
+def extend(data: bytearray, draw: random.Random) -> None:
+    data.extend(bytes(draw.randint(1, BLOCK)))
 
 
-def extend(target: Target) -> None:
-    target.change(lambda data: data.extend(bytes(target.draw.randint(1, BLOCK))))
+def zero_block(data: bytearray, draw: random.Random) -> None:
+    start = draw.randrange(len(data))
+    data[start : start + BLOCK] = bytes(len(data[start : start + BLOCK]))
 
 
-def zero_block(target: Target) -> None:
-    def edit(data: bytearray) -> None:
-        start = target.place(data)
-        data[start : start + BLOCK] = bytes(len(data[start : start + BLOCK]))
-
-    target.change(edit)
-
-
-def swap_blocks(target: Target) -> None:
-    def edit(data: bytearray) -> None:
-        size = min(BLOCK, len(data) // 2)
-        one, other = sorted(target.draw.sample(range(len(data) - size + 1), 2))
-        data[one : one + size], data[other : other + size] = (
-            data[other : other + size],
-            data[one : one + size],
-        )
-
-    target.change(edit)
+def swap_blocks(data: bytearray, draw: random.Random) -> None:
+    size = min(BLOCK, len(data) // 2)
+    one, other = sorted(draw.sample(range(len(data) - size + 1), 2))
+    first, second = data[one : one + size], data[other : other + size]
+    data[one : one + size], data[other : other + size] = second, first
 
 
-def duplicate_block(target: Target) -> None:
-    def edit(data: bytearray) -> None:
-        start = target.place(data)
-        data[start:start] = data[start : start + BLOCK]
-
-    target.change(edit)
+def duplicate_block(data: bytearray, draw: random.Random) -> None:
+    start = draw.randrange(len(data))
+    data[start:start] = data[start : start + BLOCK]
 
 
 def swap_files(target: Target) -> None:
@@ -104,10 +92,8 @@ def swap_files(target: Target) -> None:
 
 
 def take_older_file(target: Target) -> None:
-    path = target.file()
-    while (older := (target.before / path.name).read_bytes()) == path.read_bytes():
-        path = target.file()
-    path.write_bytes(older)
+    path, older = target.changed_file()
+    path.write_bytes(older.read_bytes())
 
 
 def remove_file(target: Target) -> None:
@@ -135,11 +121,7 @@ def edit_manifest(target: Target) -> None:
 
 def link_file(target: Target) -> None:
     """A link to the older checkpoint's file, to nothing, or to itself."""
-    path = target.file()
-    older = target.before / path.name
-    while older.read_bytes() == path.read_bytes():
-        path = target.file()
-        older = target.before / path.name
+    path, older = target.changed_file()
     path.unlink()
     path.symlink_to(target.draw.choice([older, target.newest / "nothing", path]))
 
@@ -155,9 +137,12 @@ def replace_by_no_file(target: Target) -> None:
     target.draw.choice([os.mkdir, os.mkfifo])(path)
 
 
-KINDS: dict[Callable[[Target], None], int] = {  # with how often each is drawn
+Kind = Callable[..., None]
+BYTES: dict[Kind, int] = {  # edits of one file's bytes, with how often each is drawn
     flip_bits: 30, truncate: 15, extend: 5, zero_block: 15, swap_blocks: 5, duplicate_block: 5,
-    swap_files: 3, take_older_file: 3, remove_file: 2, edit_manifest: 10, link_file: 3,
+}  # fmt: skip
+KINDS: dict[Kind, int] = {
+    **BYTES, swap_files: 3, take_older_file: 3, remove_file: 2, edit_manifest: 10, link_file: 3,
     link_folder: 1, replace_by_no_file: 3,
 }  # fmt: skip
 
@@ -193,9 +178,13 @@ class Prover:
         shutil.copytree(self.newest, self.sound)
         self.expected = content(self.before)
 
-    def problem(self, damage: Callable[[Target], None]) -> str:
+    def problem(self, damage: Kind) -> str:
         """What is wrong about what becomes of a checkpoint with that damage; empty: nothing."""
-        damage(Target(self.newest, self.before, self.draw))
+        target = Target(self.newest, self.before, self.draw)
+        if damage in BYTES:
+            target.change(damage)
+        else:
+            damage(target)
         try:
             restored = Checkpointer(None, keep=1).restore(self.folder)
         except RunnerError as error:

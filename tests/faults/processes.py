@@ -24,10 +24,10 @@ PATHS = (ROOT, ROOT / "tests", ROOT / "tests" / "faults")
 _starting = threading.Lock()  # a process starts in the current folder, which threads share
 
 
-def serve(**variables: str) -> None:
-    """Start the process that all others are forked from, with these variables."""
-    environment = _environment(variables)
-    fork_server.start(["torch._dynamo", *fork.PRELOAD], environment)
+def serve(*modules: str, **variables: str) -> None:
+    """Start the process that all others are forked from, with these modules and variables."""
+    with _starting:
+        fork_server.start(["torch._dynamo", *modules, *fork.PRELOAD], _environment(variables))
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -35,12 +35,14 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
-def start(folder: Path, typed: list[str], **variables: str) -> Process:
-    """`python -m runner` typed in a folder, in a session of its own; output goes to console.log."""
+def start(
+    folder: Path, typed: list[str], console: str = "console.log", **variables: str
+) -> Process:
+    """`python -m runner` typed in a folder, in a session of its own; `console` is its output."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = _environment(variables)
     command = [sys.executable, "-m", "runner", *typed]
-    with _starting, open(folder / "console.log", "ab") as output, open(os.devnull) as stdin:
+    with _starting, open(folder / console, "ab") as output, open(os.devnull) as stdin:
         before = os.getcwd()
         os.chdir(folder)
         try:

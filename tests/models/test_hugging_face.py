@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +59,6 @@ def end(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     return restored.model, [t for entry in state.values() for t in entry.values()]
 
 
-def assert_same_end(one: Path, other: Path) -> None:
-    (weights, state), (others, other_state) = end(one), end(other)
-    assert weights.keys() == others.keys() and len(state) == len(other_state) > 0
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
-
-
 def test_bert_learns_and_a_run_from_a_checkpoint_ends_in_the_same_bits(
     place: Path, tmp_path: Path
 ) -> None:
@@ -94,25 +81,10 @@ def test_bert_learns_and_a_run_from_a_checkpoint_ends_in_the_same_bits(
     with build(config, tmp_path) as run:
         assert run.progress.step == 20
         train(run)
-    assert_same_end(place / "run", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_ends_in_the_same_bits_once_it_is_resumed(
-    place: Path, tmp_path: Path
-) -> None:
-    typed = [*overrides(place), "hydra.run.dir=outputs/run", *runs.QUICK, *TUNED[-3:]]
-    command = [sys.executable, "-m", "runner", *typed]
-    environment = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
-    deadline = time.monotonic() + 400
-    while not [*tmp_path.glob("outputs/run/checkpoints/step_*20")] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = runs.command(tmp_path, "checkpoint.resume=outputs/run")
-    assert done.returncode == 0, done.stderr
-    assert_same_end(place / "run", tmp_path / "outputs/run")
+    (weights, state), (others, other_state) = end(place / "run"), end(tmp_path)
+    assert weights.keys() == others.keys() and len(state) == len(other_state) > 0
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
 
 
 def test_new_texts_are_predicted_by_the_job_and_from_python_as_transformers_does(
@@ -227,14 +199,9 @@ def test_a_tuned_model_is_exported(place: Path, tmp_path: Path, kind: str) -> No
 
 
 @pytest.fixture
-def broken(place: Path, tmp_path: Path) -> Iterator[Path]:
+def broken(place: Path, tmp_path: Path) -> Path:
     """A copy of the model's folder, to damage."""
-    yield Path(shutil.copytree(place / "bert", tmp_path / "bert"))
-
-
-def change(folder: Path, **more: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return Path(shutil.copytree(place / "bert", tmp_path / "bert"))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +210,7 @@ def change(folder: Path, **more: Any) -> None:
         ({"model_type": "unheard_of"}, "model.path: .* cannot be read"),
         (
             {"model_type": "new", "auto_map": {"AutoConfig": "a.B"}},
-            r"needs code of its own \(trust_remote_code\), which is never run",
+            "code of its own .* never run",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
         ({"hidden_size": 16}, "its config.json is of another model"),
@@ -254,7 +221,8 @@ def change(folder: Path, **more: Any) -> None:
 def test_a_folder_that_does_not_fit_is_an_error_with_its_key(
     place: Path, broken: Path, more: dict[str, Any], problem: str
 ) -> None:
-    change(broken, **more)
+    path = broken / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
     (broken / "a.py").write_text("raise SystemExit('code of the folder ran')")
     with pytest.raises(ConfigError, match=problem):
         runs.trained(*overrides(place), f"model.path={broken}", f"data.tokenizer={place}/bert")

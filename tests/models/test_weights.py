@@ -78,17 +78,15 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def prefixed(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in weights.items()}
+
+
 SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
     "safetensors": ("w.safetensors", lambda w: w),
-    "lightning, compiled": (
-        "w.ckpt",
-        lambda w: {"state_dict": {f"model._orig_mod.{k}": v for k, v in w.items()}, "epoch": 3},
-    ),
-    "a loop's, data parallel": (
-        "w.pth",
-        lambda w: {"model": {f"module.{k}": v for k, v in w.items()}, "step": 7},
-    ),
-    "parameters, below model_state_dict": (
+    "lightning, compiled": ("w.ckpt", lambda w: {"state_dict": prefixed("model._orig_mod.", w)}),
+    "data parallel": ("w.pth", lambda w: {"model": prefixed("module.", w), "step": 7}),
+    "parameters": (
         "w.bin",
         lambda w: {
             "model_state_dict": {k: nn.Parameter(v, v.is_floating_point()) for k, v in w.items()}
@@ -134,7 +132,7 @@ def test_what_does_not_fit_is_one_error_with_names_shapes_count_and_the_way_out(
 
 
 def test_what_was_saved_besides_the_model_can_be_left_out_before_the_prefix_is_looked_for() -> None:
-    held = {f"model.{name}": value for name, value in trained(Net()).items()}
+    held = prefixed("model.", trained(Net()))
     held["criterion.weight"] = torch.ones(3)
     fit = fitted(Net(), held, "criterion", "head.*")
     assert fit.prefix == "model." and fit.fresh == ["head.weight", "head.bias"]
@@ -239,17 +237,16 @@ def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again
         assert equal(run.model.state_dict(), whole)
 
 
-def test_checkpoint_resume_wins_and_says_so(first: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_resume_wins_and_weights_alone_are_evaluated(
+    first: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "runner")
     config = [*QUIET, "model.weights=nowhere.pt", f"checkpoint.resume={first}"]
     with build(compose(config)) as run:
         assert run.progress.step == 6
     assert "model.weights: not read: checkpoint.resume brings weights of its own" in caplog.text
-
-
-def test_weights_alone_are_evaluated(first: Path) -> None:
-    config = compose([*QUIET, "job=evaluate", f"model.weights={first}"])
-    metrics = evaluate(config, Path("outputs/runs/eval")).metrics
+    asked = compose([*QUIET, "job=evaluate", f"model.weights={first}"])
+    metrics = evaluate(asked, Path("outputs/runs/eval")).metrics
     assert metrics["val/loss"] == Summary.read(first).metrics["val/loss"]
 
 
@@ -297,23 +294,6 @@ def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
 # -- folders as Hugging Face keeps them ----------------------------------------------------------
 
 
-def test_a_snapshot_is_read_through_its_links_and_held_against_its_digests(tmp_path: Path) -> None:
-    """Its files are links to blobs, which are called by their digests."""
-    wanted, model = trained(Net()), Net()
-    digest = saved(tmp_path / "model.safetensors", wanted)
-    snapshot = tmp_path / "models--a--b/snapshots/0123"
-    (tmp_path / "models--a--b/blobs").mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    (tmp_path / "model.safetensors").rename(tmp_path / "models--a--b/blobs" / digest)
-    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{digest}")
-    (snapshot / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
-    start_from(model, snapshot, [], pinned(digest))
-    assert equal(model.state_dict(), wanted)
-    (snapshot / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
-    with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
-        start_from(Net(), snapshot, [], pinned(digest))
-
-
 def cached(folder: Path, files: dict[str, bytes]) -> Path:
     """A snapshot folder: its files are links to blobs, which are called by their digests."""
     snapshot = folder / "models--a--b/snapshots/0123"
@@ -324,6 +304,18 @@ def cached(folder: Path, files: dict[str, bytes]) -> Path:
         (folder / "models--a--b/blobs" / digest).write_bytes(data)
         (snapshot / name).symlink_to(f"../../blobs/{digest}")
     return snapshot
+
+
+def test_a_snapshot_is_read_through_its_links_and_held_against_its_digests(tmp_path: Path) -> None:
+    wanted, model = trained(Net()), Net()
+    digest = saved(tmp_path / "w.safetensors", wanted)
+    snapshot = cached(tmp_path, {"model.safetensors": (tmp_path / "w.safetensors").read_bytes()})
+    (snapshot / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
+    start_from(model, snapshot, [], pinned(digest))
+    assert equal(model.state_dict(), wanted)
+    (snapshot / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
+        start_from(Net(), snapshot, [], pinned(digest))
 
 
 def sharded(folder: Path, kind: str = "safetensors") -> tuple[Path, dict[str, Tensor], list[str]]:
@@ -363,40 +355,27 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     assert equal(model.state_dict(), wanted)
     assert "pinned; 9 tensors; in 3 shards" in choice.reason
     assert most == 3  # of the nine
-
-
-def test_shards_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path) -> None:
-    snapshot, _, digests = sharded(tmp_path)
-    model = Net(classes=2)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = Net(classes=2)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ConfigError, match=r"head.weight is \[3, 5\], and the model's \[2, 5\]"):
-        start_from(model, snapshot, [], FilePolicy(pinned=tuple(digests)))
-    assert equal(model.state_dict(), before)
+        start_from(other, snapshot, [], FilePolicy(pinned=tuple(digests)))
+    assert equal(other.state_dict(), before)
 
 
-@pytest.mark.parametrize(
-    ("index", "says"),
-    [
+def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:
+    snapshot, _, digests = sharded(tmp_path)
+    path = snapshot / "model.safetensors.index.json"
+    by_name = json.loads(path.read_text())["weight_map"]
+    path.unlink()
+    for index, says in (
         ("[", "is no index of shards"),
         ('{"weight_map": {"a": "../../secret.pt"}}', "names no files beside it"),
         ('{"weight_map": {}}', "names no files beside it"),
-    ],
-)
-def test_an_index_that_is_none_is_refused(index: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
-        start_from(Net(), tmp_path, [], FilePolicy())
-
-
-def test_an_index_of_more_than_its_shards_hold_is_refused(tmp_path: Path) -> None:
-    snapshot, _, digests = sharded(tmp_path)
-    path = snapshot / "model.safetensors.index.json"
-    body = json.loads(path.read_text())
-    body["weight_map"]["tail.weight"] = next(iter(body["weight_map"].values()))
-    path.unlink()
-    path.write_text(json.dumps(body))
-    with pytest.raises(ConfigError, match=r"no shard has tail\.weight"):
-        start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
+        (json.dumps({"weight_map": by_name | {"z": min(by_name.values())}}), "no shard has z"),
+    ):
+        path.write_text(index)
+        with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
+            start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
 
 
 def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> None:

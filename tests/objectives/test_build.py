@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.data.batch import Sizes
-from runner.errors import ConfigError, DataError
+from runner.errors import ConfigError
 from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.classification import Classification
@@ -95,17 +95,9 @@ def test_the_options_keys_reach_the_objective() -> None:
         (ObjectiveConfig(kind="regression"), LABELS, r"does not fit .*; use objective=auto"),
         (ObjectiveConfig(), Sizes("ranking"), r"task is 'ranking'.*a loss by objective\._target_"),
         (ObjectiveConfig(), Sizes("classification", 4), r"needs the number of classes"),
-        (
-            ObjectiveConfig(label_smoothing=0.1),
-            NUMBERS,
-            r"objective\.label_smoothing: means nothing to regression; it is for classification",
-        ),
+        (ObjectiveConfig(label_smoothing=0.1), NUMBERS, r"nothing to regression; .*classification"),
         (ObjectiveConfig(label_smoothing=0.1, _target_="mine.loss"), LABELS, "nothing to custom"),
-        (
-            ObjectiveConfig(arguments={"gamma": 2}),
-            LABELS,
-            r"objective\.gamma: there is no such key",
-        ),
+        (ObjectiveConfig(arguments={"gamma": 2}), LABELS, r"e\.gamma: there is no such key"),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_names_the_way_out(
@@ -113,20 +105,6 @@ def test_what_does_not_fit_is_an_error_that_names_the_way_out(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         build_objective(config, sizes, never)
-
-
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"kind": "ranking"}, "objective.kind"),
-        ({"label_smoothing": 1.0}, "objective.label_smoothing"),
-        ({"top_k": 0}, "objective.top_k"),
-    ],
-)
-def test_values_that_make_no_objective_are_refused(keys: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ObjectiveConfig(**keys)
-    assert caught.value.key == key
 
 
 def test_functions_classes_and_modules_are_losses_and_get_their_arguments() -> None:
@@ -138,27 +116,18 @@ def test_functions_classes_and_modules_are_losses_and_get_their_arguments() -> N
     assert objective.loss.classes == 3  # type: ignore[attr-defined]
     assert torch.equal(objective(x, y), power(x, y, 3.0))
     assert torch.equal(foreign(nn.L1Loss)(x, y), F.l1_loss(x, y))
+    assert type(foreign(RegressionObjective)) is RegressionObjective
     logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 0])
     assert foreign(Weighted)(logits, labels) == Weighted()(logits, labels)
-
-
-def test_a_modules_buffers_follow_the_target_to_its_device() -> None:
-    objective = foreign(Weighted)
-    objective(torch.randn(4, 3, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))
-    assert isinstance(objective, Custom)
-    assert objective.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
-
-
-def test_a_whole_objective_of_the_users_own_is_taken_as_it_is() -> None:
-    assert type(foreign(RegressionObjective)) is RegressionObjective
+    for returned, says in ((x, r"returned \[5\]"), (1.5, "returned float")):
+        with pytest.raises(ConfigError, match=says):
+            foreign(lambda output, target, value=returned: value)(x, y)
 
 
 def test_a_custom_loss_is_a_metric_that_is_exact_over_uneven_batches() -> None:
     objective, x, y = foreign(power), torch.randn(37), torch.randn(37)
     sums = totals(objective, x, y, [16, 16, 5])
     assert objective.metrics(sums) == pytest.approx({"loss": float(power(x, y))}, rel=1e-6)
-    with pytest.raises(DataError, match="no targets"):
-        objective.metrics({})
 
 
 @pytest.mark.parametrize(
@@ -169,17 +138,6 @@ def test_samples_are_counted_in_whatever_the_target_is(target: Any) -> None:
     assert foreign(power).weight(target) == 5
     with pytest.raises(ConfigError, match=r"data: the target is a str without a tensor"):
         foreign(power).weight("five")
-
-
-@pytest.mark.parametrize(
-    ("returned", "says"), [(torch.zeros(5), r"returned \[5\]"), (1.5, "returned float")]
-)
-def test_a_loss_that_is_no_single_number_is_an_error(returned: Any, says: str) -> None:
-    def loss(output: Tensor, target: Tensor) -> Any:
-        return returned
-
-    with pytest.raises(ConfigError, match=says):
-        foreign(loss)(torch.zeros(5), torch.zeros(5))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from runner.errors import ConfigError, DataError
 from runner.objectives import model_output
 from runner.objectives.classification import Classification, auroc
-from tests.objectives.sums import CUTS, totals, weighted_loss
+from tests.objectives.sums import CUTS, totals
 
 
 @pytest.fixture(autouse=True)
@@ -131,16 +131,6 @@ def test_ignored_targets_count_nowhere(cuts: list[int], ignored: int) -> None:
     assert torch.equal(sums["confusion"], rest["confusion"])
 
 
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int]) -> None:
-    logits, target = samples(6)
-    target[3:20:4] = -100
-    objective = Classification(6, label_smoothing=0.1)
-    assert weighted_loss(objective, logits, target, cuts) == pytest.approx(
-        float(objective(logits, target))
-    )
-
-
 def test_with_nothing_ignored_the_weight_is_a_number_and_not_read_from_the_device() -> None:
     _, target = samples(6)
     assert Classification(6, ignore_index=None).weight(target) == 37
@@ -195,15 +185,6 @@ def test_logits_are_found_in_what_the_model_returns() -> None:
 def test_an_output_without_logits_is_an_error(output: Any) -> None:
     with pytest.raises(ConfigError, match="no logits; return a tensor"):
         Classification(6)(output, torch.zeros(2, dtype=torch.long))
-
-
-def test_the_loss_of_16_bit_logits_is_taken_in_32_bits() -> None:
-    logits, target = samples(6)
-    half = logits.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = Classification(6)(half, target)
-    assert loss.dtype is torch.float32
-    assert torch.equal(loss, F.cross_entropy(half.float(), target))
 
 
 @pytest.mark.parametrize(

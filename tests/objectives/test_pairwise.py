@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner import build, train
+from runner import train
 from runner.data.batch import Sizes
 from runner.errors import ConfigError
 from runner.jobs import predict
 from runner.objectives.build import build_objective
 from runner.objectives.config import ObjectiveConfig
 from runner.objectives.custom import Custom
-from tests.runs import OURS, config, opened, trained
+from tests.runs import OURS, opened, trained
 
 TWO = Sizes("classification", 4, classes=2, class_names=("no", "yes"))
 SMALL = ("model.width=8", "training.steps=20", "optimization=none", "checkpoint=off")
@@ -39,9 +39,8 @@ class Doubles:
 
     def __getitem__(self, index: int) -> Any:
         y = self.y[index]
-        return self.x[index], {"float": np.array([y]), "count": int(abs(y)), "label": int(y > 0)}[
-            self.target
-        ]
+        targets = {"float": np.array([y]), "count": int(abs(y)), "label": int(y > 0)}
+        return self.x[index], targets[self.target]
 
 
 class Double(nn.Module):
@@ -91,9 +90,9 @@ def test_what_torch_cannot_compare_is_one_line_that_names_the_key() -> None:
             made(f"torch.nn.{name}")(output, labels)
 
 
-def test_two_classes_get_one_logit_and_are_predicted_by_it(tmp_path: Path) -> None:
-    asked = config("data=cancer", *SMALL, BCE, "objective.metrics=[AUROC]", "training.steps=90")
-    with build(asked) as run:
+def test_two_classes_get_one_logit_and_are_predicted_by_it() -> None:
+    asked = ("data.sampler=balanced", "objective.metrics=[AUROC]", "training.steps=90")
+    with opened("data=cancer", *SMALL, BCE, *asked) as run:
         summary = train(run)
         batch = next(run.validation.batches(0))
         columns = predict._predicted(run.model(batch[0]).detach(), run.sizes)
@@ -122,11 +121,6 @@ def test_a_loss_that_is_not_for_the_classes_is_one_line(
         pass
 
 
-def test_a_balanced_sampler_goes_with_any_loss() -> None:
-    summary = trained("data=cancer", *SMALL, BCE, "data.sampler=balanced")
-    assert summary.status == "done"
-
-
 @pytest.mark.parametrize("target", ["float", "count"])
 def test_whole_numbers_are_quantities_to_mse_and_float64_is_cast(target: str) -> None:
     data = (*OURS, "data._target_=tests.objectives.test_pairwise.Doubles", f"+data.target={target}")
@@ -139,11 +133,8 @@ def test_whole_numbers_are_quantities_to_mse_and_float64_is_cast(target: str) ->
 
 
 def test_a_model_in_float64_gets_its_data_in_float64() -> None:
-    names = ("Doubles", "Double")
-    keys = (
-        f"{k}._target_=tests.objectives.test_pairwise.{n}"
-        for k, n in zip(("data", "model"), names, strict=True)
-    )
+    here = "_target_=tests.objectives.test_pairwise"
+    keys = (f"data.{here}.Doubles", f"model.{here}.Double")
     more = ("+data.target=label", "security.trusted=[tests]", "training.steps=20")
     with opened(*keys, *more, "optimization=none", "checkpoint=off") as run:
         inputs, target = next(run.train.batches(0))

@@ -13,29 +13,12 @@ from torch import Tensor
 from runner import build, compose
 from runner.training.run import Run
 
-OURS = [
-    "security.trusted=[my_package]",
-    "device.threads=1",
-    "monitoring.progress=false",
-    "optimization=basic",
-    "training.validate_every=1000",
-    "schedule=constant",
-    "data.workers=0",
-]
-LINE = [
-    *OURS,
-    "data._target_=my_package.Line",
-    "model=mlp",
-    "model.width=8",
-    "optimizer.lr=0.01",
-    "training.batch_size=20",
-]
-NOISY = [
-    *OURS,
-    "data._target_=my_package.Noisy",
-    "model._target_=my_package.Net",
-    "training.batch_size=20",
-]
+OURS = """
+    security.trusted=[my_package] device.threads=1 monitoring.progress=false optimization=basic
+    training.validate_every=1000 schedule=constant data.workers=0 training.batch_size=20
+    """.split()
+LINE = [*OURS, "data._target_=my_package.Line", "model=mlp", "model.width=8", "optimizer.lr=0.01"]
+NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net"]
 WATCHFUL = [
     f"stability.spike.{key}"
     for key in ("at_least=10", "window=20", "threshold=5", "ratio=3", "floor=0")
@@ -64,11 +47,6 @@ def faulty(
 
         run.forward = forward
         yield run
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["split"] != "system"]
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from runner.training.hook import Hook, Step, Verdict
 from runner.training.metrics import Reader
 from runner.training.run import Run
 from runner.training.summary import Summary
-from tests.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder, rows
+from tests.runs import rows
+from tests.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
@@ -68,12 +69,9 @@ def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
     assert fourth.startswith("the loss was 1")
     assert "times what is usual" in fourth
     found = anomalies(tmp_path)
-    assert [(row["step"], row["kind"], row["action"]) for row in found] == [
-        (11, "non_finite", "skipped"),
-        (22, "non_finite", "skipped"),
-        (45, "spike", "skipped"),
-        (53, "spike", "skipped"),
-    ]
+    kinds = {11: "non_finite", 22: "non_finite", 45: "spike", 53: "spike"}
+    assert {row["step"]: row["kind"] for row in found} == kinds
+    assert {row["action"] for row in found} == {"skipped"}
     assert found[0]["nonfinite"] == {"loss": "nan", "grad_norm": "nan"}
     assert found[2]["grad_norm"] > found[2]["grad_norm_limit"]
 
@@ -132,10 +130,8 @@ def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path
         run.hooks.append(Ruin(12))
         summary = train(run)
         assert math.isfinite(summary.metrics["val/loss"])
-        steps = {
-            k: sum((f.steps for f in run.history.faults.values() if f.kind == k), [])
-            for k in run.history.counts
-        }
+        every = run.history.faults.values()
+        steps = {k: sum((f.steps for f in every if f.kind == k), []) for k in run.history.counts}
         messages = [f.message for f in run.history.faults.values()]
         assert run.update.lr_at(0) == pytest.approx(0.5 * 0.01)
     assert summary.faults == {"weights": 8, "rollback": 1}
@@ -189,12 +185,8 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
 ) -> None:
     """Those of steps 45 to 55 hold the weights of step 44, from which there was no way on."""
     at = dict.fromkeys(range(45, 61), louder)
-    often = [
-        "checkpoint.every=5",
-        "checkpoint.keep=1",
-        "training.steps=65",
-        "debug.capture.enabled=false",
-    ]
+    often = ["checkpoint.every=5", "checkpoint.keep=1", "training.steps=65"]
+    often.append("debug.capture.enabled=false")
     with faulty([*WARM, *WATCHFUL, *often], tmp_path, at) as run:
         run.hooks.append(past := Past(40, 44, 60, 61))
         train(run)
@@ -207,13 +199,9 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
 def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
     """That of step 48 is the newest when a hook asks at step 70."""
     at = dict.fromkeys(range(41, 60), louder)
-    every = [
-        "checkpoint.every=24",
-        "checkpoint.keep=9",
-        "training.steps=70",
-        "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]",
-    ]
-    with faulty([*WARM, *WATCHFUL, *every], tmp_path, at) as run:
+    every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70"]
+    table = "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]"
+    with faulty([*WARM, *WATCHFUL, *every, table], tmp_path, at) as run:
         run.hooks += [past := Past(24, 48), Back(70)]
         assert train(run).faults["rollback"] == 2
         assert same(past.weights[24], list(run.model.parameters()))
@@ -232,16 +220,12 @@ def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: P
         assert saved is not None
         assert saved.step == 47
         assert saved.state["update"]["backoff"] == run.update.backoff == 0.5
-        assert same(
-            [saved.model[name] for name in run.model.state_dict()],
-            list(run.model.state_dict().values()),
-        )
+        state = run.model.state_dict()
+        assert same([saved.model[name] for name in state], list(state.values()))
 
 
-FP16 = [
-    *("optimization=amp", "optimization.amp.dtype=fp16"),
-    *("optimization.amp.initial_scale=1e8", "training.steps=30"),
-]
+FP16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30"]
+FP16.append("optimization.amp.initial_scale=1e8")
 
 
 def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
@@ -328,13 +312,8 @@ def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
     tmp_path: Path,
 ) -> None:
     at = {step: times(math.nan) for step in range(11, 61)}
-    overrides = [
-        *WARM,
-        "stability.recovery=[{kind:any,action:skip}]",
-        "debug.capture.at_most=2",
-        "stability.max_consecutive_skips=3",
-    ]
-    with faulty(overrides, tmp_path, at) as run:
+    table = ["stability.recovery=[{kind:any,action:skip}]", "stability.max_consecutive_skips=3"]
+    with faulty([*WARM, *table, "debug.capture.at_most=2"], tmp_path, at) as run:
         with pytest.raises(GaveUp) as caught:
             train(run)
     assert run.progress.consecutive_skips == 10  # the host learned late
@@ -353,20 +332,10 @@ def test_a_hook_that_asks_too_often_is_refused() -> None:
     assert run.progress.step == 3
 
 
-def poisoned(output: Tensor) -> Tensor:
-    return output * math.nan
-
-
-ROUGH = [
-    *LINE,
-    *WATCHFUL,
-    "training.steps=90",
-    "checkpoint.every=25",
-    "monitoring.every=5",
-    "stability.recovery=[{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,"
-    "action:rollback},{action:skip}]",
-]
-TROUBLE = {37: louder, 38: louder, 52: poisoned, 61: poisoned, 62: poisoned, 63: louder, 77: louder}
+ROWS = "{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,action:rollback}"
+ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5"]
+ROUGH.append(f"stability.recovery=[{ROWS},{{action:skip}}]")
+TROUBLE = dict.fromkeys((37, 38, 63, 77), louder) | dict.fromkeys((52, 61, 62), times(math.nan))
 
 
 class Late(Reader):

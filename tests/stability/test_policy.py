@@ -11,7 +11,13 @@ import pytest
 from runner import compose
 from runner.errors import ConfigError
 from runner.stability.anomalies import Anomaly
-from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
+from runner.stability.config import (
+    Action,
+    BadStepKind,
+    RecoveryRule,
+    SpikeConfig,
+    StabilityConfig,
+)
 from runner.stability.messages import Decision, describe_giving_up, restore_decision
 from runner.stability.policy import RecoveryTable
 from runner.stability.spike import Spikes
@@ -29,13 +35,12 @@ def chosen(
 
 
 def test_the_first_row_of_its_kind_counts() -> None:
-    rules = table(
-        RecoveryRule(BadStepKind.spike, action=Action.stop),
-        RecoveryRule(),
-        RecoveryRule(action=Action.rollback),
-    )
+    rules = table(RecoveryRule(BadStepKind.spike, action=Action.stop), RecoveryRule())
     assert chosen(rules, BadStepKind.spike) is Action.stop
     assert chosen(rules, BadStepKind.non_finite) is Action.skip
+    scaled = table(RecoveryRule(action=Action.lower_scale), RecoveryRule())
+    assert scaled.first(BadStepKind.overflow, 1, 0, scaled=True) == 0
+    assert scaled.first(BadStepKind.overflow, 1, 0, scaled=False) == 1
 
 
 def test_so_many_in_a_row_and_the_next_row_has_its_turn() -> None:
@@ -47,10 +52,8 @@ def test_so_many_in_a_row_and_the_next_row_has_its_turn() -> None:
     actions = [chosen(rules, BadStepKind.spike, n) for n in range(1, 6)]
     mild, end = [Action.skip, Action.skip, Action.lower_lr], [Action.rollback] * 2
     assert actions == mild + end  # lower_lr is bounded by max_consecutive_skips=3 as skip is
-    assert [chosen(rules, BadStepKind.overflow, n) for n in (3, 4)] == [
-        Action.skip,
-        Action.rollback,
-    ]
+    others = [chosen(rules, BadStepKind.overflow, n) for n in (3, 4)]
+    assert others == [Action.skip, Action.rollback]
 
 
 def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
@@ -63,18 +66,9 @@ def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
     assert chosen(rules, BadStepKind.spike, rollbacks=1) is Action.rollback
     assert chosen(rules, BadStepKind.spike, rollbacks=2) is None
     assert chosen(table(), BadStepKind.spike) is None
-
-
-def test_rows_that_roll_back_are_passed_over_where_there_is_nothing_to_go_back_to() -> None:
     rules = table(RecoveryRule(action=Action.rollback), RecoveryRule())
-    rules.rolls_back = False
+    rules.rolls_back = False  # there is nothing to go back to
     assert chosen(rules, BadStepKind.spike) is Action.skip
-
-
-def test_a_loss_scale_is_lowered_where_there_is_one() -> None:
-    rules = table(RecoveryRule(action=Action.lower_scale), RecoveryRule())
-    assert rules.first(BadStepKind.overflow, 1, 0, scaled=True) == 0
-    assert rules.first(BadStepKind.overflow, 1, 0, scaled=False) == 1
 
 
 def test_the_shipped_tables_are_what_they_say() -> None:
@@ -87,9 +81,9 @@ def test_the_shipped_tables_are_what_they_say() -> None:
     assert chosen(default, BadStepKind.spike, 11, rollbacks=2) is Action.accept
     strict = RecoveryTable.of(compose(["stability=strict"]).stability)
     assert chosen(strict, BadStepKind.overflow) is Action.skip
-    assert (
-        chosen(strict, BadStepKind.spike) is chosen(strict, BadStepKind.non_finite) is Action.stop
-    )
+    assert chosen(strict, BadStepKind.spike) is Action.stop
+    assert chosen(strict, BadStepKind.non_finite) is Action.stop
+    assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]
     off = compose(["stability=off"]).stability
     assert (off.guard, off.spike.enabled, off.recovery) == (False, False, [])
 
@@ -124,53 +118,31 @@ def test_a_wrong_row_is_refused_with_the_way_out(typed: str, says: str) -> None:
 WENT_WRONG = Anomaly(3, "weights", 1.0, 2.0, 9.0, 9.0, skipped=True, capture="debug/captures/3")
 
 
-def kept(**more: Any) -> dict[str, Any]:
-    return {"row": 0, "kind": "weights", "step": 3, "message": "send me money", **more}
-
-
-def kept_by(
-    config: StabilityConfig, fatal: Sequence[BadStepKind] = (), **more: Any
-) -> Decision | None:
-    return restore_decision(kept(**more), [WENT_WRONG], Spikes(config.spike, True), fatal)
+def kept_by(fatal: Sequence[BadStepKind] = (), **more: Any) -> Decision | None:
+    saved = {"row": 0, "kind": "weights", "step": 3, "message": "send me money", **more}
+    return restore_decision(saved, [WENT_WRONG], Spikes(SpikeConfig(), True), fatal)
 
 
 def test_a_kept_decision_is_made_again_in_words_of_the_run() -> None:
-    found = kept_by(StabilityConfig(), row=99, stuck=True, in_a_row=2, since=2)
+    found = kept_by(row=99, stuck=True, in_a_row=2, since=2)
     assert found is not None and found.outdated and not found.stuck and found.row is None
     assert (found.message, found.capture) == ("the weights are not finite", "debug/captures/3")
     assert (found.in_a_row, found.since, found.raises) == (2, 2, False)
-    ends = kept_by(StabilityConfig(), [BadStepKind.weights])
+    ends = kept_by([BadStepKind.weights])
     assert ends is not None and ends.raises  # as the config of now says
 
 
 def test_a_kept_decision_about_nothing_that_went_wrong_is_dropped() -> None:
     for odd in ({"kind": "asked"}, {"kind": "spike"}, {"step": 4}, {"in_a_row": 4}, {"since": 4}):
-        assert kept_by(StabilityConfig(), **odd) is None
+        assert kept_by(**odd) is None
     with pytest.raises(KeyError, match="zz"):
-        kept_by(StabilityConfig(), kind="zz")
+        kept_by(kind="zz")
 
 
 def test_giving_up_leads_to_a_capture_that_is_there(tmp_path: Path) -> None:
-    found = kept_by(StabilityConfig())
+    found = kept_by()
     assert found is not None
     rules = table(RecoveryRule())
     assert "captures" not in describe_giving_up(found, rules, 0, tmp_path, WENT_WRONG)
     (tmp_path / WENT_WRONG.capture).mkdir(parents=True)
     assert "captures/3" in describe_giving_up(found, rules, 0, tmp_path, None)
-
-
-def test_it_says_what_was_tried() -> None:
-    rules = table(RecoveryRule(), RecoveryRule(action=Action.rollback))
-    assert rules.tried() == "nothing"
-    for step in range(4, 11):
-        rules.note(0, step)
-    rules.note(1, 12)
-    said = "skipped a step 7 times (steps 4, 5, 6, 7, 8, …); rolled back once (step 12)"
-    assert rules.tried() == said
-    other = table(RecoveryRule(), RecoveryRule(action=Action.rollback))
-    other.load(rules.state())
-    assert (other.tried(), other.used) == (said, [7, 1])
-
-
-def test_what_needs_no_config_file_has_a_table_too() -> None:
-    assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]

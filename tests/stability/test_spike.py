@@ -69,15 +69,6 @@ def test_a_lasting_change_is_accepted_after_a_while() -> None:
     assert max(spikes) < 400
 
 
-def test_nothing_is_judged_before_enough_is_known() -> None:
-    usual = Usual(config())
-    for value in noise(19):
-        usual.add(value, math.inf)
-    assert usual.limit() == math.inf
-    usual.add(1.0, math.inf)
-    assert usual.limit() < math.inf
-
-
 def test_the_limit_is_the_highest_of_three() -> None:
     values = [0.9, 1.0, 1.1] * 10  # median 1, median distance 0.1
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from runner import evaluate, train
 from runner.errors import DataError
 from runner.objectives.chunked_cross_entropy import defer
-from runner.objectives.deferred_logits import DeferredLogits
 from runner.objectives.language_modelling import LanguageModelling
+from runner.objectives.model_output import DeferredLogits
 from runner.techniques.probe import OperatorObserver
 from runner.training.step import forward_backward
 from tests import runs

@@ -22,8 +22,9 @@ from runner.config import RunConfig
 from runner.device.config import DeviceKind
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import join
+from runner.distributed.outcome import RANKS
 from runner.distributed.place import Place
-from runner.distributed.world import RANKS, World
+from runner.distributed.world import World
 from runner.errors import ConfigError, ProcessLost
 from runner.record.console import set_up_logging
 from runner.security.pickle_transfer import opened
