@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from runner.checkpoint.manifest import Manifest
 from runner.record.storage import FileDigest
 from runner.security.files.file_bytes import hash_file
+from runner.security.files.provenance import Assessment, FileFacts
 from runner.security.sealed import sealed
-from runner.security.trust import Assessment, FileFacts
 
 
 class Mark:

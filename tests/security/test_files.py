@@ -26,11 +26,10 @@ from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
 from runner.security.files.loader import Opened, open_file, read_arrays
 from runner.security.files.policy import FileLimits, FilePolicy
-from runner.security.files.provenance import is_own, judge
+from runner.security.files.provenance import Assessment, FileFacts, is_own, judge, require
 from runner.security.files.sandbox import Sandbox
 from runner.security.paths import own_trees
 from runner.security.sealed import sealed
-from runner.security.trust import Assessment, FileFacts, require
 from tests.security.files.archives import Member, archive, saved
 from tests.security.files.benign import same
 from tests.security.planted import Mark, checkpoint, facts_of

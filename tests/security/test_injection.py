@@ -42,7 +42,7 @@ from runner.report import comparison as comparing
 from runner.report import page, table
 from runner.report import run as run_report
 from runner.security.config import SecurityLevel
-from runner.security.trust import Assessment, FileFacts
+from runner.security.files.provenance import Assessment, FileFacts
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 from runner.training.summary import CheckpointPaths, Summary
