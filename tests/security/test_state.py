@@ -1,4 +1,4 @@
-"""The state of a run becomes plain data and back; a checkpoint's file of another kind is an error."""
+"""A run's state becomes plain data and back; a file of another kind is an error."""
 
 import dataclasses
 import enum
