@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 INF = float("inf")
-HUGE = torch.tensor(INF)  # a constant that is no buffer
 Change = Callable[[Tensor], Tensor]
 
 
@@ -36,20 +35,6 @@ def numpy_inf(tensor: Tensor) -> Tensor:
     return changed
 
 
-def write_item(tensor: Tensor) -> Tensor:
-    changed = tensor.clone()
-    changed[0, 0] = INF
-    return changed
-
-
-def scale_in_graph(gradient: Tensor) -> Tensor:
-    """As implicit layers do it: a graph of its own within the backward."""
-    with torch.enable_grad():
-        x = torch.zeros_like(gradient).requires_grad_()
-        (found,) = torch.autograd.grad(x.sqrt().sum(), x)
-    return found
-
-
 def refuse(gradient: Tensor) -> Tensor:
     raise ValueError("no gradient")
 
@@ -58,7 +43,6 @@ BACKWARDS: dict[str, Change] = {
     "full_like": lambda g: torch.full_like(g, INF),
     "nan": lambda g: torch.where(g == g, float("nan"), g),
     "numpy": numpy_inf,
-    "graph": scale_in_graph,
 }
 
 
@@ -75,42 +59,20 @@ def planted(how: str) -> Change:
     return apply
 
 
-def save(ctx: Any, x: Tensor) -> Tensor:
-    """The forward saves Inf."""
-    ctx.save_for_backward(torch.full_like(x, INF))
-    return x.clone()
-
-
-def keep(ctx: Any, x: Tensor) -> Tensor:
-    """The forward keeps Inf in an attribute."""
-    ctx.huge = HUGE
-    return x.clone()
-
-
-def weigh(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-    ctx.save_for_backward(weight)
-    return x * weight
-
-
 no_operation = function(lambda ctx, x: x, lambda ctx, g: torch.full_like(g, INF))
-saved = function(save, lambda ctx, g: g.abs() * ctx.saved_tensors[0])
-attribute = function(keep, lambda ctx, g: g.abs() * ctx.huge)
-weighted = function(weigh, lambda ctx, g: (g, torch.full_like(ctx.saved_tensors[0], INF)))
 plus = function(lambda ctx, x: x + numpy_inf(x), lambda ctx, g: g)
 
 
 class Scaled(nn.Module):
-    """A parameter of its own, to which a function or a hook gives a bad gradient."""
+    """A parameter of its own, to which a hook gives a bad gradient."""
 
-    def __init__(self, of: Any = torch.mul, hook: Any = None) -> None:
+    def __init__(self, hook: Change) -> None:
         super().__init__()
-        self.weight, self.of = nn.Parameter(torch.ones(8)), of
-        if hook is not None:
-            self.weight.register_hook(hook)
+        self.weight = nn.Parameter(torch.ones(8))
+        self.weight.register_hook(hook)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.of(x, self.weight)
-        return found
+        return x * self.weight
 
 
 def hooked(x: Tensor, hook: Change) -> Tensor:
@@ -119,24 +81,13 @@ def hooked(x: Tensor, hook: Change) -> Tensor:
     return x
 
 
-def hooks_module(before: bool) -> nn.Module:
+def hooks_module() -> nn.Module:
     """A hook of torch's on the module."""
     module = Value(lambda x: x * 1)
-    if before:
-        module.register_full_backward_pre_hook(
-            lambda module, grads: tuple(torch.full_like(g, INF) for g in grads)
-        )
-    else:
-        module.register_full_backward_hook(
-            lambda module, inputs, outputs: tuple(g * INF for g in inputs)
-        )
+    module.register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(g * INF for g in inputs)
+    )
     return module
-
-
-def penalty(x: Tensor) -> Tensor:
-    """A gradient of a gradient: the norm of a gradient that is 0 has no slope."""
-    (slope,) = torch.autograd.grad((x * 0).square().sum(), x, create_graph=True)
-    return x + slope.square().sum().sqrt()
 
 
 class Twice(nn.Module):
@@ -147,26 +98,12 @@ class Twice(nn.Module):
         self.before, self.inner, self.mode = nn.Linear(8, 8), inner, mode
 
     def _block(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(self.before(x))
-        return found
+        return self.inner(self.before(x))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "plain":
             return self._block(x)
-        found: Tensor = checkpoint(self._block, x, use_reentrant=self.mode == "reentrant")
-        return found
-
-
-class Residual(nn.Module):
-    """Its input goes two ways, of which one has the bad slope."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.inner = nn.Linear(8, 8), Value(planted("numpy"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.linear(x) + self.inner(x) + x
-        return found
+        return checkpoint(self._block, x, use_reentrant=self.mode == "reentrant")
 
 
 class Attention(nn.Module):
@@ -193,8 +130,7 @@ class MasksAll(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((8, 8), -INF)
-        found: Tensor = x + self.inner(x[:, None], mask)[:, 0]
-        return found
+        return x + self.inner(x[:, None], mask)[:, 0]
 
 
 def slope(of: Change) -> Callable[[], nn.Module]:
@@ -209,19 +145,14 @@ def value(of: Change) -> Callable[[], nn.Module]:
 BACKWARD: dict[str, Callable[[], nn.Module]] = {
     **{how: value(planted(how)) for how in BACKWARDS},
     "no operation": value(no_operation),
-    "saved": value(saved),
-    "attribute": value(attribute),
-    "weight alone": lambda: Scaled(weighted),
-    "parameter hook": lambda: Scaled(hook=lambda g: g * INF),
+    "parameter hook": lambda: Scaled(lambda g: g * INF),
     "input hook": value(lambda x: hooked(x, lambda g: g * INF) * 1),
     "output hook": value(lambda x: hooked(x * 1, lambda g: torch.full_like(g, INF))),
-    "module hook": lambda: hooks_module(before=False),
-    "module pre-hook": lambda: hooks_module(before=True),
+    "module hook": hooks_module,
     "sqrt": slope(lambda x: (x * 0).sqrt()),
     "selects": value(lambda x: torch.where(torch.zeros_like(x) > 0, 1 / (x * 0), x)),
     "where log": slope(lambda x: torch.where(x * 0 > 0, (x * 0).log(), 0.0)),
     "where exp": slope(lambda x: torch.where(x * 0 > 0, (x * 0 + 1e3).exp(), 0.0)),
-    "penalty": value(penalty),
 }
 """Factories of a layer from 8 to 8 features whose value is finite."""
 OF_FORWARD = ("selects", "where exp")
@@ -233,7 +164,6 @@ FORWARD: dict[str, Callable[[], nn.Module]] = {
     "numpy": value(lambda x: x + numpy_inf(x)),
     "function": value(plus),
     "overflow": value(lambda x: (x + 1e30) * 1e30),
-    "item": value(write_item),
     "masked attention": lambda: MasksAll(by_hand=False),
     "masked in place": lambda: MasksAll(by_hand=True),
 }
@@ -244,7 +174,7 @@ NESTED: dict[str, Callable[[], nn.Module]] = {
     f"{how}, {mode}": (lambda how=how, mode=mode: Twice(BACKWARD[how](), mode))
     for how in CHECKPOINTED
     for mode in ("plain", "non-reentrant", "reentrant")
-} | {"one of two ways": Residual}
+}
 """The same with the fault in `inner`, most of them checkpointed."""
 
 
@@ -263,8 +193,7 @@ class Net(nn.Module):
         x = self.block(self.first(x))
         if self.functional:
             x = planted("full_like")(x)
-        found: Tensor = self.last(x)
-        return found
+        return self.last(x)
 
 
 def planted_loss(output: Tensor, target: Tensor) -> Tensor:

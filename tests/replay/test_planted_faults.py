@@ -66,7 +66,7 @@ def test_what_a_backward_raises_is_named_by_its_module(made: Run) -> None:
     assert found.cause == "block.2 (Value) raised ValueError: no gradient in the backward"
 
 
-@pytest.mark.parametrize("fault", ["full_like", "where log", "saved"])
+@pytest.mark.parametrize("fault", ["full_like", "where log"])
 def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
     fault: str, made: Run
 ) -> None:
