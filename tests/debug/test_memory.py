@@ -136,8 +136,8 @@ def test_objects_are_counted_by_kind_without_lazy_and_fake_tensors() -> None:
     fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 73))
     assert isinstance(fake.numel(), torch.SymInt)  # which has no hash
     now = count_objects()
-    assert now.number["tensors [7, 73] float32 on cpu"] == 1
-    assert not any("s" in kind.partition("]")[0].removeprefix("tensors") for kind in now.bytes)
+    assert now[0]["tensors [7, 73] float32 on cpu"] == 1
+    assert not any("s" in kind.partition("]")[0].removeprefix("tensors") for kind in now[1])
     growth = next(g for g in find_growth(before, now) if g.kind.endswith(".<locals>.Kept"))
     assert growth.more == 5000 and len(kept) == 5002
 
