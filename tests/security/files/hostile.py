@@ -83,49 +83,20 @@ GOOD = whole(mapping(weight=WEIGHT))
 
 # -- what is called ----------------------------------------------------------------------------
 
-# `module:attribute`, by the arguments that it is given
-CALLS: tuple[tuple[str, Callable[[str], list[Any]]], ...] = (
-    ("os:mkdir posix:mkdir random:_os.mkdir numpy:lib._utils_impl.os.mkdir", lambda m: [m]),
-    ("torch:os.mkdir torch.serialization:os.mkdir", lambda m: [m]),
-    ("builtins:open io:FileIO gzip:open zipfile:ZipFile codecs:open", lambda m: [m, "w"]),
-    ("builtins:exec cProfile:run", lambda m: [script(m)]),
-    ("torch.jit.unsupported_tensor_ops:execWrapper", lambda m: [script(m), {}, {}]),
-    ("os:system torch.utils.collect_env:run", lambda m: [f"mkdir '{m}'"]),
-    ("subprocess:check_output pty:spawn", lambda m: [["mkdir", m]]),
-    ("pickle:loads _pickle:loads", lambda m: [hostile(m)]),
-    ("torch.storage:_load_from_bytes", lambda m: [legacy(hostile(m))]),
-    ("shutil:copyfile", lambda m: ["/dev/null", m]),
-    ("torch:save", lambda m: [{}, m]),
-    ("torch:from_file", lambda m: [m, True, 4]),
-    ("hydra.utils:instantiate", lambda m: [{"_target_": "os.mkdir", "path": m}]),
-    ("uuid:_get_command_stdout", lambda m: ["mkdir", m]),
-    (
-        "joblib:numpy_pickle.load dill:loads keras:Lambda pandas:read_pickle no_such:f",
-        lambda m: [m],
-    ),
+# whether it is live, `module:attribute`, and the arguments that it is given
+CALLS: tuple[tuple[bool, str, Callable[[str], list[Any]]], ...] = (
+    (True, "os:mkdir posix:mkdir random:_os.mkdir torch:os.mkdir", lambda m: [m]),
+    (True, "builtins:open io:FileIO zipfile:ZipFile codecs:open", lambda m: [m, "w"]),
+    (True, "builtins:exec cProfile:run", lambda m: [script(m)]),
+    (True, "torch.jit.unsupported_tensor_ops:execWrapper", lambda m: [script(m), {}, {}]),
+    (True, "os:system torch.utils.collect_env:run", lambda m: [f"mkdir '{m}'"]),
+    (True, "subprocess:check_output pty:spawn", lambda m: [["mkdir", m]]),
+    (True, "pickle:loads _pickle:loads", lambda m: [hostile(m)]),
+    (True, "torch.storage:_load_from_bytes", lambda m: [legacy(hostile(m))]),
+    (True, "torch:save", lambda m: [{}, m]),
+    (True, "hydra.utils:instantiate", lambda m: [{"_target_": "os.mkdir", "path": m}]),
+    (False, "joblib:numpy_pickle.load dill:loads keras:Lambda no_such:f", lambda m: [m]),
 )
-# the result of a first call is called, or is the argument of a second
-CHAINS: dict[str, Made] = {
-    "getattr": lambda m: call(
-        call(
-            name("builtins", "getattr"),
-            call(name("importlib", "import_module"), value("os")),
-            value("mkdir"),
-        ),
-        value(m),
-    ),
-    "hydra": lambda m: call(call(name("hydra.utils", "get_method"), value("os.mkdir")), value(m)),
-    "partial": lambda m: call(call(name("functools", "partial"), name("os", "mkdir"), value(m))),
-    "fx": lambda m: call(
-        name("torch.fx.graph_module", "reduce_graph_module"),
-        value({"_code": "def forward(self):\n    pass\n"}),
-        value(script(m) + "\n"),
-    ),
-}
-
-
-def _one_chain(piece: Made, marker: str) -> bytes:
-    return torch_zip(whole(piece(marker)))
 
 
 def _one_call(target: str, arguments: Callable[[str], list[Any]], marker: str) -> bytes:
@@ -135,11 +106,11 @@ def _one_call(target: str, arguments: Callable[[str], list[Any]], marker: str) -
 
 
 def _calls() -> list[Sample]:
-    made = {key: partial(_one_chain, piece) for key, piece in CHAINS.items()}
-    for targets, arguments in CALLS:
-        made |= {target: partial(_one_call, target, arguments) for target in targets.split()}
-    absent = CALLS[-1][0].split()
-    return [Sample("call", key, "model.pt", make, key not in absent) for key, make in made.items()]
+    return [
+        Sample("call", target, "model.pt", partial(_one_call, target, arguments), live=live)
+        for live, targets, arguments in CALLS
+        for target in targets.split()
+    ]
 
 
 # -- how the pickle is written -----------------------------------------------------------------
@@ -160,12 +131,6 @@ def _memo(marker: str) -> bytes:
     return whole(first, second, call(stack_name(get(0), "mkdir"), value(marker)), protocol=4)
 
 
-def _spelled(marker: str) -> bytes:
-    """The name is worked out."""
-    attribute = call(name("codecs", "decode"), value("zxqve"), value("rot13"))
-    return whole(call(stack_name("os", attribute), value(marker)), protocol=4)
-
-
 def _extension(marker: str) -> bytes:
     """The name is registered by the pickle itself, and then asked for by number."""
     known = call(name("copyreg", "add_extension"), *map(value, ("os", "mkdir", 201)))
@@ -180,16 +145,9 @@ PICKLES: dict[str, Made] = {
     ),
     "build_setstate": _setstate,
     "memo": _memo,
-    "spelled": _spelled,
     "extension": _extension,
     "protocol_0": lambda m: b"cos\nmkdir\n(V" + m.encode() + b"\ntR.",
-    "no_protocol": lambda m: mkdir(m) + pickle.STOP,
-    "protocol_5": lambda m: whole(mkdir(m), pickle.POP, value({}), protocol=5),
-    "dropped": lambda m: whole(mkdir(m), pickle.POP, value({})),
     "in_a_key": lambda m: whole(pickle.EMPTY_DICT, mkdir(m), value(1), pickle.SETITEM),
-    "in_a_state": lambda m: whole(
-        build(call(name("collections", "OrderedDict")), mapping(a=mkdir(m)))
-    ),
     "broken_after": lambda m: whole(mkdir(m), b"\xff\xff"),
 }
 
@@ -200,9 +158,7 @@ def _zipped(pickled: Made, marker: str) -> bytes:
 
 def _pickles() -> list[Sample]:
     made = [
-        Sample(
-            "opcode", key, "model.pt", lambda m, of=of: torch_zip(of(m)), live=key != "protocol_5"
-        )
+        Sample("opcode", key, "model.pt", partial(_zipped, of), live=True)
         for key, of in PICKLES.items()
     ]
     made += [  # each of the five pickles of torch's old format
