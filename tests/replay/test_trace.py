@@ -109,11 +109,8 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured: Captured) 
     assert (cause.phase, cause.module, cause.kind) == (StepPhase.forward, "part", "OnlyCompiled")
     assert cause.line is not None
     assert cause.line.number == line_of("COMPILED")
-
-
-def test_a_fault_of_generated_code_is_told_from_one_of_the_traced_graph(captured: Captured) -> None:
     with opened(captured(*LOG)) as (run, batch, _):
-        run.model.part = Fuses()
+        run.model.part = Fuses()  # only the generated code is bad
         cause = trace_compiled(run, batch)
     assert (cause.phase, cause.line) == (StepPhase.nowhere, None)
     assert cause.cause == "only the code that the compiler generates is bad: its graph is good"
