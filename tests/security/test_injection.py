@@ -180,9 +180,7 @@ PAGES = {
 
 @pytest.mark.parametrize("name", SCREENS)
 @pytest.mark.parametrize("width", [80, 2000])
-def test_a_terminal_is_told_what_it_says_and_does_nothing(
-    name: str, width: int, faulty: Path
-) -> None:
+def test_a_terminal_shows_text_as_text(name: str, width: int, faulty: Path) -> None:
     said = shown(SCREENS[name](faulty), width)
     bare = STYLED.sub("", said)
     assert not CODES.findall(bare)
@@ -215,7 +213,7 @@ PLAIN_TAGS = {"p", "h1", "h2", "h3", "table", "thead", "tbody", "tr", "th", "td"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_markdown_has_no_element_or_link_that_was_smuggled_in(name: str, faulty: Path) -> None:
+def test_markdown_has_no_element_or_link_of_others(name: str, faulty: Path) -> None:
     text = PAGES[name](faulty)
     made = python_markdown.markdown(text, extensions=["tables", "fenced_code"])
     found = Tags()
@@ -273,48 +271,6 @@ def test_a_line_of_the_log_is_a_line_of_ours(
     said = capfd.readouterr().err
     assert not CODES.findall(said.replace("\n", ""))
     assert not [line for line in said.splitlines() if line.startswith(FORGED[:10])]
-
-
-HOSTILE_PACKAGE = f"""
-import torch
-
-HOSTILE = {HOSTILE!r}
-
-
-class _Net(torch.nn.Module):
-    def __init__(self, in_features, classes):
-        super().__init__()
-        self.layer = torch.nn.Linear(in_features, classes)
-        self.layer.__class__ = type(HOSTILE.replace("\\0", ""), (torch.nn.Linear,), {{}})
-
-    def forward(self, x):
-        raise RuntimeError(HOSTILE)
-
-
-Net = type("Net", (_Net,), {{"__doc__": HOSTILE}})
-Net.__qualname__ = Net.__name__ = HOSTILE
-"""
-
-
-def test_a_hostile_class_forges_no_line_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "evil_pkg.py").write_text(HOSTILE_PACKAGE)
-    done = runs.command(
-        tmp_path,
-        *"""
-        data=cancer device=cpu optimization=none training.steps=3
-        model._target_=evil_pkg.Net security.trusted=[evil_pkg]
-        debug.capture.enabled=false
-        """.split(),
-    )
-    assert done.returncode == 1, done.stderr
-    said = done.stdout + done.stderr
-    assert "evil" in said
-    assert not CODES.findall(said.replace("\n", ""))
-    assert not [x for x in said.splitlines() if x.lstrip().startswith(FORGED[:20])]
-    (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
-    log = (folder / "run.log").read_text()
-    assert not [line for line in log.split("\n")[:-1] if not LINE.match(line)]
-    assert not CODES.findall(log.replace("\n", ""))
 
 
 @pytest.mark.parametrize("typed", [[f"model={HOSTILE[:60]}"], ["--config-dir", HOSTILE[:60]]])

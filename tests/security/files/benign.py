@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
-from torch import Tensor, nn
+from torch import Tensor
 
-from runner.checkpoint.checkpointer import Checkpointer
 from runner.models.mlp import MLP
 from tests.security.files.archives import array, saved
 
@@ -90,13 +89,13 @@ PLAIN = {
 }
 
 
-def _trained() -> tuple[nn.Module, dict[str, Any]]:
-    """A model and the state of an optimizer after one step."""
+def _trained() -> dict[str, Any]:
+    """The state of an optimizer after one step."""
     model = MLP(in_features=8, classes=3, width=6, depth=2, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    return model, optimizer.state_dict()
+    return optimizer.state_dict()
 
 
 def _npz(save: Callable[..., None]) -> tuple[Any, bytes]:
@@ -111,7 +110,7 @@ def _files() -> dict[str, tuple[str, Any, bytes]]:
     tensors, old = _tensors(), {"_use_new_zipfile_serialization": False}
     own = {k: v.clone() for k, v in tensors.items() if not v.dtype.is_complex}
     own = {k: v.contiguous() for k, v in own.items()}
-    trained = _trained()[1]
+    trained = _trained()
     arrays = {
         "big": np.arange(5, dtype=">f8"),
         "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
@@ -134,18 +133,5 @@ def _write(file: str, content: Any, data: bytes, folder: Path) -> tuple[Path, An
     return folder / file, content
 
 
-def _checkpoint(which: str, folder: Path) -> tuple[Path, Any]:
-    """One of the files that the runner itself writes, with the state of an optimizer."""
-    model, optimizer = _trained()
-    state = {"optimizer": optimizer, "progress": {"step": 7, "loss": 0.5}}
-    checkpointer = Checkpointer(folder, keep=1)
-    checkpointer.save(7, model.state_dict(), state, best=True)
-    checkpointer.close()
-    path = next(folder.rglob(which))
-    return path, dict(model.state_dict()) if path.suffix != ".pt" else {"model": {}, "state": state}
-
-
 def samples() -> list[Benign]:
-    own = ("model.safetensors", "state.pt")
-    made = [Benign(key, partial(_write, *file)) for key, file in _files().items()]
-    return made + [Benign(f"own_{which}", partial(_checkpoint, which)) for which in own]
+    return [Benign(key, partial(_write, *file)) for key, file in _files().items()]
