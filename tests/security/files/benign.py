@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,6 @@ from runner.models.mlp import MLP
 from tests.security.files.archives import array, saved
 
 KINDS = "float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool complex64 complex128"
-
-
-@dataclass(frozen=True)
-class Benign:
-    """One file that must load, and be what was saved."""
-
-    name: str
-    make: Callable[[Path], tuple[Path, Any]]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def same(one: Any, other: Any) -> bool:
@@ -105,6 +93,7 @@ def _npz(save: Callable[..., None]) -> tuple[Any, bytes]:
     return content, out.getvalue()
 
 
+@cache
 def _files() -> dict[str, tuple[str, Any, bytes]]:
     """File name, content and bytes, by the name of the sample."""
     tensors, old = _tensors(), {"_use_new_zipfile_serialization": False}
@@ -128,10 +117,13 @@ def _files() -> dict[str, tuple[str, Any, bytes]]:
     }
 
 
-def _write(file: str, content: Any, data: bytes, folder: Path) -> tuple[Path, Any]:
+NAMES = (
+    "adamw tensors plain legacy safetensors npz npz_deflated npy_big npy_fortran npy_text".split()
+)
+
+
+def write(name: str, folder: Path) -> tuple[Path, Any]:
+    """The file of that name, and its content."""
+    file, content, data = _files()[name]
     (folder / file).write_bytes(data)
     return folder / file, content
-
-
-def samples() -> list[Benign]:
-    return [Benign(key, partial(_write, *file)) for key, file in _files().items()]
