@@ -11,9 +11,9 @@ import torch
 
 from runner.captures.manifest import captures
 from runner.captures.reader import open_capture
-from runner.checkpoint.manifest import sealed
 from runner.errors import CheckpointError, SecurityError
 from runner.security.files.file_bytes import hash_file
+from tests.captures.captured_runs import forge
 from tests.security.planted import Mark
 
 
@@ -41,20 +41,14 @@ def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
         open_capture(folder).checkpoint()
 
 
-def forge(folder: Path, **changes: object) -> None:
-    """Rewrite a manifest with its digest, as an attacker would."""
-    body = json.loads((folder / "manifest.json").read_text())
-    del body["digest"]
-    (folder / "manifest.json").write_bytes(sealed({**body, **changes}))
-
-
 def forge_state(folder: Path, content: object) -> None:
     """Replace state.pt, with a manifest that fits."""
     path = folder / "state.pt"
     torch.save(content, path)
     files = json.loads((folder / "manifest.json").read_text())["files"]
     sha256, size = hash_file(path)
-    forge(folder, files={**files, "state.pt": {"size": size, "sha256": sha256}})
+    files["state.pt"] = {"size": size, "sha256": sha256}
+    forge(folder, lambda body: body.update(files=files))
 
 
 def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Path) -> None:
@@ -78,7 +72,7 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Pat
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
-    forge(folder, **changes)
+    forge(folder, lambda body: body.update(changes))
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         open_capture(folder)
 
