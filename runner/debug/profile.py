@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -220,7 +219,8 @@ class ProfileTool(Tool):
             return
         name = f"{TRACES}/step_{window.first:08d}.json.gz"
         try:
-            window.store(run.folder / name)
+            (run.folder / TRACES).mkdir(parents=True, exist_ok=True)
+            window.profiler.export_chrome_trace(str(run.folder / name))
             self.trace_file = name
         except OSError as error:
             log.warning("profile: no trace: %s", error)
@@ -403,11 +403,6 @@ class Window:
         operators.sort(key=lambda row: -row["seconds"])
         computed = sum(e.self_device_time_total for e in kernels) / 1e6
         return operators, min(1.0, computed / self.seconds) if kernels and self.seconds else None
-
-    def store(self, path: Path) -> None:
-        """Write the trace, compressed. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(str(path))
 
 
 def operator_name(key: str) -> str:
