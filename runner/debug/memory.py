@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class MemoryTool(Tool):
     def session(self, run: Run) -> Iterator[None]:
         """Follow the allocator; write down at the end what there was."""
         self.run, self.seen_faults = run, dict(run.history.counts)
-        self.next_look = self._first_look(run)
+        self.next_look = min((run.progress.step // self.every + 1) * self.every, run.total_steps)
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if snapshots:
             torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
@@ -85,22 +84,13 @@ class MemoryTool(Tool):
             if snapshots:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _first_look(self, run: Run) -> int:
-        """A full batch from `every` on, else the latest one before, else the last step."""
-        begun, last = run.progress.step, run.total_steps
-        due = min((begun // self.every + 1) * self.every, last)
-        steps = chain(range(due, last + 1), range(due - 1, begun, -1))
-        return next((step for step in steps if self._is_full(run, step)), last)
-
     def due(self, step: int) -> bool:
         """A step of a full batch from `next_look` on; the last one, where there was none."""
         if self.run is None or step < self.next_look or self.rests(step):
             return False
+        train = self.run.train
         last = step == self.run.total_steps and self.breakdown is None
-        return last or self._is_full(self.run, step)
-
-    def _is_full(self, run: Run, step: int) -> bool:
-        return run.train.samples(step - 1) >= run.train.samples(0)
+        return last or train.samples(step - 1) >= train.samples(0)
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
@@ -215,12 +205,8 @@ def _last_leak(run: Run) -> Fault | None:
 # -- what grew --------------------------------------------------------------------------------
 
 
-@dataclass
-class ObjectCounts:
-    """Live objects by kind, as the garbage collector knows them, and the bytes of tensors."""
-
-    number: Counter[str]
-    bytes: Counter[str]
+ObjectCounts = tuple[Counter[str], Counter[str]]
+"""Live objects by kind, as the garbage collector has them, and the bytes of tensors by kind."""
 
 
 @dataclass(frozen=True)
@@ -238,22 +224,22 @@ class Growth:
 
 def count_objects() -> ObjectCounts:
     """Count tensors by shape and type, other objects by their class; 50 ms for 200,000."""
-    counts = ObjectCounts(Counter(), Counter())
+    number, size = Counter[str](), Counter[str]()
     for item in gc.get_objects():
         # a lazy parameter has no shape yet; the compiler's fake tensors hold no memory, and their
         # sizes may be symbols
         if not issubclass(type(item), Tensor):
-            counts.number[f"objects of type {type(item).__qualname__}"] += 1
+            number[f"objects of type {type(item).__qualname__}"] += 1
         elif type(item) is not FakeTensor and not is_lazy(item):
             dtype = str(item.dtype).removeprefix("torch.")
             kind = f"tensors {list(item.shape)} {dtype} on {item.device}"
-            counts.number[kind] += 1
-            counts.bytes[kind] += item.numel() * item.element_size()
-    return counts
+            number[kind] += 1
+            size[kind] += item.numel() * item.element_size()
+    return number, size
 
 
 def find_growth(before: ObjectCounts, now: ObjectCounts) -> list[Growth]:
     """The kinds that grew most: tensors by their bytes first, then others by their number."""
-    size, more = now.bytes - before.bytes, now.number - before.number
+    more, size = (new - old for new, old in zip(now, before, strict=True))
     grown = [Growth(kind, count, size[kind]) for kind, count in more.items() if count >= FEW]
     return sorted(grown, key=lambda growth: (-growth.bytes, -growth.more))[:NAMED]

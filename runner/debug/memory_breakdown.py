@@ -59,16 +59,12 @@ class Breakdown:
         """Bytes of one part over all modules."""
         return sum(getattr(row, part) for row in self.rows)
 
-    def largest(self, most: int) -> list[ModuleMemory]:
-        """The modules that hold most, without those that hold nothing."""
-        ranked = sorted(self.rows, key=lambda row: -row.all)
-        return [row for row in ranked[:most] if row.all]
-
     def table(self) -> str:
         """In Markdown and MiB: the largest modules, and all of them."""
         total = ModuleMemory("all", "", **{part: self.total(part) for part in PARTS})
         cells = []
-        for row in (*self.largest(ROWS), total):
+        ranked = sorted(self.rows, key=lambda row: -row.all)
+        for row in (*(row for row in ranked[:ROWS] if row.all), total):
             sizes = [*(getattr(row, part) for part in PARTS), row.all]
             cells.append(
                 (row.name, row.kind, *(f"{size / MIB:.3f}" if size else "" for size in sizes))

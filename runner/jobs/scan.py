@@ -27,9 +27,9 @@ from runner.report.format import size
 from runner.security.config import SecurityLevel
 from runner.security.files.formats import is_loadable
 from runner.security.files.policy import FilePolicy
+from runner.security.files.provenance import OTHER, Assessment, enough, way_in
 from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.paths import own_trees
-from runner.security.trust import OTHER, Assessment, enough, way_in
 from runner.training.signals import Interrupts
 
 JSON = "scan.json"

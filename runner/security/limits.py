@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from runner.device import memory
 
@@ -63,42 +66,26 @@ def over_device(limit_mb: float, used: int) -> Exceeded | None:
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process and of its data workers, what they share counted once."""
-    workers = [child.pid for child in multiprocessing.active_children()]
-    own = memory.process_bytes()
-    if not workers:
-        return own
-    shares = [_share(pid) for pid in (os.getpid(), *workers) if pid is not None]
-    return max(own, sum(shares))
+    """Resident memory of this process and of its data workers, shared memory counted once."""
+    own, workers = memory.process_bytes(), multiprocessing.active_children()
+    processes = [os.getpid(), *(child.pid for child in workers)] if workers else []
+    return max(own, sum(_share(pid) for pid in processes if pid is not None))
 
 
 def _share(pid: int) -> int:
-    """What the kernel puts down to that process of the memory that several have; Linux."""
+    """A process's part of the memory that several share (PSS); 0 once it has ended."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):  # it has ended, or this is another system
+        return int(getattr(psutil.Process(pid).memory_full_info(), "pss", 0))  # Linux alone
+    except psutil.Error:
         return 0
-    return 0
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes on the disk of all files in a folder; a hard-linked one counts once. 5 µs a file."""
-    seen: set[tuple[int, int]] = set()
-    total, waiting = 0, [str(folder)]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                        continue
-                    status = entry.stat(follow_symlinks=False)
-                    if (status.st_dev, status.st_ino) not in seen:
-                        seen.add((status.st_dev, status.st_ino))
-                        total += status.st_size
-        except OSError:  # it has just been removed or renamed
-            continue
-    return total
+    """Bytes on the disk of all files in a folder; a hard-linked one counts once. 8 µs a file."""
+    sizes: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # it has just been removed or renamed
+                status = os.lstat(os.path.join(parent, name))
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

@@ -48,31 +48,17 @@ def opened(parcel: bytes) -> dict[str, Any]:
     return parts
 
 
-class _OutlinePickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, outline: Callable[[Any], Any]) -> None:
-        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self.outline = outline
-
-    def persistent_id(self, part: Any) -> Any:
-        return self.outline(part)
-
-
-class _OutlineUnpickler(pickle.Unpickler):
-    def __init__(self, parcel: bytes, fill: Callable[[Any], Any]) -> None:
-        super().__init__(io.BytesIO(parcel))
-        self.fill = fill
-
-    def persistent_load(self, part: Any) -> Any:
-        return self.fill(part)
-
-
 def dumps_outline(value: Any, outline: Callable[[Any], Any]) -> bytes:
     """`value` for `loads_outline`; what `outline` returns, unless None, stands for an object."""
     buffer = io.BytesIO()
-    _OutlinePickler(buffer, outline).dump(value)
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.persistent_id = outline  # type: ignore[method-assign]
+    pickler.dump(value)
     return buffer.getvalue()
 
 
 def loads_outline(parcel: bytes, fill: Callable[[Any], Any]) -> Any:
-    """What a process of our own has pickled; `fill` makes the objects that were outlined."""
-    return _OutlineUnpickler(parcel, fill).load()
+    """The value that a process of ours pickled; `fill` makes the objects that were outlined."""
+    unpickler = pickle.Unpickler(io.BytesIO(parcel))  # noqa: S301  # our own
+    unpickler.persistent_load = fill  # type: ignore[method-assign]
+    return unpickler.load()

@@ -75,11 +75,6 @@ def current_environment_access(names: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def is_open_to(name: str) -> bool:
-    """Whether a config may read that variable now."""
-    return _access is not None and (_access.names is None or name in _access.names)
-
-
 def permitted() -> list[str] | None:
     """The names that may be read now; None: any."""
     if _access is None:
@@ -114,7 +109,7 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
     key = (_node_._get_full_key(None) or "config").replace("_dummy_", "defaults")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise SecurityError(f"{key}: {name!r} is refused: it is no name of a variable")
-    if not is_open_to(name):
+    if _access.names is not None and name not in _access.names:
         raise SecurityError(
             f"{key}: {stands_for(name)} is refused: {KEY} does not name {name}; if the config may "
             f"read that variable, add {KEY}=[{name}] to the command line"
@@ -182,24 +177,22 @@ def place(config: DictConfig, key: str) -> Path:
 
 
 def note(config: DictConfig) -> None:
-    """Remember which keys of a composed config hold what the environment said."""
+    """Remember which keys of a composed config hold a value of the environment."""
     if _access is not None and _values:
-        for key, value in _readings(config):
-            text = _text(value)
-            _shown[key] = (text, _hide(text))
+        _note(config, "", _access)
 
 
-def _readings(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys, and values, that the environment had a part in."""
+def _note(node: Any, path: str, access: EnvironmentAccess) -> None:
     for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
-        if _access is None or OmegaConf.is_missing(node, key):
+        if OmegaConf.is_missing(node, key):
             continue
-        before, below = _access.reads, f"{path}.{key}" if path else str(key)
+        before, below = access.reads, f"{path}.{key}" if path else str(key)
         value = node[key]
         if isinstance(value, DictConfig | ListConfig):
-            yield from _readings(value, below)
-        elif value is not None and _access.reads > before:
-            yield below, value
+            _note(value, below, access)
+        elif value is not None and access.reads > before:
+            text = _text(value)
+            _shown[below] = (text, _hide(text))
 
 
 def _text(value: Any) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from runner import Summary, train
 from runner.captures.manifest import captures
 from runner.captures.reader import Capture, open_capture
+from runner.checkpoint.manifest import sealed
 from runner.training.hook import Hook, Report, Step, Verdict
 from runner.training.run import Run
 from tests import runs
@@ -60,3 +64,11 @@ def taken(folder: Path, *overrides: str) -> tuple[Capture, Capture, Taker]:
     trained(folder, hook, *overrides)
     moved, stayed = map(open_capture, captures(folder))
     return moved, stayed, hook
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a manifest with its digest, as an attacker would."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["digest"]
+    change(body)
+    (folder / "manifest.json").write_bytes(sealed(body))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,8 +11,10 @@ import torch
 
 from runner.captures.manifest import captures
 from runner.captures.reader import open_capture
-from runner.checkpoint.manifest import sealed
 from runner.errors import CheckpointError, SecurityError
+from runner.security.files.file_bytes import hash_file
+from tests.captures.captured_runs import forge
+from tests.security.planted import Mark
 
 
 @pytest.fixture
@@ -41,28 +41,19 @@ def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
         open_capture(folder).checkpoint()
 
 
-def forge(folder: Path, **changes: object) -> None:
-    """Rewrite a manifest with its digest, as an attacker would."""
-    body = json.loads((folder / "manifest.json").read_text())
-    del body["digest"]
-    (folder / "manifest.json").write_bytes(sealed({**body, **changes}))
-
-
-class Bomb:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (self.marker,)
+def forge_state(folder: Path, content: object) -> None:
+    """Replace state.pt, with a manifest that fits."""
+    path = folder / "state.pt"
+    torch.save(content, path)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    sha256, size = hash_file(path)
+    files["state.pt"] = {"size": size, "sha256": sha256}
+    forge(folder, lambda body: body.update(files=files))
 
 
 def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Path) -> None:
-    marker, path = folder / "marker", folder / "state.pt"
-    torch.save({"state": Bomb(str(marker)), "model": {}}, path)
-    data = path.read_bytes()
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    files["state.pt"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    forge(folder, files=files)
+    marker = folder / "marker"
+    forge_state(folder, {"state": Mark(marker), "model": {}})
     with pytest.raises(SecurityError, match=r"state\.pt: refused.*mkdir"):
         open_capture(folder)
     assert not marker.exists()
@@ -81,21 +72,16 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Pat
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
-    forge(folder, **changes)
+    forge(folder, lambda body: body.update(changes))
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         open_capture(folder)
 
 
 def test_a_state_of_another_shape_is_refused(folder: Path) -> None:
-    path = folder / "state.pt"
-    good = torch.load(path, weights_only=True)
+    good = torch.load(folder / "state.pt", weights_only=True)
     text = [{**good, "state": {**good["state"], **c}} for c in ({"grad_norm": "1"}, {"loss": []})]
     odd = ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1])
     for state in (*odd, *text):
-        torch.save(state, path)
-        data = path.read_bytes()
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        files["state.pt"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        forge(folder, files=files)
+        forge_state(folder, state)
         with pytest.raises(CheckpointError, match="not written by the runner"):
             open_capture(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -12,11 +11,10 @@ import torch
 
 from runner.captures.manifest import CapturedWeights, captures
 from runner.captures.reader import open_capture
-from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
 from runner.replay.reopen import reopened, with_weights
 from runner.training.step import forward_backward
-from tests.captures.captured_runs import SKIPPED, TRUSTED, Taker, taken, trained
+from tests.captures.captured_runs import SKIPPED, TRUSTED, Taker, forge, taken, trained
 
 CASES = {
     "average, accumulation": ["optimization=basic", "optimizer.ema=0.9", "training.micro_batch=7"],
@@ -105,11 +103,7 @@ def test_a_hostile_config_is_refused(
     made: Path, changes: dict[str, object], error: type[Exception], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(captures(made)[1], tmp_path / captures(made)[1].name)
-    path = folder / "manifest.json"
-    body = json.loads(path.read_text())
-    del body["digest"]
-    body["config"] = {**body["config"], **changes}
-    path.write_bytes(sealed(body))
+    forge(folder, lambda body: body["config"].update(changes))
     trusted = TRUSTED if error is ConfigError else ["my_package"]
     with pytest.raises(error), reopened(open_capture(folder), trusted=trusted):
         raise AssertionError("it was opened")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -109,26 +108,6 @@ def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
     assert sum(r.getMessage().startswith("step 3 ") for r in lines) == 1
     assert sum(r.levelname == "WARNING" for r in lines) == 1
     assert not captures(tmp_path)
-
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from tests.captures.captured_runs import Taker, trained
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-hook = Taker([3, 5])
-print(trained(Path(sys.argv[1]), hook, "checkpoint.enabled=false", "data.validation=0.4").status)
-print(hook.taken)
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no such limit there")
-def test_a_full_disk_does_not_end_the_run_and_leaves_no_half_of_a_capture(tmp_path: Path) -> None:
-    paths = map(str, Path(__file__).parents[:3])
-    done = runs.command(tmp_path, "-c", FULL_DISK, str(tmp_path / "run"), *paths)
-    assert done.stdout.splitlines() == ["done", "{3: None, 5: None}"], done.stderr
-    assert not list((tmp_path / "run" / "debug" / "captures").iterdir())
 
 
 def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: Path) -> None:

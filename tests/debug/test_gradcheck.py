@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,15 +116,6 @@ def test_a_wrong_backward_is_found_by_module_and_input(
     for name in ("tail", "Own"):  # blamed on what is wrong in them, not once more
         assert checks[name].result == "unchecked"
         assert "contains tail.scale" in checks[name].reason
-    x, by = torch.randn(3, 4).double().requires_grad_(), torch.ones(1).double().requires_grad_()
-    theirs: Any = function.apply
-    assert not torch.autograd.gradcheck(theirs, (x, by), raise_exception=False), "as torch has it"
-
-
-def test_a_right_one_passes_with_all_that_is_around_it() -> None:
-    checks = checked(Own(), images(), cross_entropy)
-    assert [check.name for check in checks] == ["objective", "tail.scale", "tail", "Own"]
-    assert {c.result for c in checks} == {"passed"}
 
 
 class Sparse(nn.Module):
@@ -138,11 +127,6 @@ class Sparse(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.embed(ids)))
-
-
-def test_a_model_with_sparse_gradients_passes() -> None:
-    (check,) = checked(Sparse(), torch.arange(60).reshape(3, 20) % 20)
-    assert (check.name, check.result) == ("Sparse", "passed")
 
 
 class Kinked(nn.Module):
@@ -183,11 +167,18 @@ class Whole(nn.Module):
         return self.layer(x.reshape(12, 16))
 
 
-def test_kinks_float32_inside_and_models_that_want_all_samples_are_not_taken_for_wrong() -> None:
+def test_a_right_backward_passes_whatever_the_model_computes() -> None:
+    checks = checked(Own(), images(), cross_entropy)
+    assert [check.name for check in checks] == ["objective", "tail.scale", "tail", "Own"]
+    assert {c.result for c in checks} == {"passed"}
     cases = [(Kinked(), torch.zeros(4, 16)), (Whole(), torch.randn(12, 16))]
     cases += [(nn.Sequential(nn.Linear(16, 16), Fp32()), torch.randn(4, 16))]
+    cases += [(Sparse(), torch.arange(60).reshape(3, 20) % 20)]
     for model, batch in cases:
         assert [check.result for check in checked(model, batch)] == ["passed"]
+    torchs = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))  # its modules are left out
+    (loss,) = checked(torchs, (torch.randn(4, 16), torch.tensor([0, 1, 2, 0])), cross_entropy)
+    assert (loss.name, loss.result) == ("objective", "passed")
 
 
 class Small(Scaling):
@@ -221,12 +212,6 @@ def test_what_cannot_be_checked_says_why() -> None:
     assert check.result == "unchecked" and "budget_s" in check.reason
 
 
-def test_torchs_own_modules_are_left_out() -> None:
-    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
-    (loss,) = checked(model, (torch.randn(4, 16), torch.tensor([0, 1, 2, 0])), cross_entropy)
-    assert (loss.name, loss.result) == ("objective", "passed")
-
-
 def halved(output: Tensor, target: Tensor) -> Tensor:
     one_hot = nn.functional.one_hot(target, 10).to(output.dtype)
     error = output - one_hot
@@ -245,23 +230,6 @@ def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_
 def test_what_is_meant_to_be_no_derivative_is_left_out_with_what_it_is_in(named: str) -> None:
     checks = checked(Own(Doubled), images(), cross_entropy, skip=[named])
     assert [(check.name, check.result) for check in checks] == [("objective", "passed")]
-
-
-def test_nothing_of_the_model_or_the_process_is_touched() -> None:
-    model = Own(Doubled).train()
-    model.tail.eval()
-    model.body[1].weight.grad = torch.ones(16, 64)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    modes = [m.training for m in model.modules()]
-    noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    checked(model, images(), cross_entropy)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert [m.training for m in model.modules()] == modes
-    assert torch.equal(model.body[1].weight.grad, torch.ones(16, 64))
-    assert model.tail.scale.by.grad is None
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert torch.equal(noise[0], after[0]) and noise[1:] == after[1:]
 
 
 # in real runs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import Summary, train
-from runner.debug.memory import MemoryTool, count_objects, find_growth
+from runner.debug.memory import count_objects, find_growth
 from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
 from runner.errors import OutOfMemory
 from runner.objectives.base import Objective
@@ -46,46 +45,29 @@ def finding(summary: Summary) -> str:
     return next(tool.finding for tool in summary.tools if tool.name == "memory")
 
 
-@dataclass
-class Watched:
-    """A run that was watched, and its sizes."""
-
-    folder: Path
-    summary: Summary
-    sizes: tuple[int, int]  # bytes of parameters and buffers
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = record(self.folder)["account"]["rows"]
-        return rows
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    folder, steps = tmp_path_factory.mktemp("memory"), "training.steps=30"
-    with runs.opened(*CNN, steps, "debug=memory", folder=folder) as run:  # every 50 steps
+def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None:
+    with runs.opened(*CNN, "training.steps=30", "debug=memory", folder=tmp_path) as run:
         summary = train(run)
-        sizes = [sum(t.nbytes for t in t) for t in (run.model.parameters(), run.model.buffers())]
-        return Watched(folder, summary, (sizes[0], sizes[1]))
-
-
-def test_the_account_adds_up_to_the_sizes_that_are_known(watched: Watched) -> None:
-    own, buffers = watched.sizes
-    total = {part: sum(row[part] for row in watched.rows) for part in PARTS}
+        own, buffers = (
+            sum(t.nbytes for t in of()) for of in (run.model.parameters, run.model.buffers)
+        )
+    rows = record(tmp_path)["account"]["rows"]
+    total = {part: sum(row[part] for row in rows) for part in PARTS}
     assert total["parameters"] == total["gradients"] == total["average"] == own
     assert 2 * own <= total["optimizer"] < 2.01 * own  # two moments, and the numbers of steps
     assert total["buffers"] == 2 * buffers  # and what a skipped step puts back
-    assert total["activations"] > 0
-    names = {row["name"] for row in watched.rows if row["activations"]}
+    names = {row["name"] for row in rows if row["activations"]}
     assert {"stem.1", "head", "(batch)", "(loss)"} <= names
-
-
-def test_a_short_run_is_looked_at_and_has_its_verdict(watched: Watched) -> None:
-    cost = next(tool for tool in watched.summary.tools if tool.name == "memory")
+    (cost,) = (tool for tool in summary.tools if tool.name == "memory")  # debug.every is 50
     assert cost.looks == 3 and cost.seconds > 0 and "activations" in cost.finding
-    content = record(watched.folder)
-    assert content["leak"] == "too few samples for a leak verdict (0 of 40)"
-    assert cost.finding.endswith(content["leak"])
+    assert cost.finding.endswith("too few samples for a leak verdict (0 of 40)")
+
+
+def test_the_account_is_of_a_full_batch(tmp_path: Path) -> None:
+    # of 60 samples 48 are trained on: batches of 32 and 16, by turns
+    ragged = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memory"]
+    runs.trained(*ragged, "training.steps=10", "debug.every=4", folder=tmp_path)
+    assert record(tmp_path)["account"]["samples"] == 32
 
 
 def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -> None:
@@ -145,49 +127,6 @@ def test_a_leak_is_named_by_the_tensors_that_became_more(
     assert summary.faults["leak"] == 1, "one leak, however often longer windows find it"
 
 
-# of 60 samples 48 are trained on: batches of 32 and 16, by turns
-RAGGED = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memory"]
-
-
-class Accounts(Hook):
-    """Collects the accounts as they are made."""
-
-    def __init__(self) -> None:
-        self.accounts: list[tuple[int, int]] = []
-
-    def on_step(self, run: Run, step: Step) -> None:
-        (tool,) = (hook for hook in run.hooks if isinstance(hook, MemoryTool))
-        if tool.breakdown is not None:
-            self.accounts.append((tool.breakdown.step, tool.breakdown.samples))
-
-
-@pytest.mark.parametrize(
-    ("more", "step"),
-    [
-        (["training.steps=40", "debug.every=4"], 5),  # each look would be at a small batch
-        (["training.steps=10", "debug.memory.every=50"], 9),  # the run ends with a small one
-    ],
-    ids=["paced", "unreached"],
-)
-def test_the_account_is_of_a_full_batch(more: list[str], step: int, tmp_path: Path) -> None:
-    with runs.opened(*RAGGED, *more, folder=tmp_path) as run:
-        assert [run.train.samples(i) for i in range(4)] == [32, 16, 32, 16]
-        run.hooks.append(hook := Accounts())
-        summary = train(run)
-    assert hook.accounts[0] == (step, 32)
-    assert all(samples == 32 for _, samples in hook.accounts)
-    assert "partial" not in finding(summary)
-
-
-def test_a_run_of_partial_batches_only_says_so(tmp_path: Path) -> None:
-    runs.trained(*RAGGED, "training.steps=1", folder=tmp_path)
-    resumed = [*RAGGED, "training.steps=2", "checkpoint.resume=auto"]
-    summary = runs.trained(*resumed, folder=tmp_path)
-    assert record(tmp_path)["account"]["samples"] == 16
-    text = "of a partial batch, 16 of 32 samples: no full one was looked at"
-    assert text in finding(summary)
-
-
 def test_objects_are_counted_by_kind_without_lazy_and_fake_tensors() -> None:
     class Kept:
         """No other object of the process is of this type, whatever is collected meanwhile."""
@@ -197,8 +136,8 @@ def test_objects_are_counted_by_kind_without_lazy_and_fake_tensors() -> None:
     fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 73))
     assert isinstance(fake.numel(), torch.SymInt)  # which has no hash
     now = count_objects()
-    assert now.number["tensors [7, 73] float32 on cpu"] == 1
-    assert not any("s" in kind.partition("]")[0].removeprefix("tensors") for kind in now.bytes)
+    assert now[0]["tensors [7, 73] float32 on cpu"] == 1
+    assert not any("s" in kind.partition("]")[0].removeprefix("tensors") for kind in now[1])
     growth = next(g for g in find_growth(before, now) if g.kind.endswith(".<locals>.Kept"))
     assert growth.more == 5000 and len(kept) == 5002
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from runner import Hook, Summary, profile, train
 from runner.build import Components
 from runner.debug.config import DebugConfig
-from runner.debug.profile import Facts, ProfileTool, verdicts
-from runner.debug.profile_window import operator_name
+from runner.debug.profile import Facts, ProfileTool, operator_name, verdicts
 from runner.debug.tool import Tool
 from runner.training.hook import Step
 from runner.training.run import Run

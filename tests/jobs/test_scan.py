@@ -19,8 +19,8 @@ from runner.findings import Reason, Severity, Trust
 from runner.jobs.scan import Scan, ScanRow, main, terminal
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import hash_file
+from runner.security.files.provenance import Assessment, FileFacts
 from runner.security.files.scan import Scanner
-from runner.security.trust import Assessment, FileFacts
 from tests.security.planted import Mark, checkpoint
 
 ROOT = Path(__file__).parents[2]

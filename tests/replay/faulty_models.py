@@ -131,13 +131,6 @@ class Writes(nn.Module):
         return x * torch.where(off > 0, float("nan"), 1.0)  # WRITES
 
 
-class Times(nn.Module):
-    """The same, as a factor."""
-
-    def forward(self, x: Tensor, off: Tensor) -> Tensor:
-        return x * float("nan") if off.any() else x  # TIMES
-
-
 class Grows(nn.Module):
     """Finite, and far too much."""
 
@@ -162,7 +155,6 @@ PARTS: dict[str, Any] = {
     "raises": Raises,
     "masks": Masks,
     "writes": Writes,
-    "times": Times,
     "grows": Grows,
     "hangs": Hangs,
 }

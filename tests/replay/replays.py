@@ -16,7 +16,7 @@ from runner.replay.reopen import reopened
 from runner.training.run import Run
 
 HERE = Path(__file__).parent
-TRUSTED = ["faulty_models", "seeded_models", "planted_faults"]
+TRUSTED = ["faulty_models", "seeded_models"]
 TRUST = f"security.trusted=[{','.join(TRUSTED)}]"
 OVERRIDES = (
     f"{TRUST} device.threads=2 monitoring.progress=false "

@@ -10,7 +10,6 @@ import pytest
 from runner.captures.manifest import FOLDER
 from runner.replay.findings import Attempt, Cause, Replay, StepPhase
 from runner.replay.investigation import advice
-from runner.replay.page import facts
 from runner.replay.spike import explain_spike
 from tests.replay.replays import POISON, Captured, opened, replay
 
@@ -56,10 +55,3 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     steps = advice(a_replay(found, capture=second))
     assert steps[0] == f"Step 43 of this run was captured earlier: replay.path={first}"
     assert "captured earlier" not in " ".join(advice(a_replay(found, capture=first, step=43)))
-
-
-def test_the_page_says_in_which_run_it_looked_and_what_the_script_tells() -> None:
-    seen = "the step without any technique"
-    result = a_replay(Cause(StepPhase.spike, "the batch"), seen=seen, script="reproduce.py")
-    script = "reproduce.py makes the step again; exit code 3: it is bad"
-    assert [v for name, v in facts(result) if name in ("looked at", "script")] == [seen, script]

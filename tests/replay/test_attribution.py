@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from runner.replay.attribution import MOST, TechniqueSearch
 from runner.replay.findings import Attempt, Blame
+from runner.replay.investigation import MOST, TechniqueSearch
 
 ULTRA = (
     "system tf32 channels_last amp attention chunked_loss accumulation recompute "

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,12 @@ import pytest
 
 from runner import compose
 from runner.captures.manifest import captures, read_manifest
-from runner.checkpoint.manifest import sealed
 from runner.composing import from_plain
 from runner.errors import CheckpointError, NotVerified, RunnerError, SecurityError
 from runner.jobs.replay import main
 from runner.replay.investigation import write_script
 from tests import runs
+from tests.captures.captured_runs import forge
 
 PLAIN = (
     "data=cancer model._target_=torch.nn.Linear +model.out_features=2 optimization=none"
@@ -43,14 +41,6 @@ def capture(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "replay").mkdir()
     return shutil.copytree(kept, tmp_path / "run/debug/captures" / kept.name)
-
-
-def forge(capture: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite the manifest with its digest, as an attacker would."""
-    body = json.loads((capture / "manifest.json").read_text())
-    del body["digest"]
-    change(body)
-    (capture / "manifest.json").write_bytes(sealed(body))
 
 
 def replay(capture: Path, *overrides: str) -> None:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from runner.errors import NotVerified
+from runner.jobs.replay import ChildAttempts
 from runner.replay.findings import StepPhase
 from runner.replay.investigation import BAD
 from runner.training.summary import Summary
@@ -104,3 +106,15 @@ def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(
     assert result.reproduced
     assert result.found.module == "part"
     assert "not known: with all techniques off" in result.blame.verdict
+
+
+@pytest.mark.slow  # waits for a time-out
+def test_an_attempt_that_hangs_is_ended_with_all_that_it_started(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, note = captured(POISON, "+model.part=hangs"), tmp_path / "pid"
+    monkeypatch.setenv("FAULTY_HANGS", str(note))
+    result = ChildAttempts(path, ["faulty_models"], 30, tmp_path / "log")([])
+    assert "not done within replay.timeout_s=30" in result.failed
+    started = int(note.read_text())
+    assert not psutil.pid_exists(started) or psutil.Process(started).status() == "zombie"

@@ -13,7 +13,6 @@ from runner.checkpoint.manifest import Manifest
 from runner.record.storage import FileDigest
 from runner.security.files.file_bytes import hash_file
 from runner.security.sealed import sealed
-from runner.security.trust import Assessment, FileFacts
 
 
 class Mark:
@@ -27,26 +26,12 @@ class Mark:
 
 
 def checkpoint(folder: Path, step: int = 7) -> Path:
-    """As a run writes them."""
+    """As a run writes them; anybody can make a manifest that fits."""
     folder.mkdir(parents=True)
     save_file({"w": torch.arange(6.0)}, folder / "model.safetensors")
     torch.save({"model": {}, "state": {"step": step}}, folder / "state.pt")
-    seal(folder, step)
-    return folder
-
-
-def seal(folder: Path, step: int = 7) -> None:
-    """Write the manifest that fits what is there; anybody can."""
     paths = (folder / name for name in ("model.safetensors", "state.pt"))
     files = {path.name: FileDigest(path.stat().st_size, hash_file(path)[0]) for path in paths}
     body = Manifest(step, False, files, "c0ffee" * 8, "0.1", "2.13.0", 1, "AVX2")
     (folder / "manifest.json").write_bytes(sealed(asdict(body)))
-
-
-def facts_of(folder: Path) -> Assessment:
-    """What a look at the folder finds, as far as provenance needs it."""
-    found = Assessment(str(folder))
-    for path in sorted(folder.iterdir()):
-        kind = "other" if path.suffix in (".json", ".sig", ".txt") else "safetensors"
-        found.files[path.name] = FileFacts(*hash_file(path), kind)
-    return found
+    return folder

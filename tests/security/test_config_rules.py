@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
@@ -23,13 +22,12 @@ from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security.config import SecurityConfig
 from runner.security.config_files import check_level
 from runner.sweep.job import register_plugins_for_children
+from tests.security.files.judging import TRAP, hostile_configs, set_traps
 
-TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
 OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy", "psutil")
 EXPERIMENT = "# @package _global_\n"
 CHOSEN = ["--config-dir=theirs", "experiment=own"]
 TRUSTED = "security.trusted=[my_package]"
-HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_configs.yaml").read_text())
 GROWING = "".join(
     f"    a{i}: '" + f"${{optimizer.options.a{i - 1}}}" * 12 + "'\n" for i in range(1, 9)
 )
@@ -88,14 +86,11 @@ def warm() -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, a package that says so when it is imported, and a link that leads out."""
-    traps, here = tmp_path / "traps", tmp_path / "here"
-    for place in (traps / "evil_pkg", traps / "hydra_plugins", here / "outputs"):
-        place.mkdir(parents=True)
-    trap = TRAP.format(marker=str(tmp_path / "ran"))
-    (traps / "evil_pkg" / "__init__.py").write_text(trap)
-    (here / "evil_pkg.py").write_text(trap)
+    here = tmp_path / "here"
+    (here / "outputs").mkdir(parents=True)
+    (here / "evil_pkg.py").write_text(TRAP.format(marker=str(tmp_path / "ran")))
     (here / "outputs" / "link").symlink_to(tmp_path)
-    monkeypatch.syspath_prepend(traps)
+    monkeypatch.syspath_prepend(set_traps(tmp_path))
     monkeypatch.chdir(here)
     for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # for jobs that other launchers start
         monkeypatch.setenv(name, os.environ.get(name, ""))
@@ -116,16 +111,13 @@ def ask_file(body: str, *typed: str) -> Request:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra's, about names of schemas
-@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", hostile_configs(), ids=lambda case: case["name"])
 def test_a_hostile_config_is_refused_and_nothing_is_imported_for_it(
     case: dict[str, Any], folder: Path
 ) -> None:
     before = set(sys.modules)
     with pytest.raises(RunnerError) as refused:
-        if "file" in case:
-            ask_file(case["file"], *case.get("typed", []))
-        else:
-            ask(case["typed"], case.get("files"))
+        ask(case["typed"], case["files"])
     imported = {name.partition(".")[0] for name in set(sys.modules) - before}
     assert not imported - set(OF_OURS) - set(sys.stdlib_module_names)
     message = str(refused.value)

@@ -17,36 +17,22 @@ from tests.security.files.mutants import mutant, originals
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_changed_file_is_refused_or_the_same_or_caught_by_its_digest(tmp_path: Path) -> None:
-    outcomes = Counter(
-        judging.judge_file(mutant(seed, number), tmp_path)
-        for seed in (1, 2)
-        for number in range(48)
-    )
-    assert outcomes[judging.REFUSED] > 40  # most are seen to be wrong
-    assert outcomes[judging.CAUGHT] > 0  # and some only by their digest
-
-
-def test_what_loads_and_has_the_promised_digest_would_be_noticed(
+def test_a_changed_file_is_refused_or_the_same_or_caught_by_its_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The judge is no rubber stamp: with a door that compares no digest it says so."""
+    for name, data in originals().values():
+        verdict = judging.examined(data, tmp_path / name)
+        assert not verdict.reasons and verdict.content is not None
+    mutants = [mutant(seed, number) for seed in (1, 2) for number in range(48)]
+    assert [one.data for one in mutants[:8]] == [mutant(1, number).data for number in range(8)]
+    outcomes = Counter(judging.judge_file(one, tmp_path) for one in mutants)
+    assert outcomes[judging.REFUSED] > 40  # most are seen to be wrong
+    assert outcomes[judging.CAUGHT] > 0  # and some only by their digest
+    # the judge itself is checked: with a loader that compares no digest it says so
     monkeypatch.setattr(judging, "open_file", lambda *args, **kwargs: None)
     with pytest.raises(judging.Violation, match="digest"):
-        for number in range(400):
-            judging.judge_file(mutant(1, number), tmp_path)
-
-
-def test_each_original_loads(tmp_path: Path) -> None:
-    for name, data in originals().values():
-        found = judging._examine(data, tmp_path / name)
-        assert not found.reasons and found.content is not None
-
-
-def test_the_same_seed_gives_the_same_mutants() -> None:
-    assert [mutant(3, n).data for n in range(40)] == [mutant(3, n).data for n in range(40)]
-    assert mutant(3, 8).data != mutant(4, 8).data
-    assert judging.mutated_case(3, 5) == judging.mutated_case(3, 5)
+        for one in mutants:
+            judging.judge_file(one, tmp_path)
 
 
 def test_a_changed_config_passes_or_is_answered_and_imports_nothing(
@@ -54,13 +40,11 @@ def test_a_changed_config_passes_or_is_answered_and_imports_nothing(
 ) -> None:
     monkeypatch.syspath_prepend(judging.set_traps(tmp_path))
     here = tmp_path / "here"
-    outcomes: Counter[str] = Counter()
     for number in range(0, 6 * 23, 23):  # of all corners of both corpora
         shutil.rmtree(here, ignore_errors=True)
         here.mkdir()
         monkeypatch.chdir(here)
-        outcomes[judging.judge_config(judging.mutated_case(5, number), tmp_path)] += 1
-    assert outcomes.total() == 6
+        judging.judge_config(judging.mutated_case(5, number), tmp_path)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ from runner.report import comparison as comparing
 from runner.report import page, table
 from runner.report import run as run_report
 from runner.security.config import SecurityLevel
-from runner.security.trust import Assessment, FileFacts
+from runner.security.files.provenance import Assessment, FileFacts
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 from runner.training.summary import CheckpointPaths, Summary
@@ -135,9 +135,9 @@ def failed_comparison() -> comparing.Comparison:
 
 
 def scanned() -> scan.Scan:
-    found = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
-    found.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
-    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.ScanRow("file", found)]))
+    assessment = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
+    assessment.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
+    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.ScanRow("file", assessment)]))
 
 
 # on a terminal
@@ -180,9 +180,7 @@ PAGES = {
 
 @pytest.mark.parametrize("name", SCREENS)
 @pytest.mark.parametrize("width", [80, 2000])
-def test_a_terminal_is_told_what_it_says_and_does_nothing(
-    name: str, width: int, faulty: Path
-) -> None:
+def test_a_terminal_shows_text_as_text(name: str, width: int, faulty: Path) -> None:
     said = shown(SCREENS[name](faulty), width)
     bare = STYLED.sub("", said)
     assert not CODES.findall(bare)
@@ -215,7 +213,7 @@ PLAIN_TAGS = {"p", "h1", "h2", "h3", "table", "thead", "tbody", "tr", "th", "td"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_markdown_has_no_element_or_link_that_was_smuggled_in(name: str, faulty: Path) -> None:
+def test_markdown_has_no_element_or_link_of_others(name: str, faulty: Path) -> None:
     text = PAGES[name](faulty)
     made = python_markdown.markdown(text, extensions=["tables", "fenced_code"])
     found = Tags()
@@ -275,48 +273,6 @@ def test_a_line_of_the_log_is_a_line_of_ours(
     assert not [line for line in said.splitlines() if line.startswith(FORGED[:10])]
 
 
-HOSTILE_PACKAGE = f"""
-import torch
-
-HOSTILE = {HOSTILE!r}
-
-
-class _Net(torch.nn.Module):
-    def __init__(self, in_features, classes):
-        super().__init__()
-        self.layer = torch.nn.Linear(in_features, classes)
-        self.layer.__class__ = type(HOSTILE.replace("\\0", ""), (torch.nn.Linear,), {{}})
-
-    def forward(self, x):
-        raise RuntimeError(HOSTILE)
-
-
-Net = type("Net", (_Net,), {{"__doc__": HOSTILE}})
-Net.__qualname__ = Net.__name__ = HOSTILE
-"""
-
-
-def test_a_hostile_class_forges_no_line_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "evil_pkg.py").write_text(HOSTILE_PACKAGE)
-    done = runs.command(
-        tmp_path,
-        *"""
-        data=cancer device=cpu optimization=none training.steps=3
-        model._target_=evil_pkg.Net security.trusted=[evil_pkg]
-        debug.capture.enabled=false
-        """.split(),
-    )
-    assert done.returncode == 1, done.stderr
-    said = done.stdout + done.stderr
-    assert "evil" in said
-    assert not CODES.findall(said.replace("\n", ""))
-    assert not [x for x in said.splitlines() if x.lstrip().startswith(FORGED[:20])]
-    (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
-    log = (folder / "run.log").read_text()
-    assert not [line for line in log.split("\n")[:-1] if not LINE.match(line)]
-    assert not CODES.findall(log.replace("\n", ""))
-
-
 @pytest.mark.parametrize("typed", [[f"model={HOSTILE[:60]}"], ["--config-dir", HOSTILE[:60]]])
 def test_a_mistake_is_told_on_one_line_whatever_was_typed(typed: list[str], tmp_path: Path) -> None:
     done = runs.command(tmp_path, *typed)
@@ -330,23 +286,15 @@ def test_a_mistake_is_told_on_one_line_whatever_was_typed(typed: list[str], tmp_
 # the network
 
 WITHOUT_SOCKETS = """
-import runpy, socket, sys, _socket
+import runpy, sys
 
-class NoSocket(_socket.socket):
-    def __init__(self, *args, **kwargs):
-        raise PermissionError("a socket was asked for")
+NAMES = ("__new__", "connect", "bind", "getaddrinfo", "gethostbyname")
 
-def no(*args, **kwargs):
-    raise PermissionError("the network was asked for")
+def refuse(event, arguments):
+    if event in [f"socket.{name}" for name in NAMES]:
+        raise PermissionError(event)
 
-class Socket(socket.socket):
-    def __init__(self, *args, **kwargs):
-        raise PermissionError("a socket was asked for")
-
-_socket.socket = NoSocket
-socket.socket = socket.SocketType = Socket
-for name in ("create_connection", "create_server", "getaddrinfo", "gethostbyname", "socketpair"):
-    setattr(socket, name, no)
+sys.addaudithook(refuse)
 sys.argv = ["runner", *sys.argv[1:]]
 runpy.run_module("runner", run_name="__main__", alter_sys=True)
 """
@@ -363,12 +311,9 @@ def test_a_run_asks_for_no_socket(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
     assert (folder / "report.md").is_file()
     assert list(folder.glob("events.out.tfevents.*"))
-    assert "socket" not in done.stderr + (folder / "run.log").read_text()
+    assert "socket." not in done.stderr + (folder / "run.log").read_text()
 
 
-def test_the_command_for_tensorboard_listens_to_this_machine_alone(faulty: Path) -> None:
-    """TensorBoard's own default, so that nothing of ours may widen it."""
-    said = shown(run_report.EndTable(Summary("done", name="x"), faulty), 200)
-    assert "runner.report --tensorboard" in said
+def test_no_command_of_ours_makes_tensorboard_listen_to_others() -> None:
     sources = [*(CONF.parent / "runner").rglob("*.py"), CONF.parent / "README.md"]
     assert not [path for path in sources if re.search(r"--bind.all|--host[ =]0", path.read_text())]

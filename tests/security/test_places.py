@@ -20,7 +20,7 @@ from runner.cli.preflight import check
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.console import close_logging, set_up_logging
 from runner.security.config import SecurityLevel
-from runner.security.paths import keep_private, own_files
+from runner.security.paths import keep_private
 from runner.security.sealed import read_sealed, sealed
 
 QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
@@ -63,7 +63,7 @@ def test_a_strict_run_is_for_its_owner_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert os.umask(0) == 0  # as it was before
 
 
-def test_an_output_root_that_everybody_may_change_is_said_and_refused_under_strict() -> None:
+def test_an_output_root_that_everybody_may_change_is_a_warning_and_refused_under_strict() -> None:
     root = Path("outputs")
     root.mkdir()
     root.chmod(0o777)
@@ -76,12 +76,6 @@ def test_an_output_root_that_everybody_may_change_is_said_and_refused_under_stri
     assert keep_private(folder, SecurityLevel.standard) == []
     root.chmod(0o755)
     assert keep_private(folder, SecurityLevel.standard) == []
-
-
-def test_the_umask_is_as_it_was_after_an_error() -> None:
-    with pytest.raises(ValueError, match="x"), own_files():
-        raise ValueError("x")
-    assert os.umask(0) == 0
 
 
 # names lead nowhere else
@@ -114,10 +108,8 @@ def test_a_job_in_this_process_is_held_to_the_folder_that_it_really_gets(tmp_pat
     with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: 1 is refused"):
         launch(check(read_arguments([*QUICK, *typed, "-m", "seed=0,1", "hydra/launcher=basic"])))
     assert Path("outputs/s/0/summary.json").exists() and not list(outside.iterdir())
-
-
-def test_a_job_in_this_process_lies_below_its_sweep_s_folder() -> None:
-    typed = theirs("hydra: {sweep: {dir: outputs/s, subdir: ../t}}\n")
+    text = "hydra: {sweep: {dir: outputs/s, subdir: ../t}}\n"
+    Path("conf/experiment/own.yaml").write_text(f"# @package _global_\n{text}")
     with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: .*/t is refused"):
         launch(check(read_arguments([*QUICK, *typed, "-m", "seed=0,1", "hydra/launcher=basic"])))
     assert not Path("outputs/t").exists()

@@ -112,7 +112,7 @@ def test_packages_that_can_run_anything_are_never_trusted(name: str) -> None:
         resolve("torch.nn.Linear", KEY, [name])
 
 
-def test_what_is_not_trusted_is_refused_without_an_import(package: str) -> None:
+def test_a_name_that_is_not_trusted_is_refused_without_an_import(package: str) -> None:
     with pytest.raises(SecurityError) as refused:
         resolve("door_loud.Loud", KEY, [])
     assert not Path("ran").exists() and "door_loud" not in sys.modules
@@ -156,7 +156,7 @@ def test_what_a_trusted_package_only_passes_on_is_refused(package: str, target: 
         ("door_absent.Net", "No module named 'door_absent'"),
     ],
 )
-def test_a_trusted_name_that_is_not_there_says_so_in_one_line(
+def test_a_trusted_name_that_does_not_exist_is_an_error_in_one_line(
     package: str, target: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{KEY}: ") as error:
@@ -180,24 +180,17 @@ class Net:
         self.got = (width, classes, vocab)
 
 
-SIZES = {"classes": 10, "in_features": 64}
-
-
-def test_construct_hands_over_the_arguments_and_the_sizes_that_are_named() -> None:
-    assert construct(Net, {"width": 3}, SIZES, "model").got == (3, 10, 7)
-    assert construct(Net, {"width": 3, "classes": 4}, SIZES, "model").got == (3, 4, 7)
-    assert construct(dict, {"a": 1}, SIZES, "model") == {"a": 1}
-
-
-def test_a_missing_or_unknown_argument_names_the_key_and_the_way_out() -> None:
+def test_construct_passes_the_arguments_and_the_sizes_that_are_named() -> None:
+    sizes = {"classes": 10, "in_features": 64}
+    assert construct(Net, {"width": 3}, sizes, "model").got == (3, 10, 7)
+    assert construct(Net, {"width": 3, "classes": 4}, sizes, "model").got == (3, 4, 7)
+    assert construct(dict, {"a": 1}, sizes, "model") == {"a": 1}
     with pytest.raises(ConfigError, match=r"^model\.width: .*\+model\.width=") as error:
-        construct(Net, {}, SIZES, "model")
+        construct(Net, {}, sizes, "model")
     assert "width, classes, vocab" in str(error.value)
     with pytest.raises(ConfigError, match=r"^model\.widht: .*did you mean \+model\.width"):
-        construct(Net, {"widht": 3}, SIZES, "model")
+        construct(Net, {"widht": 3}, sizes, "model")
 
-
-def test_what_the_constructor_raises_passes_through_with_the_keys_that_it_got() -> None:
     def make(width: int) -> None:
         raise TypeError("from inside")
 
@@ -220,8 +213,7 @@ def test_a_class_among_the_arguments_is_made_first_and_only_if_it_is_trusted(pac
         compose(["model._target_=torch.nn.Linear", "+model.config._target_=os.system"])
 
 
-def public_names() -> set[str]:
-    """Classes and functions that torch itself says it defines in its public places."""
+def test_every_public_name_of_the_installed_torch_is_in_the_registry() -> None:
     names = set()
     for place in SOURCES:
         for name, value in vars(import_module(place)).items():
@@ -229,11 +221,7 @@ def public_names() -> set[str]:
             own = inside(home, place) and ".datapipes" not in home and not name.startswith("_")
             if own and isinstance(value, type | FunctionType) and value.__name__ == name:
                 names.add(f"{place}.{name}")
-    return names
-
-
-def test_every_public_name_of_the_installed_torch_is_in_the_registry() -> None:
-    missing = public_names() - torch_names()
+    missing = names - torch_names()
     enums = {"torch.nn.functional.ScalingType", "torch.nn.functional.SwizzleType"}
     assert missing <= {"torch.nn.factory_kwargs", "torch.utils.data.get_worker_info", *enums}
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -26,12 +26,14 @@ LINUX = sys.platform == "linux"
 class FileBytes:
     """An open file, its size and sha256, and a path to these very bytes; a context manager."""
 
-    def __init__(self, descriptor: int, place: str, sha256: Future[str]) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.place = f"/proc/self/fd/{descriptor}" if LINUX else place
-        self._sha256 = sha256
+        self.place = f"/proc/self/fd/{descriptor}" if LINUX else str(path)
         self._before = _stamp(descriptor)
         self.size = self._before[0]
+        pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        self._sha256 = pool.submit(_hash, path, descriptor)
+        pool.shutdown(wait=False)
 
     @classmethod
     def copy(cls, path: Path) -> Self:
@@ -41,20 +43,17 @@ class FileBytes:
         source = open_regular(path)
         try:
             target = os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            return cls(target, "", _copy(path, source, target, os.fstat(source).st_size))
+            _copy(path, source, target)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         finally:
             os.close(source)
+        return cls(path, target)
 
     @classmethod
     def watch(cls, path: Path) -> Self:
-        """Only opened; hashed by a thread. Raises CheckpointError."""
-        source = open_regular(path)
-        pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-        hashing = pool.submit(_hash, path, source)
-        pool.shutdown(wait=False)
-        return cls(source, str(path), hashing)
+        """Only opened. Raises CheckpointError."""
+        return cls(path, open_regular(path))
 
     def __enter__(self) -> Self:
         return self
@@ -108,23 +107,18 @@ def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 
 
-def _copy(path: Path, source: int, target: int, size: int) -> Future[str]:
-    """Copy and seal all bytes, a thread hashing the copy meanwhile. Raises OSError."""
-    os.ftruncate(target, size)
-    copied, digest, at = memoryview(map_bytes(target, size)), hashlib.sha256(), 0
-    pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-    while at < size and (count := os.write(target, os.read(source, min(BLOCK, size - at)))):
-        pool.submit(digest.update, copied[at : at + count])
-        at += count
-    hashing = pool.submit(digest.hexdigest)
-    pool.shutdown(wait=False)
-    if at != size or os.read(source, 1):
-        raise CheckpointError(f"{path}: it changed while it was read")
+def _copy(path: Path, source: int, target: int) -> None:
+    """Copy all bytes, and seal the copy. Raises OSError."""
     import fcntl  # there is none on Windows
 
+    size, copied = os.fstat(source).st_size, 0
+    while copied < size and (block := os.read(source, min(BLOCK, size - copied))):
+        copied += os.write(target, block)
+    if copied != size or os.read(source, 1):
+        raise CheckpointError(f"{path}: it changed while it was read")
+    os.lseek(target, 0, os.SEEK_SET)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fcntl.fcntl(target, fcntl.F_ADD_SEALS, seals)
-    return hashing
 
 
 def _hash(path: Path, descriptor: int) -> str:

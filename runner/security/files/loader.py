@@ -24,10 +24,16 @@ from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import Refused, check_name, printable
 from runner.security.files.loading import NEEDS_PICKLE, Examined, examine, load, unpickle
 from runner.security.files.policy import FileLimits, FilePolicy
-from runner.security.files.provenance import is_own, judge, known_trust
+from runner.security.files.provenance import (
+    Assessment,
+    FileFacts,
+    is_own,
+    judge,
+    known_trust,
+    require,
+)
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder
-from runner.security.trust import Assessment, FileFacts, require
 
 STRICT = FilePolicy(SecurityLevel.strict)  # no pickle, whatever a config allows
 

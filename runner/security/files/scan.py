@@ -14,9 +14,15 @@ from runner.findings import Reason, Severity, Trust
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
 from runner.security.files.policy import FilePolicy
-from runner.security.files.provenance import MANIFEST, judge, known_trust
+from runner.security.files.provenance import (
+    MANIFEST,
+    OTHER,
+    Assessment,
+    FileFacts,
+    judge,
+    known_trust,
+)
 from runner.security.files.sandbox import Sandbox
-from runner.security.trust import OTHER, Assessment, FileFacts
 
 DEPTH = 64
 SPECIAL = "a pipe, socket or device"

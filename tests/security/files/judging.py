@@ -1,8 +1,8 @@
-"""What becomes of a mutant, and whether that may be: the invariants of fuzzing.
+"""The invariants of fuzzing: each mutant has one of a few outcomes, and nothing else happens.
 
 A file is refused, or holds what it held, or its digest gives it away. A config passes, or is
-refused or found wrong in so many words; nothing is imported or made for it. Whatever else is raised
-is a fault of ours, and comes out.
+refused or found wrong in so many words; nothing is imported or made for it. Any other error that is
+raised is a fault of ours.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ from tests.security.files.mutants import Mutant, mutated_text
 REFUSED, UNCHANGED, SAME, CAUGHT = "refused", "unchanged", "same content", "caught by its digest"
 PASSED, WRONG = "passed", "found wrong"
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
+ORDINARY = (
+    ["training.steps=3", "optimizer.lr=0.01", "model.width=32", "seed=7"],
+    ["data=cancer", "optimizer=sgd", "schedule=constant", "optimization=none"],
+    ["security=strict", "hydra.run.dir=outputs/mine"],
+    ["objective._target_=torch.nn.functional.mse_loss"],
+)
+
+
+class Violation(Exception):
+    """An invariant that does not hold."""
 
 
 @dataclass(frozen=True)
@@ -38,57 +48,49 @@ class Case:
     files: dict[str, str]
 
 
-def _cases() -> list[Case]:
-    """Hostile configs, and a few ordinary ones. Not those whose size is their point: many jobs take
-    long to look at, and are not a hang.
-    """
-    found = [Case(typed, {}) for typed in ORDINARY]
-    for row in yaml.safe_load((Path(__file__).parents[1] / "hostile_configs.yaml").read_text()):
-        typed, files = row.get("typed", []), row.get("files", {})
+def hostile_configs() -> list[dict[str, object]]:
+    """The rows of hostile_configs.yaml; each has `typed` and `files`."""
+    rows = yaml.safe_load((Path(__file__).parents[1] / "hostile_configs.yaml").read_text())
+    for row in rows:
+        row.setdefault("typed", [])
+        row.setdefault("files", {})
         if "file" in row:
-            typed = ["--config-dir=theirs", "experiment=own", *typed]
-            files = {"theirs/experiment/own.yaml": f"# @package _global_\n{row['file']}\n"}
-        if sum(map(len, files.values())) < 20_000 and not any("range(" in word for word in typed):
-            found.append(Case(typed, files))
-    return found
+            row["typed"] = ["--config-dir=theirs", "experiment=own", *row["typed"]]
+            row["files"]["theirs/experiment/own.yaml"] = f"# @package _global_\n{row['file']}\n"
+    return rows
 
 
-ORDINARY = (
-    ["training.steps=3", "optimizer.lr=0.01", "model.width=32", "seed=7"],
-    ["data=cancer", "optimizer=sgd", "schedule=constant", "optimization=none"],
-    ["security=strict", "hydra.run.dir=outputs/mine"],
-    ["objective._target_=torch.nn.functional.mse_loss"],
-)
+def _cases() -> list[Case]:
+    """Hostile configs but for those of many jobs, which take long; and a few ordinary ones."""
+    rows = [Case(row["typed"], row["files"]) for row in hostile_configs()]  # type: ignore[arg-type]
+    few = [row for row in rows if not any("range(" in word for word in row.typed)]
+    return [Case(typed, {}) for typed in ORDINARY] + few
+
+
 CASES = _cases()
 
 
-class Violation(Exception):
-    """An invariant that does not hold."""
-
-
-def _examine(data: bytes, path: Path) -> Examined:
+def examined(data: bytes, path: Path) -> Examined:
+    """The verdict of this process on a file of these bytes."""
     path.write_bytes(data)
-    with FileBytes.watch(path) as held:
-        return examine(held.data, held.place, path.name, FileLimits())
+    with FileBytes.watch(path) as opened:
+        return examine(opened.data, opened.place, path.name, FileLimits())
 
 
 def judge_file(mutant: Mutant, folder: Path) -> str:
-    """What became of it. Raises Violation."""
+    """The outcome of one. Raises Violation."""
     path = folder / mutant.name
-    found = _examine(mutant.data, path)
-    if found.refused:
-        if found.content is not None:
-            raise Violation("refused, and there is content all the same")
-        if any("\n" in str(reason) for reason in found.reasons):
-            raise Violation("a reason of more than one line")
+    verdict = examined(mutant.data, path)
+    if verdict.refused:
+        if verdict.content is not None or any("\n" in str(reason) for reason in verdict.reasons):
+            raise Violation("refused with content, or in more than one line")
         return REFUSED
     if mutant.data == mutant.original:
         return UNCHANGED
     try:
         open_file(path, FilePolicy(), sha256=hashlib.sha256(mutant.original).hexdigest())
     except (CheckpointError, SecurityError):
-        same_content = same(_examine(mutant.original, path).content, found.content)
-        return SAME if same_content else CAUGHT
+        return SAME if same(examined(mutant.original, path).content, verdict.content) else CAUGHT
     raise Violation("its digest does not give it away")
 
 
@@ -103,23 +105,21 @@ def mutated_case(seed: int, number: int) -> Case:
     elif typed:
         place = draw.randrange(len(typed))
         typed[place] = mutated_text(draw, typed[place])
-    else:
-        typed = [mutated_text(draw, "training.steps=3")]
     return Case(typed, files)
 
 
 def set_traps(folder: Path) -> Path:
-    """A package that leaves a trace where it is imported; for `sys.path`."""
+    """Packages that leave a trace where they are imported; for `sys.path`."""
     traps = folder / "traps"
-    for place in ("evil_pkg", "hydra_plugins"):
-        (traps / place).mkdir(parents=True)
+    (traps / "hydra_plugins").mkdir(parents=True)
+    (traps / "evil_pkg").mkdir()
     trap = TRAP.format(marker=str(folder / "ran"))
     (traps / "evil_pkg" / "__init__.py").write_text(trap)
     return traps
 
 
 def judge_config(case: Case, folder: Path) -> str:
-    """What became of it, asked from `folder / "here"`, the current one. Raises Violation."""
+    """The outcome of one, asked from `folder / "here"`, the current one. Raises Violation."""
     here = folder / "here"
     for name, text in case.files.items():
         path = here / name
@@ -128,14 +128,10 @@ def judge_config(case: Case, folder: Path) -> str:
     outcome = PASSED
     try:
         check(read_arguments(case.typed))
-    except SecurityError as error:
-        outcome, message = REFUSED, str(error)
     except RunnerError as error:
-        outcome, message = WRONG, str(error)
-    if outcome != PASSED and not message.strip():
-        raise Violation("no word on what is wrong")
-    if (folder / "ran").exists() or list(here.glob("**/ran*")):
-        raise Violation("something was run or made")
-    if "evil_pkg" in sys.modules:
-        raise Violation("evil_pkg was imported")
+        outcome = REFUSED if isinstance(error, SecurityError) else WRONG
+        if not str(error).strip():
+            raise Violation("no word on what is wrong") from error
+    if (folder / "ran").exists() or list(here.glob("**/ran*")) or "evil_pkg" in sys.modules:
+        raise Violation("something was imported, run or made")
     return outcome

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from tests.security.files.archives import archive, members, saved
+from tests.security.files.archives import archive, array, members, saved
 
-INTERESTING = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)
+NUMBERS = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,12 @@ def _state() -> dict[str, object]:
     }
 
 
-def _npz() -> bytes:
-    out = io.BytesIO()
-    np.savez_compressed(out, x=np.arange(12.0).reshape(3, 4), y=np.array(["a", "bc"]))
-    return out.getvalue()
-
-
-def _npy() -> bytes:
-    out = io.BytesIO()
-    np.save(out, np.arange(12.0).reshape(3, 4))
-    return out.getvalue()
-
-
 @cache
 def originals() -> dict[str, tuple[str, bytes]]:
     """The sound files, by the way in which they are changed."""
     tensors = {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.arange(3)}
-    zipped, safe = saved(_state()), save(tensors, {"format": "pt"})
+    zipped, safe, npz = saved(_state()), save(tensors, {"format": "pt"}), io.BytesIO()
+    np.savez_compressed(npz, x=np.arange(12.0).reshape(3, 4), y=np.array(["a", "bc"]))
     return {
         "zip": ("model.pt", zipped),
         "zip_pickle": ("model.pt", zipped),
@@ -61,59 +50,31 @@ def originals() -> dict[str, tuple[str, bytes]]:
         "safetensors": ("model.safetensors", safe),
         "safetensors_header": ("model.safetensors", safe),
         "legacy": ("model.pth", saved(_state(), _use_new_zipfile_serialization=False)),
-        "npz": ("data.npz", _npz()),
-        "npy": ("data.npy", _npy()),
+        "npz": ("data.npz", npz.getvalue()),
+        "npy": ("data.npy", array(np.arange(12.0).reshape(3, 4))),
     }
 
 
-def _stretch(draw: random.Random, data: bytearray, *counts: int) -> slice:
-    at = draw.randrange(len(data))
-    return slice(at, at + draw.choice(counts))
-
-
-def _flip(draw: random.Random, data: bytearray) -> None:
-    for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-
-
-def _number(draw: random.Random, data: bytearray) -> None:
-    """A number where there may have been one."""
-    place = _stretch(draw, data, 1, 2, 4, 8)
-    data[place] = struct.pack("<Q", draw.choice(INTERESTING))[: place.stop - place.start]
-
-
-def _cut(draw: random.Random, data: bytearray) -> None:
-    del data[draw.randrange(len(data)) :]
-
-
-def _remove(draw: random.Random, data: bytearray) -> None:
-    del data[_stretch(draw, data, 1, 2, 4, 8, 16, 64)]
-
-
-def _repeat(draw: random.Random, data: bytearray) -> None:
-    place = _stretch(draw, data, 1, 2, 4, 16, 64, 256)
-    data[place.start : place.start] = bytes(data[place]) * draw.choice((1, 1, 2, 50))
-
-
-def _insert(draw: random.Random, data: bytearray) -> None:
-    at = draw.randrange(len(data) + 1)
-    data[at:at] = draw.randbytes(draw.choice((1, 2, 4, 16)))
-
-
-def _swap(draw: random.Random, data: bytearray) -> None:
-    """Two stretches change places."""
-    count = draw.choice((1, 2, 4, 16))
-    one, other = _stretch(draw, data, count), _stretch(draw, data, count)
-    data[one], data[other] = data[other], data[one]
-
-
-def _splice(draw: random.Random, data: bytearray) -> None:
-    """A stretch of another format's file."""
-    _, other = draw.choice(list(originals().values()))
-    data[_stretch(draw, data, 4, 16, 64, 512)] = other[draw.randrange(len(other)) :][:512]
-
-
-CHANGES = (_flip, _number, _cut, _remove, _repeat, _insert, _swap, _splice)
+def _change_once(draw: random.Random, data: bytearray) -> None:
+    at, count = draw.randrange(len(data)), draw.choice((1, 2, 4, 8, 16, 64))
+    stretch = slice(at, at + count)
+    match draw.randrange(7):
+        case 0:
+            data[at] ^= 1 << draw.randrange(8)
+        case 1:  # a number where there may have been one
+            packed = struct.pack("<Q", draw.choice(NUMBERS))[:count]
+            data[at : at + len(packed)] = packed
+        case 2:
+            del data[at:]
+        case 3:
+            del data[stretch]
+        case 4:
+            data[at:at] = bytes(data[stretch]) * draw.choice((1, 1, 2, 50))
+        case 5:
+            data[at:at] = draw.randbytes(count)
+        case _:  # a part of another format's file
+            _, other = draw.choice(list(originals().values()))
+            data[stretch] = other[draw.randrange(len(other)) :][:512]
 
 
 def change(draw: random.Random, data: bytes) -> bytes:
@@ -121,16 +82,16 @@ def change(draw: random.Random, data: bytes) -> bytes:
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 3))):
         if changed:
-            draw.choice(CHANGES)(draw, changed)
+            _change_once(draw, changed)
     return bytes(changed)
 
 
 def _rebuilt(draw: random.Random, data: bytes, pickles: bool) -> bytes:
     """The archive whose sums are right again after its pickle, or any member, was changed."""
     with zipfile.ZipFile(io.BytesIO(data)) as file:
-        held = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
-    storages = [held[f"data/{i}"] for i in range(sum(name.startswith("data/") for name in held))]
-    pickled = held["data.pkl"]
+        parts = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+    storages = [parts[f"data/{i}"] for i in range(sum(name.startswith("data/") for name in parts))]
+    pickled = parts["data.pkl"]
     chosen = 0 if pickles else draw.randrange(len(storages) + 1)
     if chosen:
         storages[chosen - 1] = change(draw, storages[chosen - 1])
@@ -171,8 +132,8 @@ def mutated_text(draw: random.Random, text: str) -> str:
             text = text[: word.start()] + other + text[word.end() :]
             continue
         at, count = draw.randrange(len(text) + 1), draw.choice((1, 2, 5, 20))
-        odd = chr(draw.choice((0, 9, 10, 27, 34, 127, 233, 0x2028, 0xFFFD)))
-        added = draw.choice((draw.choice(TOKENS), "", text[at : at + count], odd))
+        character = chr(draw.choice((0, 9, 10, 27, 34, 127, 233, 0x2028, 0xFFFD)))
+        added = draw.choice((draw.choice(TOKENS), "", text[at : at + count], character))
         text = text[:at] + added + text[at if added else at + count :]
     return text
 

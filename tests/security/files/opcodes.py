@@ -6,8 +6,8 @@ it says otherwise.
 
 from __future__ import annotations
 
+import io
 import pickle
-import struct
 from typing import Any
 
 
@@ -17,37 +17,16 @@ def whole(*pieces: bytes, protocol: int = 2) -> bytes:
 
 
 def value(plain: Any) -> bytes:
-    """Plain data, without a memo; bytes already crafted go through `value` only inside `raw`."""
-    match plain:
-        case None:
-            return pickle.NONE
-        case bool():
-            return pickle.NEWTRUE if plain else pickle.NEWFALSE
-        case int() if -(2**31) <= plain < 2**31:
-            return pickle.BININT + struct.pack("<i", plain)
-        case int():
-            packed = pickle.encode_long(plain)
-            return pickle.LONG1 + bytes([len(packed)]) + packed
-        case float():
-            return pickle.BINFLOAT + struct.pack(">d", plain)
-        case str():
-            data = plain.encode()
-            return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-        case bytes():
-            return pickle.BINBYTES + struct.pack("<I", len(plain)) + plain
-        case tuple():
-            return pickle.MARK + b"".join(map(value, plain)) + pickle.TUPLE
-        case list():
-            items = b"".join(map(value, plain))
-            return pickle.EMPTY_LIST + pickle.MARK + items + pickle.APPENDS
-        case dict():
-            pairs = b"".join(value(k) + value(v) for k, v in plain.items())
-            return pickle.EMPTY_DICT + pickle.MARK + pairs + pickle.SETITEMS
-    raise TypeError(type(plain))
+    """Plain data, without a memo."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, 3)
+    pickler.fast = True
+    pickler.dump(plain)
+    return out.getvalue()[2:-1]  # without PROTO and STOP
 
 
 def name(module: str, attribute: str) -> bytes:
-    """GLOBAL: what a module calls by that name; in protocol 4 it may have dots."""
+    """GLOBAL: the attribute of a module; in protocol 4 it may have dots."""
     return pickle.GLOBAL + f"{module}\n{attribute}\n".encode()
 
 
@@ -58,7 +37,7 @@ def stack_name(module: bytes | str, attribute: bytes | str) -> bytes:
 
 
 def together(*pieces: bytes) -> bytes:
-    """One tuple of what the pieces leave."""
+    """One tuple of the pieces' values."""
     return pickle.MARK + b"".join(pieces) + pickle.TUPLE
 
 
@@ -78,14 +57,9 @@ def build(instance: bytes, state: bytes) -> bytes:
 
 
 def mapping(**items: bytes) -> bytes:
-    """A dict of what the pieces leave."""
+    """A dict of the pieces' values."""
     pairs = b"".join(value(key) + piece for key, piece in items.items())
     return pickle.EMPTY_DICT + pickle.MARK + pairs + pickle.SETITEMS
-
-
-def listing(*pieces: bytes) -> bytes:
-    """A list of what the pieces leave."""
-    return pickle.EMPTY_LIST + pickle.MARK + b"".join(pieces) + pickle.APPENDS
 
 
 def put(index: int) -> bytes:
@@ -94,33 +68,24 @@ def put(index: int) -> bytes:
 
 
 def get(index: int) -> bytes:
-    """BINGET: what was remembered."""
+    """BINGET: the remembered value."""
     return pickle.BINGET + bytes([index])
 
 
-def storage(key: str, count: int, kind: str = "FloatStorage", location: str = "cpu") -> bytes:
+def storage(key: str, count: int, kind: str = "FloatStorage") -> bytes:
     """A storage as torch writes it: a persistent id that names a member of the archive."""
-    return (
-        together(value("storage"), name("torch", kind), value(key), value(location), value(count))
-        + pickle.BINPERSID
-    )
+    parts = (value("storage"), name("torch", kind), *map(value, (key, "cpu", count)))
+    return together(*parts) + pickle.BINPERSID
 
 
-def tensor(
-    key: str,
-    count: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int = 0,
-    kind: str = "FloatStorage",
-) -> bytes:
-    """A tensor that looks at a storage, as torch writes it."""
-    return call(
-        name("torch._utils", "_rebuild_tensor_v2"),
-        storage(key, count, kind),
-        value(offset),
-        value(size),
-        value(stride),
-        value(False),
-        call(name("collections", "OrderedDict")),
-    )
+def tensor_arguments(
+    key: str, count: int, size: tuple[int, ...], stride: tuple[int, ...], kind: str = "FloatStorage"
+) -> list[bytes]:
+    """The arguments from which torch rebuilds a tensor that views a storage."""
+    hooks = call(name("collections", "OrderedDict"))
+    return [storage(key, count, kind), *map(value, (0, size, stride, False)), hooks]
+
+
+def tensor(*of: Any, **more: str) -> bytes:
+    """A tensor as torch writes it; see `tensor_arguments`."""
+    return call(name("torch._utils", "_rebuild_tensor_v2"), *tensor_arguments(*of, **more))
