@@ -22,13 +22,13 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.arms import Arm  # noqa: E402
-from runner.benchmark.auto.candidates import make_candidates  # noqa: E402
 from runner.benchmark.auto.resolve import (  # noqa: E402
     EVIDENCE,
     estimate_run,
     make_arms,
     resolve_auto,
 )
+from runner.benchmark.auto.search import make_candidates  # noqa: E402
 from runner.benchmark.config import BenchmarkConfig  # noqa: E402
 from runner.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
 from runner.benchmark.statistics import noise_floor  # noqa: E402

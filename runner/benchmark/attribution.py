@@ -16,9 +16,9 @@ from typing import Any
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Finished
-from runner.benchmark.result import Attribution, Effect
+from runner.benchmark.result import SAME, Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
-from runner.benchmark.statistics import COARSE, CONFIDENCE, ONE_PROCESS, SAME, Estimate, claim
+from runner.benchmark.statistics import COARSE, ONE_PROCESS, Estimate, claim, each_alpha
 from runner.config import RunConfig
 
 INTERVALS = 3  # of each technique: alone, within the level, the one over the other
@@ -53,7 +53,7 @@ def attribute(
     `stopped` is `interrupted`.
     """
     effects, trials = plan_trials(level, reference, summary)
-    alpha = (1 - CONFIDENCE) / max(1, INTERVALS * len(trials))
+    alpha = each_alpha(INTERVALS * len(trials))
     state = _Attribution(level, reference, replace(options, alpha=alpha), effects)
     try:
         stopped = state.run_rounds(trials, seed)
@@ -81,16 +81,13 @@ class _Attribution:
         for number, group in enumerate(groups):
             names = " and ".join(trial.name for trial in group)
             self.options.announce(f"{names}: round {number + 1} of {len(groups)}")
-            limit_s = left / (len(groups) - number)
-            measured = self._run_round(group, limit_s, seed + number).measured
+            measured = self._run_round(group, left / (len(groups) - number), seed + number).measured
             if measured.stopped == INTERRUPTED:
                 return INTERRUPTED
             left -= measured.seconds
             short += not measured.precise
-        if not groups:
-            return "there was nothing to measure"
         if not short:
-            return "every ratio is precise enough"
+            return "every ratio is precise enough" if groups else "there was nothing to measure"
         return (
             f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {short} of "
             f"{len(groups)} rounds ended before every ratio was precise enough"
@@ -108,14 +105,14 @@ class _Attribution:
             effect, idle = self.effects[trial.name], _explain_idle(trial, round_)
             effect.processes = round_.measured.processes
             if (alone := self._compare(effect, round_, plain, added, idle)) is not None:
-                effect.added, effect.added_interval = _split(alone)
+                effect.added, effect.added_interval = alone.ratio, alone.interval
                 effect.added_memory_bytes = _peak_difference(round_, added, plain)
             if (within := self._compare(effect, round_, removed, level)) is not None:
-                effect.removed, effect.removed_interval = _split(within)
+                effect.removed, effect.removed_interval = within.ratio, within.interval
                 effect.removed_memory_bytes = _peak_difference(round_, level, removed)
             both = round_.ratio([removed, added], [level, plain]) if alone and within else None
             if both is not None:
-                effect.interaction, effect.interaction_interval = _split(both)
+                effect.interaction, effect.interaction_interval = both.ratio, both.interval
         return round_
 
     def _compare(
@@ -137,16 +134,11 @@ class _Attribution:
         return math.expm1(max(self.ratios) - min(self.ratios)) if self.ratios else 0.0
 
 
-def _split(estimate: Estimate) -> tuple[float, tuple[float, float]]:
-    return estimate.ratio, (estimate.low, estimate.high)
-
-
 def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
     """Why the technique alone is not engaged; "" where it is, or that is not known."""
     if trial.added.name not in round_.finished:
         return ""
-    rows = round_.finished[trial.added.name].summary.get("techniques", [])
-    row = next((row for row in rows if row["name"] == trial.name), {"reason": "not seen"})
+    row = round_.finished[trial.added.name].technique(trial.name)
     if row.get("engaged"):
         return ""
     return f"alone it does not engage: {row.get('reason') or 'no reason given'}"

@@ -74,8 +74,13 @@ class Finished:
     summary: dict[str, Any]  # summary.json
     losses: list[float]  # of the first steps, warm-up included
     problems: list[str]  # signs that it does not train
-    metrics: dict[str, float]  # of `MeasureOptions.metrics`
+    metrics: dict[str, Any]  # what `MeasureOptions.metrics` returned
     notes: list[str] = field(default_factory=list)
+
+    def technique(self, name: str) -> dict[str, Any]:
+        """The summary's row of a technique."""
+        rows = self.summary.get("techniques") or []
+        return next((row for row in rows if row["name"] == name), {"reason": "not seen"})
 
 
 class ArmEnded(Exception):

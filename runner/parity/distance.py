@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.parity.numerics import ROUNDOFF
-from runner.parity.parity import ParityRow
 from runner.parity.trajectory import StepRecord, Tensors
 
 OFTEN = 8.0
@@ -50,6 +50,63 @@ class Difference(NamedTuple):
     error: float  # of the difference from the reference
     size: float  # of the reference
     floor: float  # of what one rounding changes
+
+
+class Agreement(Enum):
+    """How far a candidate's numbers are those of the plain run."""
+
+    exact = "exact"  # bit by bit
+    explained = "explained by precision"
+    fail = "FAIL"
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One tensor over all steps, at the first beyond its bound, else at the one nearest to it.
+
+    Error and bound are relative to its norm in the reference. An `output` counts validation
+    batches in place of steps.
+    """
+
+    step: int  # 1 is the first
+    kind: str
+    name: str
+    error: float
+    bound: float
+    kinks: int = 0  # steps beyond it by as little as an activation's kink explains
+
+    def __str__(self) -> str:
+        what = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"
+        places = {
+            "draw": f"{self.name} over draws of dropout",
+            "output": f"{self.name} in evaluation mode, of validation batch {self.step}",
+            "parameter": f"{what} before step 1",
+        }
+        place = places.get(self.kind, f"{what} at step {self.step}")
+        return f"{place}: off by {self.error:.1e}, rounding or chance explains {self.bound:.1e}"
+
+    @property
+    def within(self) -> bool:
+        """Whether rounding explains it."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What comparing a set of techniques with the plain run found."""
+
+    verdict: Agreement
+    techniques: list[str]  # those that were applied
+    refused: dict[str, str]  # those asked for that could not be, and why
+    precision: str  # that the candidate says it computes in
+    reference: str  # what stands for the truth: fp64, or fp32 where the model does not run in it
+    steps: int
+    first: ParityRow | None  # the first that precision does not explain
+    rows: list[ParityRow]
+    notes: list[str] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)  # what a fault could hide in
+    culprits: list[str] = field(default_factory=list)  # smallest set that fails
+    alone: dict[str, str] = field(default_factory=dict)  # verdict of each technique by itself
 
 
 class Distances:

@@ -9,8 +9,7 @@ from statistics import NormalDist
 from torch import Tensor, nn
 
 from runner.errors import UsageError
-from runner.parity.distance import ErrorKind, norm
-from runner.parity.parity import ParityRow
+from runner.parity.distance import ErrorKind, ParityRow, norm
 from runner.parity.trajectory import (
     Stretch,
     Tensors,

@@ -25,9 +25,12 @@ from runner.data.batch import largest_part
 from runner.parity.candidates import cut, eager_draws, only, quiet, without_techniques
 from runner.parity.distance import (
     KINK,
+    Agreement,
     Distances,
     ErrorKind,
     Key,
+    Parity,
+    ParityRow,
     Tolerance,
     compare_outputs,
     judge,
@@ -35,7 +38,6 @@ from runner.parity.distance import (
 )
 from runner.parity.dropout import DRAWS, compare_draws, repeat_draws
 from runner.parity.numerics import Numerics, numerics, to_double
-from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.plain_runs import SAME_ROUNDING, PlainRuns
 from runner.parity.trajectory import Record, updates
 from runner.training.run import Run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
 def changed(value: Any) -> Any:
     """Another value of the same kind."""
     if isinstance(value, Tensor):
-        return (
-            torch.Generator().manual_seed(9).get_state()
-            if value.dtype is torch.uint8
-            else value + 1
-        )
+        state = torch.Generator().manual_seed(9).get_state()
+        return state if value.dtype is torch.uint8 else value + 1
     if isinstance(value, dict):
         return {**value, "spike": 1}
     if isinstance(value, tuple | list):  # of a random generator
@@ -77,17 +75,18 @@ def changed(value: Any) -> Any:
 
 
 def parts(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """The paths to what a state holds; of many weights, of many numbers the first."""
+    """The path to the first value of each part of a state, of its update and its random state."""
     if path and (path[0] == "random" or path[-1] == "counts") and len(path) == 2:
         yield path
-    elif isinstance(value, dict):
-        keys = [key for key in value if key not in (MACHINE | PLANNED | {"param_groups"})]
-        for key in keys[:1] if keys and isinstance(keys[0], int) else keys:
-            yield from parts(value[key], *path, key)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value[: None if path[-1] == "scale" else 1]):
-            yield from parts(item, *path, number)
-    elif value is not None and path != ("progress", "step"):  # which is compared with the manifest
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        skipped = MACHINE | PLANNED | {"param_groups"}
+        skipped |= {"step"} if path == ("progress",) else set()  # compared with the manifest
+        leaves = chain.from_iterable(
+            parts(item, *path, key) for key, item in items if key not in skipped
+        )
+        yield from islice(leaves, None if path in ((), ("update",), ("random",)) else 1)
+    elif value is not None:
         yield path
 
 

@@ -23,16 +23,18 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.auto.candidates import (
+from runner.benchmark.auto.search import (
+    AGAIN,
     FREE,
     NONE,
     Candidate,
+    Search,
+    SearchResult,
     enable_techniques,
     make_candidates,
     pinned_techniques,
     sort_techniques,
 )
-from runner.benchmark.auto.search import AGAIN, Search, SearchResult
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine

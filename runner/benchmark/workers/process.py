@@ -24,11 +24,9 @@ from runner.benchmark.blocks import ArmEnded
 from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
-from runner.record.text import escape_control_chars
 
 ENDING_S = 5.0  # for a process that was asked to end
 UNGUARDED = 77  # exit code of one in which the script would have started further ones
-TAIL = 4096  # bytes of its log that are read when it ended without an answer
 
 
 class Unguarded(UsageError):
@@ -165,22 +163,13 @@ class ChildProcess:
                 "imported by the processes that are measured"
             )
         if code is None or code >= 0:
-            tail = self._log_tail()
-            line = escape_control_chars(tail.strip().rpartition("\n")[2])[:300]
-            text = f"it ended with exit code {code}{f': {line}' if line else ''}"
-            return ArmEnded("failed", f"{text}{hint}")
+            return ArmEnded("failed", f"it ended with exit code {code}{hint}")
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
             return ArmEnded("oom", f"the system killed it when memory ran out{hint}")
         return ArmEnded("killed", f"killed by {signal.Signals(-code).name}{hint}")
 
     def _log_hint(self) -> str:
         return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
-
-    def _log_tail(self) -> str:
-        with suppress(OSError):
-            if self.log is not None:
-                return self.log.read_bytes()[-TAIL:].decode("utf-8", "replace")
-        return ""
 
 
 def leave_if_imported() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.auto.candidates import NONE, enable_techniques, make_candidates
 from runner.benchmark.auto.resolve import (
     EVIDENCE,
     YAML,
@@ -22,6 +21,7 @@ from runner.benchmark.auto.resolve import (
     read_cache,
     resolve_auto,
 )
+from runner.benchmark.auto.search import NONE, enable_techniques, make_candidates
 from runner.build import build
 from runner.composing import compose, compose_raw, typed
 from runner.errors import ConfigError

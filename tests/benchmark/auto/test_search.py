@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.auto.candidates import NONE, Candidate, make_candidates
-from runner.benchmark.auto.search import AGAIN, TOGETHER, Search, SearchResult
+from runner.benchmark.auto.search import (
+    AGAIN,
+    NONE,
+    TOGETHER,
+    Candidate,
+    Search,
+    SearchResult,
+    make_candidates,
+)
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityVerdict
