@@ -1,17 +1,14 @@
 """What each technique of a level is worth: added alone to the plain run, left out of the level.
 
-Both are measured in the same blocks as the plain run and the level, so the interaction of a
-technique with the others is a ratio of four times of one block. Techniques that are not engaged in
-the level are named and not measured. The three intervals of each technique hold at 95 % all
-together (Bonferroni).
+Techniques that are not engaged in the level are named and not measured. The three intervals of each
+technique hold at 95 % all together (Bonferroni).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.benchmark.arms import Arm
@@ -24,7 +21,6 @@ from runner.config import RunConfig
 INTERVALS = 3  # of each technique: alone, within the level, the one over the other
 EACH = 2  # techniques to a round, which makes six processes of half a GB and more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
-WORTH = {"same": "nothing", "": "nothing that can be told"}
 Interval = tuple[float, float] | None
 
 
@@ -59,7 +55,7 @@ def attribute(
         stopped = state.run_rounds(trials, seed)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
-    sentences = summarize(list(effects.values()), level.name, max(floor, state.spread(), SAME))
+    sentences = summarize(list(effects.values()), level.name, max(floor, SAME))
     return Attribution(level.name, list(effects.values()), sentences, stopped)
 
 
@@ -71,7 +67,6 @@ class _Attribution:
     reference: Arm
     options: MeasureOptions
     effects: dict[str, Effect]
-    ratios: list[float] = field(default_factory=list)  # log of plain / level, of each round
 
     def run_rounds(self, trials: Sequence[AttributionTrial], seed: int) -> str:
         """Measure all trials, a few at a time; why it ended."""
@@ -98,8 +93,6 @@ class _Attribution:
         arms = [self.reference, self.level]
         arms += [arm for trial in group for arm in (trial.added, trial.removed)]
         round_ = run_round(arms, plain, budget_s, seed, self.options)
-        if (whole := round_.ratio([plain], [level])) is not None:
-            self.ratios.append(math.log(whole.ratio))
         for trial in group:
             added, removed = trial.added.name, trial.removed.name
             effect, idle = self.effects[trial.name], _explain_idle(trial, round_)
@@ -125,13 +118,6 @@ class _Attribution:
         if ratio is None and note not in effect.note:
             effect.note = "; ".join(filter(None, [effect.note, note]))
         return ratio
-
-    def spread(self) -> float:
-        """The share by which plain run and level differed from round to round.
-
-        Each round has new processes, whose places in memory make a difference.
-        """
-        return math.expm1(max(self.ratios) - min(self.ratios)) if self.ratios else 0.0
 
 
 def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
@@ -255,9 +241,8 @@ def _describe_harm(effect: Effect, level: str) -> str:
 def _describe_worth(ratio: float | None, interval: Interval, what: str) -> str:
     if ratio is None or interval is None:
         return "not known"
-    if what in WORTH:
-        return WORTH[what]
-    return f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
+    worth = f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
+    return {"same": "nothing", "": "nothing that can be told"}.get(what, worth)
 
 
 def _claim(ratio: float | None, interval: Interval, processes: int, floor: float) -> str:

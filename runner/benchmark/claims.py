@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +24,7 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Turn
 from runner.benchmark.engine import median_load
 from runner.benchmark.machine import machine
-from runner.benchmark.rounds import MeasureOptions, Round, interruptible, run_round
+from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.composing import compose
 from runner.config import RunConfig
@@ -40,6 +39,7 @@ from runner.record.markdown import code, escape, table
 from runner.record.storage import replace_text, write_json
 from runner.techniques.probe import dry_run_step
 from runner.training.run import Run
+from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
@@ -53,13 +53,9 @@ ROUNDS, SETTLING = 9, 2  # forwards that are timed, and before
 READINGS = 6  # least to largest of six hold the median with 97 %
 LOADED = 0.1  # share of the CPUs that others took, from which on the page names it
 METHOD = (
-    "An interval is of 95 % and through the stopping rule; of memory and latency it is the "
-    "range of six readings. A claim holds or does not where all of the interval, with the "
-    "noise at both ends, is on one side of what is claimed at least; else it is undecided."
-)
-REPEAT = (
-    "Each of these trains like the arm in question; the plain run has `optimization=none`, for "
-    "flash attention `optimization.attention.kernel=plain`."
+    "An interval is of 95 %; of memory and latency it is the range of six readings. A claim holds "
+    "or does not where all of the interval, with the noise at both ends, is on one side of what is "
+    "claimed at least; else it is undecided."
 )
 
 
@@ -167,7 +163,7 @@ def measure_claims(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
-    with interruptible() as signals:
+    with signals_unwind():
         for number, trial in enumerate(trials):
             options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
             budget_s = left * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
@@ -179,8 +175,8 @@ def measure_claims(
                 claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
                 continue
             except KeyboardInterrupt:
-                ended = signals[0] if signals else signal.SIGINT
-                raise Interrupted(ended, f" after {number} of {len(trials)} trials") from None
+                done = f" after {number} of {len(trials)} trials"
+                raise Interrupted(ending_signal(), done) from None
             claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
             left = max(left - round_.measured.seconds, 1e-3)
             turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
@@ -360,15 +356,13 @@ def _measured(row: ClaimResult) -> str:
     low, high = row.interval
     if row.quantity == "speed":
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
-    unit = "% latency" if row.quantity == "latency" else "% memory"
-    ratio, low_end, high_end = (
-        f"{(x - 1) * 100:+.0f}".replace("-", "−") for x in (row.ratio, low, high)
-    )
-    return f"{ratio} {unit} ({low_end} to {high_end})"
+    unit = "latency" if row.quantity == "latency" else "memory"
+    ratio, least, most = (f"{(x - 1) * 100:+.0f}".replace("-", "−") for x in (row.ratio, low, high))
+    return f"{ratio} % {unit} ({least} to {most})"
 
 
 def markdown(claims: Claims) -> str:
-    """All of it as a page: table, reasons, commands."""
+    """All of it as a page: a table, then the reasons and commands."""
     rows, machine = claims.rows, claims.machine
     noises = ["–" if row.noise is None else f"{row.noise * 100:.1f} %" for row in rows]
     cells = [
@@ -386,6 +380,7 @@ def markdown(claims: Claims) -> str:
         + escape(". ".join(filter(None, (row.reason, row.note))))
         for row in rows
     ]
+    commands = dict.fromkeys(row.command for row in rows if row.command)
     parts = [
         "# Claims, and what holds here",
         escape(f"{', '.join(where)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
@@ -393,11 +388,9 @@ def markdown(claims: Claims) -> str:
         table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
         METHOD,
         *([load] if others > LOADED else []),
-        "## Row by row",
         "\n".join(items),
-        "## Commands",
-        REPEAT,
-        code("\n".join(dict.fromkeys(row.command for row in rows if row.command)), "sh"),
+        "Each of these trains like the arm in question:",
+        code("\n".join(commands), "sh"),
     ]
     return "\n\n".join(parts) + "\n"
 

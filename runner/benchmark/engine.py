@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine
 from runner.benchmark.parity_checker import ParityChecker, ParityVerdict
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, BenchmarkResult, Control, Load
-from runner.benchmark.rounds import MeasureOptions, Round, interruptible, run_round
+from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.benchmark.statistics import (
     CONFIDENCE,
     ONE_PROCESS,
@@ -37,6 +36,7 @@ from runner.config import OF_NO_CONSEQUENCE, RunConfig, config_hash, flat
 from runner.errors import Interrupted, StorageError
 from runner.record import provenance
 from runner.record.text import escape_control_chars as escape
+from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
@@ -79,16 +79,16 @@ def measure(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
     )
     benchmark = _Benchmark(arms, reference, options)
-    with interruptible() as received:
+    with signals_unwind():
         try:
             benchmark.measure(seed)
             benchmark.write()  # before parity, which takes its time
             benchmark.check_parity()
         except KeyboardInterrupt:
             benchmark.round.measured.stopped = INTERRUPTED
-    result = benchmark.write()
-    if result.stopped == INTERRUPTED:
-        raise Cut(received[0] if received else signal.SIGINT, result)
+        result = benchmark.write()
+        if result.stopped == INTERRUPTED:
+            raise Cut(ending_signal(), result)
     return result
 
 

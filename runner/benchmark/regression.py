@@ -1,8 +1,7 @@
 """A benchmark compared with a stored one: what is slower, needs more memory, or computes otherwise.
 
-Arms are compared with the reference of their own session, block by block, and these speed-ups are
-compared: what the machine does to all arms of a session cancels. The reference's own time is that
-of the machine too; it is judged only where the machine was quiet both times.
+Arms are compared by their speed-up over the reference of their own session: what the machine does
+to all arms cancels. The own time of the reference is judged where the machine was quiet both times.
 """
 
 from __future__ import annotations

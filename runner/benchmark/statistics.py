@@ -1,9 +1,6 @@
 """How much faster, and how sure that is: order statistics within processes, t between them.
 
-Times on a shared machine have stalls and several typical speeds, so within a process intervals come
-from ranks, with probabilities that are counted exactly. `Spending` makes them hold for somebody who
-looks several times and stops when it is enough. How far the same work in another process lies from
-them, no number of blocks tells: that takes several processes of each arm, one value of each.
+docs/benchmarking.md explains why; probabilities of ranks are counted exactly.
 """
 
 from __future__ import annotations

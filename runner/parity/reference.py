@@ -1,12 +1,7 @@
-"""A parity check: a candidate's steps, compared with those of the plain run.
+"""A parity check: the steps of a candidate, compared with those of the plain run.
 
-- Loss, gradients and buffers are compared with those of the plain run in fp64;
-- the update with that of the plain optimizer in fp64, fed with the candidate's own gradients;
-- at the end, outputs in evaluation mode.
-
-A candidate may be so many times as far away as rounding brings the plain run at the same precision
-(`plain_runs.py`). Roundings fall to either side and stay within that; a term that is left out,
-counted twice or masked wrong goes far beyond it.
+A candidate may be so many times as far from fp64 as rounding brings the plain run at the same
+precision (`plain_runs.py`); its update is compared apart, fed with its own gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Whether several processes compute what one does, by a limit that is measured on the run itself.
 
-In fp64, one process trains twice: as it is, and with each weight moved by one rounding. How far
-that brings every number is the size of rounding in this run, Adam's division by tiny gradients and
-all; several processes sum in another order and may be a stated factor worse. In the run's own
-precision the scale is what one process is off by from fp64.
+The scale in fp64 is how far one process gets if each weight is moved by one rounding, in the own
+precision how far one process is from fp64; several may be a stated factor worse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`optimization=auto`: from a config that leaves it open to the techniques of a run.
-
-They are measured on the run's own model, data and device, unless an earlier run of the same config
-did that on this machine (`$XDG_CACHE_HOME/runner/auto`), or the run is too short for a search.
-"""
+"""`optimization=auto`: from a config that leaves it open to the techniques of a run."""
 
 from __future__ import annotations
 

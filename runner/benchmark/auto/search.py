@@ -1,9 +1,7 @@
 """The search of `optimization=auto`: rounds of successive halving, then a final against `none`.
 
-What counts is the time of the whole run: setting up and compiling, then its steps. Every round has
-`none` in it, so a drift of the machine affects all alike. The best are measured again in a final,
-because the best of many looks better than it is. Only what the final shows to be faster, and parity
-to be right, is selected.
+What counts is the time of the whole run, set-up included. The best are measured again in a final,
+because the best of many looks better than it is.
 """
 
 from __future__ import annotations

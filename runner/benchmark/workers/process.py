@@ -1,7 +1,4 @@
-"""A child process that answers questions through a pipe; how it ended is reported.
-
-Nothing here imports torch, so that a child is in its own session before it does.
-"""
+"""A child process that answers questions through a pipe; how it ended is reported. Torch-free."""
 
 from __future__ import annotations
 
@@ -94,11 +91,8 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
-        pid: int | None = self.process.pid
-        if pid is None:
-            raise ValueError("it was not started")
-        return pid
+        """Of the process, and of its group; 0 before it was started."""
+        return self.process.pid or 0
 
     def ask(self, question: Any) -> None:
         """Send the next question, or bytes as they are."""
@@ -137,7 +131,7 @@ class ChildProcess:
 
     def end(self) -> None:
         """End it at once, with all that it started."""
-        if self.process.pid is None:
+        if not self.pid:
             return
         children: list[psutil.Process] = []
         with suppress(psutil.Error):

@@ -1,10 +1,7 @@
 """A hook at the end of a step in which a run waits for its turns; and the results of an arm.
 
-What a turn measures is what any run of that config does: the loop itself, with the record, the
-guard and the reports. The wait is taken out of the step in which it falls. On a CPU each step is a
-lap of the run's own stopwatch; an accelerator is waited for at both ends, and its step is the time
-in between divided by the steps. Batches of data workers come in rounds, so turns with workers are
-whole rounds, and begin once the batches that lay ready are used up.
+On a CPU each step is a lap of the run's own stopwatch; an accelerator is waited for at both ends of
+a turn. Turns with data workers are whole rounds, once the batches that lay ready are used up.
 """
 
 from __future__ import annotations
