@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, Finished
+from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.result import SAME, Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.benchmark.statistics import COARSE, ONE_PROCESS, Estimate, claim, each_alpha
@@ -130,15 +130,12 @@ def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
     return f"alone it does not engage: {row.get('reason') or 'no reason given'}"
 
 
-def _peak_bytes(finished: Finished) -> int:
-    memory = finished.summary.get("memory") or {}
-    return int(memory.get("peak_device_bytes") or memory.get("peak_process_bytes") or 0)
-
-
 def _peak_difference(round_: Round, name: str, than: str) -> int | None:
     """By how much the peak of one is above that of the other."""
-    peaks = [_peak_bytes(round_.finished[n]) for n in (name, than) if n in round_.finished]
-    return peaks[0] - peaks[1] if len(peaks) == 2 and all(peaks) else None
+    finished = [round_.finished[n] for n in (name, than) if n in round_.finished]
+    memories = [one.summary.get("memory") or {} for one in finished]
+    peaks = [m.get("peak_device_bytes") or m.get("peak_process_bytes") or 0 for m in memories]
+    return int(peaks[0] - peaks[1]) if len(peaks) == 2 and all(peaks) else None
 
 
 # -- the arms that show what one technique is worth ------------------------------------------------

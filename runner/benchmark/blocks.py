@@ -148,7 +148,7 @@ def run_blocks(
     """
     measured = Measured({name: [] for name in names}, {})
     if relaunch is None:
-        relaunch, rule = _no_relaunch, replace(rule, processes=1)
+        relaunch, rule = lambda names, within_s: {}, replace(rule, processes=1)
     state = _Blocks(turn, relaunch, reference, rule, block_s, clock, measured, list(names), watch)
     draw = np.random.default_rng(seed)
     try:
@@ -160,10 +160,6 @@ def run_blocks(
         state.interrupted()
     measured.seconds = clock() - state.start
     return measured
-
-
-def _no_relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
-    raise TimeoutError
 
 
 @dataclass

@@ -150,7 +150,9 @@ class _Benchmark:
     def _result(self) -> BenchmarkResult:
         measured, reference = self.round.measured, self.reference
         results = [self._make_row(arm) for arm in self.arms]
-        control, floor = self._control_result(), self._noise_floor()
+        again, control, floor = self._estimate(self.control), None, self._noise_floor()
+        if again is not None and math.isfinite(again.half_width):
+            control = Control(again.ratio, again.interval)
         load = median_load(measured.turns)
         alive = [arm for arm in self.arms if arm.name in self.round.ready]
         notes = [*describe_differences(alive, reference), *self._describe_ends()]
@@ -189,13 +191,6 @@ class _Benchmark:
             return None
         estimate = self.round.measured.estimates.get(name)
         return estimate if estimate is not None and math.isfinite(estimate.ratio) else None
-
-    def _control_result(self) -> Control | None:
-        """The reference against itself; None without an interval."""
-        estimate = self._estimate(self.control)
-        if estimate is None or not math.isfinite(estimate.half_width):
-            return None
-        return Control(estimate.ratio, estimate.interval)
 
     def _noise_floor(self) -> float:
         """What the control shows to be noise; inf where it has no interval.

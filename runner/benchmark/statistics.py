@@ -202,10 +202,7 @@ class Spending:
 
 
 def each_alpha(count: int) -> float:
-    """What each of so many intervals may miss with, so that all hold together (Bonferroni).
-
-    Then so does what is concluded from them: which arm is the fastest, after looking at all.
-    """
+    """What each of so many intervals may miss with, so that all hold together (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, count)
 
 

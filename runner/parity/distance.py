@@ -90,6 +90,11 @@ class ParityRow:
         """Whether rounding explains it."""
         return self.error <= self.bound
 
+    @property
+    def excess(self) -> float:
+        """The error in units of its bound."""
+        return _share(self.error, self.bound)
+
 
 @dataclass(frozen=True)
 class Parity:
@@ -214,10 +219,10 @@ def compare_steps(
         distances.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
         names = theirs.gradients.keys() | ours.gradients.keys()
         for name in names if ours.gradients else ():  # those inside one graph may be unknown
-            a, b = (dense(one.gradients.get(name)) for one in (ours, theirs))
-            zero = torch.zeros_like(a if b is None else b)  # type: ignore[arg-type]
-            key = Key(ErrorKind.gradient, name)
-            distances.add(key, zero if a is None else a, zero if b is None else b)
+            known = [dense(one.gradients[name]) for one in (ours, theirs) if name in one.gradients]
+            zero = torch.zeros_like(known[0])
+            a, b = (dense(one.gradients.get(name, zero)) for one in (ours, theirs))
+            distances.add(Key(ErrorKind.gradient, name), a, b)
         _compare_buffers(distances, ours.after.buffers, theirs.after.buffers, start)
     return distances
 
@@ -236,13 +241,10 @@ def _compare_buffers(distances: Distances, ours: Tensors, theirs: Tensors, start
 def compare_outputs(distances: Distances, ours: list[Any], truth: list[Any]) -> None:
     """Floating-point outputs, one validation batch after another."""
     for batch in zip(ours, truth, strict=True):
-        leaves = ([t for t in tree_leaves(one) if _is_floating(t)] for one in batch)
+        tensors = ([t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in batch)
+        leaves = ([t for t in some if t.is_floating_point()] for some in tensors)
         for number, (mine, right) in enumerate(zip(*leaves, strict=True)):
             distances.add(Key(ErrorKind.output, f"output {number}"), mine, right)
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -257,9 +259,9 @@ def norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def dense(tensor: Tensor | None) -> Tensor | None:
+def dense(tensor: Tensor) -> Tensor:
     """The same, with its zeros written out."""
-    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def distance(a: Tensor, b: Tensor) -> float:

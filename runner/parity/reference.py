@@ -6,7 +6,6 @@ precision (`plain_runs.py`); its update is compared apart, fed with its own grad
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -159,7 +158,7 @@ class ParityReference:
         return replace(
             result,
             verdict=Agreement.fail if beyond else Agreement.explained,
-            first=max(beyond, key=_excess, default=None),
+            first=max(beyond, key=lambda row: row.excess, default=None),  # draws have no order
             rows=[*result.rows, *rows],
             notes=[*result.notes, f"it draws other random numbers: compared over {DRAWS} draws"],
             not_judged=[*result.not_judged, hidden],
@@ -297,11 +296,6 @@ def _when(row: ParityRow) -> tuple[bool, int, int]:
     """Sorts by the time of what was computed."""
     kind = ErrorKind[row.kind]
     return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
-
-
-def _excess(row: ParityRow) -> float:
-    """The error in units of its bound: draws have no order in time."""
-    return row.error / row.bound if row.bound else math.inf
 
 
 def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:

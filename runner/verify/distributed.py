@@ -33,8 +33,7 @@ PRECISION = 10.0
 """Times what one process is off by from fp64."""
 FLOOR = 1e-12
 """Of a number whose rounding does not show in the steps made."""
-ROUNDING = {"tf32", "amp", "compile", "whole_step", "quantization", "cuda_graphs"}
-ROUNDING |= {"fused_optimizer"}
+ROUNDING = set("tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split())
 """Techniques that round otherwise, or whose kernels have no fp64: only in the own precision."""
 OPTIONS = "optimizer.param_groups."  # are those of the config
 COMPARED = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
@@ -100,21 +99,19 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
     one.distributed = DistributedConfig()
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
         runs = EqualityCheck(Path(place))
+        double, silent = ReferencePrecision(True, double=True), ReferencePrecision(True)
         try:
-            exact = runs.train("one", in_fp64(one), ReferencePrecision(True, double=True))
+            exact = runs.train("one", in_fp64(one), double)
         except RunnerError as error:
             runs.notes.append(f"not compared in fp64, so that limits are coarse: {error}")
-            exact = runs.train("one own", one, ReferencePrecision(True))
+            exact = runs.train("one own", one, silent)
             limits = runs.limits_by_rounding(exact, one, double=False)
-            runs.compare(OWN, exact, config, ReferencePrecision(True), limits)
         else:
             limits = runs.limits_by_rounding(exact, in_fp64(one), double=True)
-            runs.compare(
-                FP64, exact, in_fp64(config), ReferencePrecision(True, double=True), limits
-            )
-            own = runs.train("one own", one, ReferencePrecision(True))
+            runs.compare(FP64, exact, in_fp64(config), double, limits)
+            own = runs.train("one own", one, silent)
             limits = measured_limits(exact.values, own.values, PRECISION)
-            runs.compare(OWN, exact, config, ReferencePrecision(True), limits)
+        runs.compare(OWN, exact, config, silent, limits)
     return runs.result(steps, config.distributed, size, exact.facts)
 
 
@@ -176,8 +173,9 @@ class EqualityCheck:
         several = self.train(f"several {precision}", config, technique)
         found = list(distances(exact.values, several.values, limits))
         self.saved = {item.step for item in exact.values if item.kind == "parameter"}
-        if precision == OWN:
-            found = [each for each in found if each.item.kind != "metric" or _smooth(each.item)]
+        if precision == OWN:  # an accuracy jumps where a rounding has another class win
+            smooth = ("/loss", "/grad_norm")
+            found = [d for d in found if d.item.kind != "metric" or d.item.name.endswith(smooth)]
         self.rows += worst_by_kind(precision, found)
         over = next((distance for distance in found if not distance.within), None)
         if self.first is None and over is not None:
@@ -246,11 +244,6 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]
             difference = _difference(other.get(item), exact.get(item))
             size = sizes.get(_group(item), 0.0)
             yield item, difference / size if size else difference
-
-
-def _smooth(item: ValueKey) -> bool:
-    """An accuracy jumps where a rounding has another class win."""
-    return item.name.rpartition("/")[2] in ("loss", "grad_norm")
 
 
 def distances(exact: Values, other: Values, limits: Mapping[ValueKey, float]) -> Iterator[Distance]:

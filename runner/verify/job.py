@@ -150,7 +150,7 @@ def _show_rows(rows: list[ParityRow]) -> Table:
     table = []
     for kind in dict.fromkeys(row.kind for row in rows):
         group = [row for row in rows if row.kind == kind]
-        worst = max(group, key=lambda row: row.error / row.bound if row.bound else row.error)
+        worst = max(group, key=lambda row: row.excess)
         numbers = f"{worst.step}", f"{worst.error:.1e}", f"{worst.bound:.1e}"
         within = all(row.within for row in group)
         table.append((within, (kind, f"{len(group)}", *numbers, worst.name)))

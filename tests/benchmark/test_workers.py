@@ -13,7 +13,6 @@ from statistics import median
 
 import psutil
 import pytest
-from torch import nn
 
 from runner import compose, fork_server
 from runner.benchmark.arms import Arm
@@ -21,8 +20,6 @@ from runner.benchmark.blocks import Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.engine import measure
 from runner.benchmark.workers.pool import WorkerPool
-from runner.build import Components
-from runner.errors import UsageError
 from runner.training.summary import Summary
 from tests.benchmark import arm_parts
 from tests.benchmark.arm_parts import BASE, OWN, PARTS, QUICK, arm, is_gone
@@ -151,14 +148,6 @@ def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path: Path)
     assert [row.status for row in result.arms] == ["done", "done"]
     assert result.arms[1].claim not in ("faster", "slower")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark.json", "none", "same"]
-
-
-def test_a_part_that_cannot_be_sent_is_named_with_the_way_out() -> None:
-    model = nn.Linear(30, 2)
-    model.made = lambda: 1  # type: ignore[assignment]
-    arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
-    with pytest.raises(UsageError, match="model cannot be sent to another process.*no lambda"):
-        WorkerPool(arms, QUICK, None, given=Components(model=model))
 
 
 # -- data workers, and arms of several processes ---------------------------------------------------
