@@ -114,8 +114,9 @@ def resolve_arms(
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     """`none`, its control, and every candidate."""
-    arms = [Arm(name, _arm_config(config, ())) for name in (NONE, AGAIN)]
-    return arms + [Arm(one.name, _arm_config(config, one.techniques)) for one in candidates]
+    techniques: dict[str, list[str]] = {NONE: [], AGAIN: []}
+    techniques |= {one.name: one.techniques for one in candidates}
+    return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
 
 
 def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
@@ -200,17 +201,11 @@ def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> Sear
     )
     _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
     options = MeasureOptions(settings, given=given, announce=_announce)
+    steps, step_s = estimate.steps, estimate.step_seconds
     with ParityChecker(settings.timeout_s, given) as checker:
-        result = Search(
-            candidates,
-            arms,
-            options,
-            checker.check,
-            estimate.steps,
-            estimate.step_seconds,
-            auto.budget_s,
-            config.seed,
-        ).run()
+        check, budget_s = checker.check, auto.budget_s
+        search = Search(candidates, arms, options, check, steps, step_s, budget_s, config.seed)
+        result = search.run()
     result.left_out = estimate.reasons
     return result
 

@@ -197,26 +197,32 @@ class Search:
             if row.state == "measured":
                 row.state, row.why = "out", "not shown to be faster than none"
         untried = sum(row.state == "not tried" for row in self.candidates)
-        result = SearchResult(
-            reason=f"nothing was shown to be faster beyond noise over {self.steps:,} steps "
-            f"({untried} of {len(self.candidates)} candidates were not tried)",
-            steps=self.steps,
+        reason = (
+            f"nothing was shown to be faster beyond noise over {self.steps:,} steps "
+            f"({untried} of {len(self.candidates)} candidates were not tried)"
+        )
+        if chosen is not None:
+            low, high = chosen.final_interval or (0.0, 0.0)
+            processes = "one process of each, so that how processes differ is not in it"
+            if chosen.final_processes > 1:
+                processes = f"{chosen.final_processes} processes of each"
+            reason = (
+                f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
+                f"{chosen.final_blocks} blocks, {processes}), "
+                f"{chosen.gain:.2f} times over {self.steps:,} steps "
+                f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
+            )
+        return SearchResult(
+            chosen.name if chosen is not None else NONE,
+            chosen.techniques if chosen is not None else [],
+            reason,
+            self.steps,
             none_ms=1e3 * self.step_s,
             noise_floor=self.floor,
             seconds=self.options.clock() - self.began,
             budget_s=self.budget_s,
             tried=list(self.candidates),
         )
-        if chosen is not None:
-            result.chosen, result.techniques = chosen.name, chosen.techniques
-            low, high = chosen.final_interval or (0.0, 0.0)
-            result.reason = (
-                f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-                f"{chosen.final_blocks} blocks, {_count_processes(chosen)}), "
-                f"{chosen.gain:.2f} times over {self.steps:,} steps "
-                f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
-            )
-        return result
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -364,9 +370,3 @@ class Search:
             wrong = "wrong" if row.parity else "not known"
             row.state, row.why = "out", f"its numbers are {wrong}: {row.parity_reason}"
         return row.state != "out"
-
-
-def _count_processes(row: Candidate) -> str:
-    if row.final_processes > 1:
-        return f"{row.final_processes} processes of each"
-    return "one process of each, so that how processes differ is not in it"
