@@ -40,13 +40,6 @@ class AveragedGradients(Break):
             parameter.register_hook(lambda gradient: gradient * factor[0])
 
 
-class MeanOfMeans(Break):
-    """So does the loss."""
-
-    def plant(self, draft: RunBuilder) -> None:
-        World.whole_weight = lambda world, weight, own, samples: weight * world.size  # type: ignore
-
-
 class ClippedByShard(Break):
     """Each process clips by the norm of what it has."""
 
