@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from runner.config import RunConfig
@@ -21,7 +21,7 @@ from runner.distributed.config import Compression, DistributedConfig, Distribute
 from runner.distributed.launch import count_processes
 from runner.distributed.place import find_place
 from runner.errors import ConfigError, RunnerError
-from runner.verify.end_state import EndState, ValueKey, Values, read_end_state, saved_steps
+from runner.verify.end_state import EndState, ValueKey, Values, equal, read_end_state, saved_steps
 from runner.verify.processes import ReferencePrecision, prepared, train_apart
 
 STEPS = 10
@@ -223,15 +223,13 @@ def _largest(value: Any) -> float:
 
 def _difference(ours: Any, theirs: Any) -> float:
     """Infinite where one is missing, of another shape, or a number that has to be the same."""
-    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        if ours.shape != theirs.shape:
-            return float("inf")
-        if not theirs.is_floating_point():
-            return 0.0 if torch.equal(ours, theirs) else float("inf")
-        return _largest(ours.double() - theirs.double())
+    if equal(ours, theirs):
+        return 0.0
     if isinstance(ours, float) and isinstance(theirs, float):
-        return 0.0 if repr(ours) == repr(theirs) else abs(ours - theirs)
-    return 0.0 if repr(ours) == repr(theirs) else float("inf")
+        return abs(ours - theirs)
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and theirs.is_floating_point():
+        return _largest(ours.double() - theirs.double()) if ours.shape == theirs.shape else inf
+    return inf
 
 
 def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
@@ -261,7 +259,7 @@ def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKe
     kinds: dict[ValueKey, str] = {}
     for item, distance in _distances(exact, other):
         kinds[item] = kind = f"{item.kind} {item.name if item.kind == 'metric' else ''}"
-        if distance < float("inf"):
+        if distance < inf:
             largest[kind] = max(largest.get(kind, 0.0), distance)
     return {item: factor * largest.get(kind, 0.0) + FLOOR for item, kind in kinds.items()}
 
