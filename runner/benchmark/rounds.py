@@ -111,8 +111,8 @@ def run_round(
             start_limit_s = None if arm.name == reference else options.start_limit_s
             try:
                 ready = pool.start(arm.name, start_limit_s() if start_limit_s else None)
-            except ArmEnded as ended:
-                result.note_end(arm.name, ended)
+            except ArmEnded as error:
+                result.note_end(arm.name, error)
                 continue
             result.ready[arm.name] = ready
             options.announce(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
