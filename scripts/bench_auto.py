@@ -1,6 +1,6 @@
 """How far the choice of `optimization=auto` is from the best of everything it could have chosen.
 
-    python scripts/bench_auto.py [mlp cnn gpt] [--steps N] [--budget S] [--each S] [--json FILE]
+    python scripts/bench_auto.py [mlp cnn gpt] [--steps N] [--budget S] [--each S]
 
 For each model the search is made as in a run, without its cache. Then every candidate is measured
 against what it chose, in the same blocks, by the benchmark's stopping rule; what counts is the time
@@ -15,20 +15,20 @@ import logging
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.arms import Arm  # noqa: E402
-from runner.benchmark.auto.candidates import make_candidates  # noqa: E402
 from runner.benchmark.auto.resolve import (  # noqa: E402
     EVIDENCE,
     estimate_run,
     make_arms,
     resolve_auto,
 )
+from runner.benchmark.auto.search import make_candidates  # noqa: E402
 from runner.benchmark.config import BenchmarkConfig  # noqa: E402
 from runner.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
 from runner.benchmark.statistics import noise_floor  # noqa: E402
@@ -125,14 +125,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--budget", type=float, default=180.0, help="seconds, of the search")
     parser.add_argument("--each", type=float, default=5.0, help="seconds, of each candidate")
-    parser.add_argument("--json", type=Path)
     typed = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     rows = [compare(model, typed.steps, typed.budget, typed.each) for model in typed.models]
     print("| model | chosen | search s | next to it | times as fast | noise floor | kept |")
     print("|---|---|---:|---|---|---:|---|", *(row.row() for row in rows), sep="\n")
-    if typed.json is not None:
-        typed.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 1 if any(row.kept == "NO" for row in rows) else 0
 
 

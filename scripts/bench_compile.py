@@ -1,6 +1,6 @@
 """What compiling takes the first time and the second, each in a process of its own.
 
-    python scripts/bench_compile.py [mlp gpt cnn …] [--json FILE]
+    python scripts/bench_compile.py [mlp gpt cnn …]
 
 The cache starts empty for each row. `seconds` are what the compiler itself took, from the evidence
 in summary.json; `wall` is the whole command, with 20 steps.
@@ -53,11 +53,9 @@ def once(overrides: list[str], cache: str) -> tuple[float, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=["mlp", "cnn", "gpt"])
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print("| model | | first: seconds (wall) | second: seconds (wall) | second / first |")
     print("|---|---|---|---|---|")
-    found = []
     for model in arguments.models:
         samples = next(int(o.rpartition("=")[2]) for o in MODELS[model] if "batch_size" in o)
         size = [f"data.samples={samples * 6}"] if "data=synthetic" in MODELS[model] else []
@@ -72,9 +70,6 @@ def main() -> None:
                 f"| {warm['seconds']:.1f} ({again:.1f}), {warm['cache']} | {ratio:.2f} |",
                 flush=True,
             )
-            found.append({"model": model, "way": way, "cold": cold, "warm": warm})
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What guards, checks and debug tools add to a step, each beside the same run without.
 
     python scripts/bench_debug.py [tiny] [cnn] [gpt] [--threads N] [--rounds N] [--steps N]
-                                  [--only NAME,NAME] [--json FILE]
+                                  [--only NAME,NAME]
 
 Runs of the two kinds take turns in one process; what is added is to the mean of the two turns
 around it, so a drift of the machine hits both alike. The steps' own time is measured (data,
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import statistics
@@ -105,7 +104,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--only", default="", help="parts of names, comma-separated")
-    parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if unknown := set(wanted.kinds) - set(MODELS):
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
@@ -125,19 +123,15 @@ def main() -> None:
     print(f"{wanted.rounds} rounds\n")
     print("| model | tool | step without | added | ratio | 95 % interval | once |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    found: dict[str, dict[str, Any]] = {}
     for kind in wanted.kinds:
         for name in names:
             row = measure(kind, name, wanted.steps or STEPS[kind], wanted.rounds)
-            found.setdefault(kind, {})[name] = row
             print(
                 f"| {kind} | {name} | {row['us'] / 1e3:.3g} ms | {row['added_us']:+.1f} µs "
                 f"| {row['ratio']:.3f} | {row['low']:.3f} to {row['high']:.3f} "
                 f"| {row['once_s']:+.2f} s |",
                 flush=True,
             )
-    if wanted.json:
-        wanted.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

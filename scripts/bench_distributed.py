@@ -1,6 +1,6 @@
 """What a step of ours by two processes costs beside DistributedDataParallel written by hand.
 
-    python scripts/bench_distributed.py [tiny cnn gpt] [--steps N] [--rounds N] [--json FILE]
+    python scripts/bench_distributed.py [tiny cnn gpt] [--steps N] [--rounds N]
 
 The same two processes make the loops in turn, through the same group (gloo), with one thread each,
 so that a drift of the machine affects all alike; a ratio is to the mean of the two runs by hand
@@ -136,7 +136,6 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", default=["cnn", "gpt"])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     typed = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -153,8 +152,6 @@ def main() -> None:
             ends = f"{row['low']:.3f} to {row['high']:.3f}"
             numbers = f"{row['us']:.0f} | {row['ratio']:.3f} | {ends}"
             print(f"| {kind} | {name} | {numbers} |")
-    if typed.json:
-        typed.json.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What one training step of our loop costs beside a hand-written loop on the same batches.
 
     python scripts/bench_overhead.py [tiny mlp cnn gpt] [--levels none,basic] [--clip]
-                                     [--threads N] [--steps N] [--rounds N] [--json FILE]
+                                     [--threads N] [--steps N] [--rounds N]
 
 Every level takes its turn between two runs of the bare loop, so a drift of the machine affects all
 alike; a ratio is to the mean of its two neighbours. Ours runs with its defaults: checks, clipping,
@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import gc
 import io
-import json
 import math
 import platform
 import statistics
@@ -128,21 +127,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     typed = parser.parse_args()
     torch.set_num_threads(typed.threads)
     processor = platform.processor() or platform.machine()
     print(f"# {processor}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| model | loop | µs a step | ratio | quartiles |\n|---|---|---:|---:|---|")
-    tables = {}
     for kind in typed.kinds:
         steps = typed.steps or STEPS[kind]
-        tables[kind] = compare(kind, typed.levels.split(","), steps, typed.rounds, typed.clip)
-        for name, row in tables[kind].items():
+        table = compare(kind, typed.levels.split(","), steps, typed.rounds, typed.clip)
+        for name, row in table.items():
             numbers = f"{row['us']:.0f} | {row['ratio']:.3f} | {row['q1']:.3f} to {row['q3']:.3f}"
             print(f"| {kind} | {name} | {numbers} |", flush=True)
-    if typed.json:
-        typed.json.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":

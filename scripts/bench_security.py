@@ -1,7 +1,6 @@
 """What checking files costs: many small tensors beside torch.load, large files beside sha256.
 
     python scripts/bench_security.py [--files 100] [--tensors 6000] [--mb 256] [--rounds 5]
-                                     [--json FILE]
 
 Prints ratios of wall time, median and quartiles over the rounds; the reference takes its turn
 before and after each measurement. `scanned` are foreign files that one sandbox examines, `opened`
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -113,7 +111,6 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=6000)
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with tempfile.TemporaryDirectory() as name:
@@ -121,8 +118,6 @@ def main() -> None:
         table |= large_files(Path(name), wanted.mb, wanted.rounds)
     for key, row in table.items():
         print(f"{key:60s} x{row['ratio']:.2f} [{row['q1']:.2f}..{row['q3']:.2f}]")
-    if wanted.json:
-        wanted.json.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What each optimisation level and technique buys, against `optimization=none`.
 
     python scripts/bench_techniques.py [mlp cnn gpt tiny …] [--only NAME,NAME] [--threads N]
-                                       [--rounds N] [--json FILE]
+                                       [--rounds N]
 
 Every variant is a run of its own in a process of its own, built as the command line builds it. They
 take turns, a fraction of a second each, so a drift of the machine hits all alike; a ratio is to the
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from runner.benchmark.statistics import median_interval
@@ -193,7 +192,6 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["mlp", "cnn", "gpt"])
     parser.add_argument("--only", default="none,none again,basic,advanced,ultra")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--child")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="the same for all")
     arguments = parser.parse_args()
@@ -201,12 +199,8 @@ def main() -> None:
     if arguments.child:
         child(json.loads(arguments.child))
         return
-    found = {}
     for model in arguments.models:
-        found[model] = measure(model, arguments.only.split(","), arguments.rounds)
-        show(model, found[model])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        show(model, measure(model, arguments.only.split(","), arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whole commands, start-up included, beside what a person would run instead.
 
-    python scripts/bench_wall.py [FIGURE …] [--pairs 7] [--json FILE]
+    python scripts/bench_wall.py [FIGURE …] [--pairs 7]
     python scripts/bench_wall.py levels       short runs under each level beside optimization=none
 
 Whole processes, in turn; a ratio is of one pair, so that a drift of the machine hits both; printed
@@ -12,7 +12,6 @@ A job of a sweep is the time of a longer sweep less that of a shorter one, for e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -129,7 +128,6 @@ def main() -> None:
     )
     parser.add_argument("figures", nargs="*", metavar="FIGURE")
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if unknown := {*arguments.figures} - {*FIGURES, "levels"}:
         parser.error(f"{', '.join(unknown)}: there are {', '.join([*FIGURES, 'levels'])}")
@@ -137,16 +135,13 @@ def main() -> None:
         levels(arguments.pairs)
         return
     print("| figure | reference | ours | ratio |\n|---|---|---|---|")
-    rows = {}
     for name in arguments.figures or FIGURES:
-        rows[name] = row = measure(name, arguments.pairs)
+        row = measure(name, arguments.pairs)
         print(
             f"| {FIGURES[name][-1]} | {row['reference_s']:.2f} s | {row['ours_s']:.2f} s | "
             f"{row['ratio']:.2f} [{row['least']:.2f}..{row['most']:.2f}] |",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ def arms_of(
     arms: list[Arm] = []
     for text in settings.arms:
         name, own = _parse(text, levels)
-        merged = [*_without_overridden(base, own), *own]
+        keys = {_key(override) for override in own}
+        keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
+        merged = [*(override for override in base if _key(override) not in keys), *own]
         try:
             config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
@@ -134,18 +136,15 @@ def _parse(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
     try:
         words = shlex.split(named["rest"] if named else text)
         own = [f"optimization={word}" if word in levels else word for word in words]
-        for word in own:
-            _check_override(word, levels)
+        keys = [_key(word) for word in own if "=" in word or word.startswith("~")]
     except (ValueError, ConfigError) as error:
-        if getattr(error, "key", None) == KEY:
-            raise
         raise ConfigError(KEY, f"{shown} cannot be read: {error}") from error
     if not words:
         raise ConfigError(KEY, "an arm is empty", f"levels are {', '.join(levels)}")
-    keys = [_key(word) for word in own]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ConfigError(KEY, f"{shown} sets {twice} twice")
+    for word in own:
+        _check_override(word, levels)
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(KEY, f"{shown} sets {twice[0]} twice")
     return named["name"].strip() if named else " ".join(text.split()), own
 
 
@@ -170,13 +169,6 @@ def _part(override: str) -> str:
 def _key(override: str) -> str:
     key = parse_override(override).key
     return ALIASES.get(key, key)
-
-
-def _without_overridden(base: Sequence[str], own: Sequence[str]) -> list[str]:
-    """What was typed for all arms and an arm's own overrides leave standing."""
-    keys = {_key(text) for text in own}
-    keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
-    return [text for text in base if _key(text) not in keys]
 
 
 def _folder(name: str, taken: Sequence[str]) -> str:
@@ -223,8 +215,5 @@ def _work(config: RunConfig) -> dict[str, Any]:
 def _different_data(one: RunConfig, other: RunConfig) -> str:
     """The first key of the data in which they differ, with both values; empty if in none."""
     ours, theirs = asdict(one.data), asdict(other.data)
-    for key in ours | theirs:
-        a, b = ours.get(key), theirs.get(key)
-        if key not in LOADING and a != b:
-            return f"data.{key} is {a} and {b}"
-    return ""
+    keys = [k for k in ours | theirs if k not in LOADING and ours.get(k) != theirs.get(k)]
+    return f"data.{keys[0]} is {ours.get(keys[0])} and {theirs.get(keys[0])}" if keys else ""

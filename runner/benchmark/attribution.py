@@ -1,30 +1,26 @@
 """What each technique of a level is worth: added alone to the plain run, left out of the level.
 
-Both are measured in the same blocks as the plain run and the level, so the interaction of a
-technique with the others is a ratio of four times of one block. Techniques that are not engaged in
-the level are named and not measured. The three intervals of each technique hold at 95 % all
-together (Bonferroni).
+Techniques that are not engaged in the level are named and not measured. The three intervals of each
+technique hold at 95 % all together (Bonferroni).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, Finished
-from runner.benchmark.result import Attribution, Effect
+from runner.benchmark.blocks import INTERRUPTED
+from runner.benchmark.result import SAME, Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
-from runner.benchmark.statistics import COARSE, CONFIDENCE, ONE_PROCESS, SAME, Estimate, claim
+from runner.benchmark.statistics import COARSE, ONE_PROCESS, Estimate, claim, each_alpha
 from runner.config import RunConfig
 
 INTERVALS = 3  # of each technique: alone, within the level, the one over the other
 EACH = 2  # techniques to a round, which makes six processes of half a GB and more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
-WORTH = {"same": "nothing", "": "nothing that can be told"}
 Interval = tuple[float, float] | None
 
 
@@ -53,13 +49,13 @@ def attribute(
     `stopped` is `interrupted`.
     """
     effects, trials = plan_trials(level, reference, summary)
-    alpha = (1 - CONFIDENCE) / max(1, INTERVALS * len(trials))
+    alpha = each_alpha(INTERVALS * len(trials))
     state = _Attribution(level, reference, replace(options, alpha=alpha), effects)
     try:
         stopped = state.run_rounds(trials, seed)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
-    sentences = summarize(list(effects.values()), level.name, max(floor, state.spread(), SAME))
+    sentences = summarize(list(effects.values()), level.name, max(floor, SAME))
     return Attribution(level.name, list(effects.values()), sentences, stopped)
 
 
@@ -71,7 +67,6 @@ class _Attribution:
     reference: Arm
     options: MeasureOptions
     effects: dict[str, Effect]
-    ratios: list[float] = field(default_factory=list)  # log of plain / level, of each round
 
     def run_rounds(self, trials: Sequence[AttributionTrial], seed: int) -> str:
         """Measure all trials, a few at a time; why it ended."""
@@ -81,16 +76,13 @@ class _Attribution:
         for number, group in enumerate(groups):
             names = " and ".join(trial.name for trial in group)
             self.options.announce(f"{names}: round {number + 1} of {len(groups)}")
-            limit_s = left / (len(groups) - number)
-            measured = self._run_round(group, limit_s, seed + number).measured
+            measured = self._run_round(group, left / (len(groups) - number), seed + number).measured
             if measured.stopped == INTERRUPTED:
                 return INTERRUPTED
             left -= measured.seconds
             short += not measured.precise
-        if not groups:
-            return "there was nothing to measure"
         if not short:
-            return "every ratio is precise enough"
+            return "every ratio is precise enough" if groups else "there was nothing to measure"
         return (
             f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {short} of "
             f"{len(groups)} rounds ended before every ratio was precise enough"
@@ -101,21 +93,19 @@ class _Attribution:
         arms = [self.reference, self.level]
         arms += [arm for trial in group for arm in (trial.added, trial.removed)]
         round_ = run_round(arms, plain, budget_s, seed, self.options)
-        if (whole := round_.ratio([plain], [level])) is not None:
-            self.ratios.append(math.log(whole.ratio))
         for trial in group:
             added, removed = trial.added.name, trial.removed.name
             effect, idle = self.effects[trial.name], _explain_idle(trial, round_)
             effect.processes = round_.measured.processes
             if (alone := self._compare(effect, round_, plain, added, idle)) is not None:
-                effect.added, effect.added_interval = _split(alone)
+                effect.added, effect.added_interval = alone.ratio, alone.interval
                 effect.added_memory_bytes = _peak_difference(round_, added, plain)
             if (within := self._compare(effect, round_, removed, level)) is not None:
-                effect.removed, effect.removed_interval = _split(within)
+                effect.removed, effect.removed_interval = within.ratio, within.interval
                 effect.removed_memory_bytes = _peak_difference(round_, level, removed)
             both = round_.ratio([removed, added], [level, plain]) if alone and within else None
             if both is not None:
-                effect.interaction, effect.interaction_interval = _split(both)
+                effect.interaction, effect.interaction_interval = both.ratio, both.interval
         return round_
 
     def _compare(
@@ -129,38 +119,23 @@ class _Attribution:
             effect.note = "; ".join(filter(None, [effect.note, note]))
         return ratio
 
-    def spread(self) -> float:
-        """The share by which plain run and level differed from round to round.
-
-        Each round has new processes, whose places in memory make a difference.
-        """
-        return math.expm1(max(self.ratios) - min(self.ratios)) if self.ratios else 0.0
-
-
-def _split(estimate: Estimate) -> tuple[float, tuple[float, float]]:
-    return estimate.ratio, (estimate.low, estimate.high)
-
 
 def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
     """Why the technique alone is not engaged; "" where it is, or that is not known."""
     if trial.added.name not in round_.finished:
         return ""
-    rows = round_.finished[trial.added.name].summary.get("techniques", [])
-    row = next((row for row in rows if row["name"] == trial.name), {"reason": "not seen"})
+    row = round_.finished[trial.added.name].technique(trial.name)
     if row.get("engaged"):
         return ""
     return f"alone it does not engage: {row.get('reason') or 'no reason given'}"
 
 
-def _peak_bytes(finished: Finished) -> int:
-    memory = finished.summary.get("memory") or {}
-    return int(memory.get("peak_device_bytes") or memory.get("peak_process_bytes") or 0)
-
-
 def _peak_difference(round_: Round, name: str, than: str) -> int | None:
     """By how much the peak of one is above that of the other."""
-    peaks = [_peak_bytes(round_.finished[n]) for n in (name, than) if n in round_.finished]
-    return peaks[0] - peaks[1] if len(peaks) == 2 and all(peaks) else None
+    finished = [round_.finished[n] for n in (name, than) if n in round_.finished]
+    memories = [one.summary.get("memory") or {} for one in finished]
+    peaks = [m.get("peak_device_bytes") or m.get("peak_process_bytes") or 0 for m in memories]
+    return int(peaks[0] - peaks[1]) if len(peaks) == 2 and all(peaks) else None
 
 
 # -- the arms that show what one technique is worth ------------------------------------------------
@@ -263,9 +238,8 @@ def _describe_harm(effect: Effect, level: str) -> str:
 def _describe_worth(ratio: float | None, interval: Interval, what: str) -> str:
     if ratio is None or interval is None:
         return "not known"
-    if what in WORTH:
-        return WORTH[what]
-    return f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
+    worth = f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
+    return {"same": "nothing", "": "nothing that can be told"}.get(what, worth)
 
 
 def _claim(ratio: float | None, interval: Interval, processes: int, floor: float) -> str:

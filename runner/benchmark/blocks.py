@@ -1,13 +1,8 @@
 """Randomised blocks: each block runs every arm once, in random order.
 
-A drift of the machine hits all arms of a block alike, so what counts is the ratio within blocks.
 Looks come at numbers of blocks fixed beforehand, and each spends a part of the 5 % (alpha
-spending), so the interval that is kept misses the truth with a chance of at most 5 %, whatever made
-it the last one. That is counted for independent blocks; where they are not, intervals are wider.
-
-Processes of the same work differ, too. So all arms are launched several times within the budget,
-each time as new processes with as many blocks as the first time, and intervals are over launches
-(`statistics.contrast`). Looks at the end of a launch share a sixth of the 5 % (Bonferroni).
+spending). All arms are launched several times within the budget, as new processes with as many
+blocks as the first time; looks at the end of a launch share a sixth of the 5 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,15 +21,8 @@ SHARE = 1 / 6  # of what is left, for a look that is not the last: enough for on
 LAUNCH_BLOCKS = 3  # of each launch, at least
 FEWEST_LAUNCHES = 3  # two have intervals of 13 times what they differ by, and more
 FURTHER = 2 / 3  # of the budget, at most, for starting further launches and their fewest blocks
-LOOKS = (
-    *range(8, 17, 2),
-    *range(20, 33, 4),
-    *range(40, 65, 8),
-    *range(80, 129, 16),
-    *range(160, 257, 32),
-    *range(320, 513, 64),
-    *range(640, 1025, 128),
-)
+# 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 … 1024
+LOOKS = (*(quarter << double for double in range(1, 8) for quarter in range(4, 8)), 1024)
 
 
 # -- what an arm's process answers: plain data that goes through a pipe ----------------------------
@@ -74,8 +61,13 @@ class Finished:
     summary: dict[str, Any]  # summary.json
     losses: list[float]  # of the first steps, warm-up included
     problems: list[str]  # signs that it does not train
-    metrics: dict[str, float]  # of `MeasureOptions.metrics`
+    metrics: dict[str, Any]  # what `MeasureOptions.metrics` returned
     notes: list[str] = field(default_factory=list)
+
+    def technique(self, name: str) -> dict[str, Any]:
+        """The summary's row of a technique."""
+        rows = self.summary.get("techniques") or []
+        return next((row for row in rows if row["name"] == name), {"reason": "not seen"})
 
 
 class ArmEnded(Exception):
@@ -156,7 +148,7 @@ def run_blocks(
     """
     measured = Measured({name: [] for name in names}, {})
     if relaunch is None:
-        relaunch, rule = _no_relaunch, replace(rule, processes=1)
+        relaunch, rule = lambda names, within_s: {}, replace(rule, processes=1)
     state = _Blocks(turn, relaunch, reference, rule, block_s, clock, measured, list(names), watch)
     draw = np.random.default_rng(seed)
     try:
@@ -168,10 +160,6 @@ def run_blocks(
         state.interrupted()
     measured.seconds = clock() - state.start
     return measured
-
-
-def _no_relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
-    raise TimeoutError
 
 
 @dataclass
@@ -189,7 +177,6 @@ class _Blocks:
     watch: Callable[[Measured], None] | None
 
     def __post_init__(self) -> None:
-        self.times: dict[str, list[float]] = {name: [] for name in self.active}
         self.spending = Spending(self.rule.alpha)
         self.least = fewest_blocks(self.rule.alpha)
         self.overdrawn = False  # the budget was too small for any interval
@@ -208,7 +195,6 @@ class _Blocks:
                 self._drop(name, error)
                 continue
             self.measured.turns[name].append(turn)
-            self.times[name].append(turn.per_sample_ms)
         self.measured.blocks += 1
 
     def after_block(self) -> str:
@@ -310,9 +296,9 @@ class _Blocks:
 
     def interrupted(self) -> None:
         """Keep the last look's estimates: a person may have stopped because of the ratios."""
-        for name, ratio in self._ratios().items():
-            self.measured.estimates.setdefault(name, Estimate(ratio, 0.0, math.inf))
-        for name in self.times:
+        for name in self.measured.turns:
+            if name not in self.measured.estimates and self._is_comparable(name):
+                self.measured.estimates[name] = self._estimate(name)  # a ratio and no interval
             self.measured.alphas.setdefault(name, self._alpha_left(name))
             self.measured.between.setdefault(name, self.between)
 
@@ -335,19 +321,18 @@ class _Blocks:
         return self.widest
 
     def _estimate(self, name: str) -> Estimate:
-        measured, pair = self.measured, ([self.times[self.reference]], [self.times[name]])
-        return contrast(*pair, measured.alphas[name], measured.starts, measured.between[name])
+        measured = self.measured
+        base, times = (
+            [turn.per_sample_ms for turn in measured.turns[n]] for n in (self.reference, name)
+        )
+        alpha, between = measured.alphas.get(name, 0.0), measured.between.get(name, 0.0)
+        return contrast([base], [times], alpha, measured.starts, between)
 
-    def _ratios(self) -> dict[str, float]:
-        """Of all that have a block in common with the reference: cheap, for every block."""
-        if self.reference in self.measured.ended:
-            return {}
-        base = self.times[self.reference]
-        return {
-            name: median(a / b for a, b in zip(base, times, strict=False))
-            for name, times in self.times.items()
-            if name != self.reference and base and times
-        }
+    def _is_comparable(self, name: str) -> bool:
+        """Whether it has a block in common with the reference, which has not ended."""
+        turns = self.measured.turns
+        both = name != self.reference and turns[self.reference] and turns[name]
+        return bool(both) and self.reference not in self.measured.ended
 
     def _drop(self, name: str, error: ArmEnded) -> None:
         """Estimate an arm that has ended from its turns so far, with all that is left to spend."""
@@ -357,11 +342,11 @@ class _Blocks:
         measured.alphas[name], measured.between[name] = self._alpha_left(name), self.between
         if name == self.reference:
             measured.estimates = {}
-        elif name in self._ratios():
+        elif self._is_comparable(name):
             measured.estimates[name] = self._estimate(name)
 
     def _alpha_left(self, name: str) -> float:
-        return self.spending.last(max(len(self.times[name]), self.spending.blocks))
+        return self.spending.last(max(len(self.measured.turns[name]), self.spending.blocks))
 
     def _without_ratios(self, spent: bool) -> str:
         if not self.active:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -22,10 +21,10 @@ import yaml  # type: ignore[import-untyped]
 from torch.utils.benchmark import Timer
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, Finished, Turn
+from runner.benchmark.blocks import INTERRUPTED, Turn
+from runner.benchmark.engine import median_load
 from runner.benchmark.machine import machine
-from runner.benchmark.rounds import MeasureOptions, Round, interruptible, run_round
-from runner.benchmark.rows import median_load
+from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.composing import compose
 from runner.config import RunConfig
@@ -40,6 +39,7 @@ from runner.record.markdown import code, escape, table
 from runner.record.storage import replace_text, write_json
 from runner.techniques.probe import dry_run_step
 from runner.training.run import Run
+from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
@@ -53,13 +53,9 @@ ROUNDS, SETTLING = 9, 2  # forwards that are timed, and before
 READINGS = 6  # least to largest of six hold the median with 97 %
 LOADED = 0.1  # share of the CPUs that others took, from which on the page names it
 METHOD = (
-    "An interval is of 95 % and through the stopping rule; of memory and latency it is the "
-    "range of six readings. A claim holds or does not where all of the interval, with the "
-    "noise at both ends, is on one side of what is claimed at least; else it is undecided."
-)
-REPEAT = (
-    "Each of these trains like the arm in question; the plain run has `optimization=none`, for "
-    "flash attention `optimization.attention.kernel=plain`."
+    "An interval is of 95 %; of memory and latency it is the range of six readings. A claim holds "
+    "or does not where all of the interval, with the noise at both ends, is on one side of what is "
+    "claimed at least; else it is undecided."
 )
 
 
@@ -167,7 +163,7 @@ def measure_claims(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
-    with interruptible() as signals:
+    with signals_unwind():
         for number, trial in enumerate(trials):
             options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
             budget_s = left * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
@@ -179,8 +175,8 @@ def measure_claims(
                 claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
                 continue
             except KeyboardInterrupt:
-                ended = signals[0] if signals else signal.SIGINT
-                raise Interrupted(ended, f" after {number} of {len(trials)} trials") from None
+                done = f" after {number} of {len(trials)} trials"
+                raise Interrupted(ending_signal(), done) from None
             claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
             left = max(left - round_.measured.seconds, 1e-3)
             turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
@@ -207,9 +203,8 @@ def _run_trial(
     if options.settings.control:
         arms.append(replace(arms[0], name=AGAIN))
     settings = replace(options.settings, block_s=trial.block_s or options.settings.block_s)
-    metrics: dict[str, Callable[[Run], float]] = {}
-    for claim in trial.claims:
-        metrics |= METRICS.get(claim.measures, {})
+    measures = {claim.measures for claim in trial.claims} & METRICS.keys()
+    metrics = {name: METRICS[name] for name in sorted(measures)}
     options = replace(options, settings=settings, metrics=metrics)
     return run_round(arms, PLAIN, budget_s, config.seed, options)
 
@@ -227,7 +222,7 @@ def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     if estimate is None:
         row.reason = "too few blocks, or no reading of the memory"
         return row
-    row.ratio, row.interval = estimate.ratio, (estimate.low, estimate.high)
+    row.ratio, row.interval = estimate.ratio, estimate.interval
     row.reason = "the plain run against itself has no interval: the noise is not known"
     if math.isfinite(noise):
         row.verdict, row.reason = verdict(claim, estimate, noise)
@@ -245,10 +240,8 @@ def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
         reached, missed, past = low >= bar, high < bar, end is not None and low > end
     else:
         reached, missed, past = high <= bar, low > bar, end is not None and high < end
-    if past:
-        return BETTER, ""
-    if reached or missed:
-        return (HOLDS if reached else FAILS), ""
+    if past or reached or missed:
+        return BETTER if past else HOLDS if reached else FAILS, ""
     return UNDECIDED, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"
 
 
@@ -256,7 +249,8 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
     """The ratio to the plain run; of readings that of the medians, with their range."""
     if claim.measures == "speed":
         return round_.ratio([PLAIN], [claim.arm])
-    ours, plain = ([*_readings(claim, round_.finished[name])] for name in (claim.arm, PLAIN))
+    metrics = (round_.finished[name].metrics for name in (claim.arm, PLAIN))
+    ours, plain = (values.get(claim.measures, []) for values in metrics)
     if claim.measures == "latency":
         plain = [1.0]  # a reading is a ratio already
     if not ours or not plain or min(*ours, *plain) <= 0:
@@ -264,23 +258,14 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
     return Estimate(median(ours) / median(plain), min(ours) / max(plain), max(ours) / min(plain))
 
 
-def _readings(claim: Claim, finished: Finished) -> Iterator[float]:
-    """Latencies, or bytes at the peak of a step, for `memory` with those of the state."""
-    state = finished.metrics.get("state_bytes", 0.0) if claim.measures == "memory" else 0.0
-    name = "latency" if claim.measures == "latency" else "step_bytes"
-    for key, value in finished.metrics.items():
-        if key.partition(" ")[0] == name:
-            yield state + value
-
-
 def _missing(claim: Claim, round_: Round) -> str:
     """Why the technique is not engaged; "" where it is, or none is needed."""
     if claim.arm not in round_.finished:
         return "was not measured"
-    for row in round_.finished[claim.arm].summary.get("techniques") or []:
-        if row["name"] == claim.needs and not row["engaged"]:
-            return f"{claim.needs} did not engage: {row['reason'] or 'no reason given'}"
-    return ""
+    row = round_.finished[claim.arm].technique(claim.needs)
+    if not claim.needs or row.get("engaged"):
+        return ""
+    return f"{claim.needs} did not engage: {row['reason'] or 'no reason given'}"
 
 
 def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
@@ -294,6 +279,9 @@ def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
         note=claim.note,
         command=shlex.join(["python", "-m", "runner", *words]) if words else "",
     )
+
+
+# -- readings of a finished run --------------------------------------------------------------------
 
 
 def step_bytes(run: Run) -> float:
@@ -337,15 +325,28 @@ def compiled_latency(run: Run) -> float:
     return means[0] / means[1]
 
 
-STEP_BYTES: dict[str, Callable[[Run], float]] = {
-    f"step_bytes {number}": step_bytes for number in range(READINGS)
+def _read_steps(run: Run) -> list[float]:
+    return [step_bytes(run) for _ in range(READINGS)]
+
+
+def _read_memory(run: Run) -> list[float]:
+    state = state_bytes(run)
+    return [state + step for step in _read_steps(run)]
+
+
+def _read_latency(run: Run) -> list[float]:
+    return [compiled_latency(run) for _ in range(READINGS)]
+
+
+METRICS: dict[str, Callable[[Run], list[float]]] = {
+    "memory": _read_memory,
+    "memory of a step": _read_steps,
+    "latency": _read_latency,
 }
-METRICS: dict[str, dict[str, Callable[[Run], float]]] = {
-    "memory": {"state_bytes": state_bytes, **STEP_BYTES},
-    "memory of a step": STEP_BYTES,
-    "latency": {f"latency {number}": compiled_latency for number in range(READINGS)},
-}
-"""Functions of the finished run that a claim needs, by what it measures."""
+"""Readings of the finished run that a claim needs, by what it measures."""
+
+
+# -- the page --------------------------------------------------------------------------------------
 
 
 def _measured(row: ClaimResult) -> str:
@@ -355,15 +356,13 @@ def _measured(row: ClaimResult) -> str:
     low, high = row.interval
     if row.quantity == "speed":
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
-    unit = "% latency" if row.quantity == "latency" else "% memory"
-    ratio, low_end, high_end = (
-        f"{(x - 1) * 100:+.0f}".replace("-", "−") for x in (row.ratio, low, high)
-    )
-    return f"{ratio} {unit} ({low_end} to {high_end})"
+    unit = "latency" if row.quantity == "latency" else "memory"
+    ratio, least, most = (f"{(x - 1) * 100:+.0f}".replace("-", "−") for x in (row.ratio, low, high))
+    return f"{ratio} % {unit} ({least} to {most})"
 
 
 def markdown(claims: Claims) -> str:
-    """All of it as a page: table, reasons, commands."""
+    """All of it as a page: a table, then the reasons and commands."""
     rows, machine = claims.rows, claims.machine
     noises = ["–" if row.noise is None else f"{row.noise * 100:.1f} %" for row in rows]
     cells = [
@@ -381,6 +380,7 @@ def markdown(claims: Claims) -> str:
         + escape(". ".join(filter(None, (row.reason, row.note))))
         for row in rows
     ]
+    commands = dict.fromkeys(row.command for row in rows if row.command)
     parts = [
         "# Claims, and what holds here",
         escape(f"{', '.join(where)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
@@ -388,11 +388,9 @@ def markdown(claims: Claims) -> str:
         table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
         METHOD,
         *([load] if others > LOADED else []),
-        "## Row by row",
         "\n".join(items),
-        "## Commands",
-        REPEAT,
-        code("\n".join(dict.fromkeys(row.command for row in rows if row.command)), "sh"),
+        "Each of these trains like the arm in question:",
+        code("\n".join(commands), "sh"),
     ]
     return "\n\n".join(parts) + "\n"
 

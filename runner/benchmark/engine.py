@@ -1,33 +1,50 @@
-"""A benchmark from its arms to its result."""
+"""A benchmark from its arms to its result: measurements, parity, rows and notes."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from runner.benchmark import rows
 from runner.benchmark.arms import Arm, check_budget, reference_of
-from runner.benchmark.blocks import INTERRUPTED
+from runner.benchmark.blocks import INTERRUPTED, Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine
-from runner.benchmark.parity_checker import ParityChecker
-from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.rounds import MeasureOptions, interruptible, run_round
-from runner.benchmark.statistics import each_alpha
+from runner.benchmark.parity_checker import ParityChecker, ParityVerdict
+from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, BenchmarkResult, Control, Load
+from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
+from runner.benchmark.statistics import (
+    CONFIDENCE,
+    ONE_PROCESS,
+    Estimate,
+    claim,
+    each_alpha,
+    median_interval,
+    noise_floor,
+)
 from runner.benchmark.workers.pool import WorkerPool
-from runner.config import config_hash
+from runner.config import OF_NO_CONSEQUENCE, RunConfig, config_hash, flat
 from runner.errors import Interrupted, StorageError
 from runner.record import provenance
+from runner.record.text import escape_control_chars as escape
+from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
+
+NOISY = 0.10  # share of the CPUs that others take on a noisy machine
+LEFT_OUT = (*OF_NO_CONSEQUENCE, "debug")
+WORK = {name: name for name in "model objective optimizer stability seed device.tf32".split()}
+WORK["batch size"] = "training.batch_size"
+"""What is trained, techniques left out, by key: parity holds an arm against its own."""
 
 
 class Cut(Interrupted):
@@ -62,16 +79,16 @@ def measure(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
     )
     benchmark = _Benchmark(arms, reference, options)
-    with interruptible() as received:
+    with signals_unwind():
         try:
             benchmark.measure(seed)
             benchmark.write()  # before parity, which takes its time
             benchmark.check_parity()
         except KeyboardInterrupt:
-            benchmark.measurements.measured.stopped = INTERRUPTED
-    result = benchmark.write()
-    if result.stopped == INTERRUPTED:
-        raise Cut(received[0] if received else signal.SIGINT, result)
+            benchmark.round.measured.stopped = INTERRUPTED
+        result = benchmark.write()
+        if result.stopped == INTERRUPTED:
+            raise Cut(ending_signal(), result)
     return result
 
 
@@ -80,26 +97,27 @@ class _Benchmark:
 
     def __init__(self, arms: Sequence[Arm], reference: Arm, options: MeasureOptions) -> None:
         self.arms, self.reference, self.options = arms, reference, options
-        self.measurements = rows.Measurements(reference=reference.name)
+        self.settings = options.settings
+        self.round = Round()
+        self.verdicts: dict[str, ParityVerdict] = {}
         self.processes = [reference, *(arm for arm in arms if arm is not reference)]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
-        if options.settings.control:
-            name = f"{reference.name}, again"
-            while any(arm.name == name for arm in arms):
-                name += "!"
-            self.measurements.control = name
-            self.processes.insert(1, replace(reference, name=name, folder=""))
+        self.control = ""  # the name of the reference's second process; "" without one
+        if self.settings.control:
+            self.control = f"{reference.name}, again"
+            while any(arm.name == self.control for arm in arms):
+                self.control += "!"
+            self.processes.insert(1, replace(reference, name=self.control, folder=""))
 
     def measure(self, seed: int) -> None:
         """All arms and the control in one round; a reference that died leaves times alone."""
-        budget_s = self.options.settings.budget_s
         measured = run_round(
             self.processes,
             self.reference.name,
-            budget_s,
+            self.settings.budget_s,
             seed,
             self.options,
-            self.measurements,
+            self.round,
             needs_reference=False,
         ).measured
         blocks = f"{measured.blocks} blocks in {measured.seconds:.0f} s"
@@ -109,14 +127,14 @@ class _Benchmark:
 
     def check_parity(self) -> None:
         """Whether each arm's numbers are right."""
-        settings, finished = self.options.settings, self.measurements.finished
+        finished = self.round.finished
         arms = [arm for arm in self.arms if arm.name in finished]
-        if not settings.parity or not arms:
+        if not self.settings.parity or not arms:
             return
-        with ParityChecker(settings.timeout_s, self.options.given) as checker:
+        with ParityChecker(self.settings.timeout_s, self.options.given) as checker:
             for arm in arms:
-                verdict = checker.check(arm, rows.collect_choices(finished[arm.name]))
-                self.measurements.verdicts[arm.name] = verdict
+                verdict = checker.check(arm, collect_choices(finished[arm.name]))
+                self.verdicts[arm.name] = verdict
                 self.options.announce(f"parity of {arm.name}: {verdict.parity or verdict.reason}")
 
     def write(self) -> BenchmarkResult:
@@ -130,14 +148,14 @@ class _Benchmark:
         return result
 
     def _result(self) -> BenchmarkResult:
-        measurements, measured = self.measurements, self.measurements.measured
-        settings, reference = self.options.settings, self.reference
-        results = [rows.make_row(arm, measurements, settings, reference) for arm in self.arms]
-        control, floor = measurements.control_result(), measurements.noise_floor()
-        load = rows.median_load(measured.turns)
-        alive = [arm for arm in self.arms if arm.name in measurements.ready]
-        notes = rows.describe_differences(alive, reference) + rows.describe_ends(measurements)
-        notes += rows.describe_processes(measured, settings)
+        measured, reference = self.round.measured, self.reference
+        results = [self._make_row(arm) for arm in self.arms]
+        again, control, floor = self._estimate(self.control), None, self._noise_floor()
+        if again is not None and math.isfinite(again.half_width):
+            control = Control(again.ratio, again.interval)
+        load = median_load(measured.turns)
+        alive = [arm for arm in self.arms if arm.name in self.round.ready]
+        notes = [*describe_differences(alive, reference), *self._describe_ends()]
         return BenchmarkResult(
             reference.config.name,
             reference.name,
@@ -146,19 +164,236 @@ class _Benchmark:
             noise_floor=floor if math.isfinite(floor) else None,
             blocks=measured.blocks,
             seconds=measured.seconds,
-            compared=measurements.compared,
+            compared=self._compared,
             process_starts=list(measured.starts),
             processes=measured.processes,
             stopped=measured.stopped or "no arm could be measured",
             machine=machine([row.summary for row in results]),
             load=load,
-            notes=[*notes, *rows.describe_noise(load, control)],
+            notes=[*notes, *self._describe_processes(), *_describe_noise(load, control)],
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
             config_hash=config_hash(reference.config),
             started=self.started,
         )
+
+    # -- the noise -----------------------------------------------------------------------------
+
+    @property
+    def _compared(self) -> str:
+        """Which step of a turn is compared: see `WorkerPool.turn`."""
+        return MEAN if any(ready.workers for ready in self.round.ready.values()) else MEDIAN
+
+    def _estimate(self, name: str) -> Estimate | None:
+        """The arm against the reference; None where the reference was not measured."""
+        if self.reference.name in self.round.ended:
+            return None
+        estimate = self.round.measured.estimates.get(name)
+        return estimate if estimate is not None and math.isfinite(estimate.ratio) else None
+
+    def _noise_floor(self) -> float:
+        """What the control shows to be noise; inf where it has no interval.
+
+        Without one 0, or with one process of each arm `ONE_PROCESS`.
+        """
+        if self.control:
+            return noise_floor(self._estimate(self.control))
+        return 0.0 if self.round.measured.processes > 1 else ONE_PROCESS
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _make_row(self, arm: Arm) -> ArmResult:
+        ready, finished = self.round.ready.get(arm.name), self.round.finished.get(arm.name)
+        row = ArmResult(
+            arm.name,
+            list(arm.overrides),
+            DONE if finished is not None else INTERRUPTED,
+            reason="" if finished is not None else "the benchmark was interrupted",
+            folder=arm.folder or None,
+            command=arm.command,
+            config=_shaping_keys(arm.config),
+            samples_per_step=ready.samples_per_step if ready else arm.config.training.batch_size,
+            other_work=other_work(arm, self.reference),
+        )
+        if (ended := self.round.ended.get(arm.name)) is not None:
+            row.status, row.reason = ended.status, str(ended)
+        if turns := self.round.measured.turns.get(arm.name):
+            _fill_speed(row, turns, self._compared == MEAN)
+        self._fill_ratio(row)
+        if ready is not None:
+            self._fill_setup(row, ready)
+        if finished is not None:
+            _fill_run(row, finished)
+        if (verdict := self.verdicts.get(arm.name)) is not None:
+            row.parity, row.parity_reason = verdict.parity, verdict.reason
+        elif row.status == DONE:
+            cut_off = "the benchmark was interrupted"
+            why = cut_off if self.settings.parity else "benchmark.parity=false"
+            row.parity_reason = f"not judged: {why}"
+        return row
+
+    def _fill_ratio(self, row: ArmResult) -> None:
+        if row.name == self.reference.name:
+            row.speedup = 1.0 if row.step_ms is not None else None
+            return
+        estimate = self._estimate(row.name)
+        if estimate is None:
+            return
+        row.speedup = estimate.ratio
+        if math.isfinite(estimate.half_width):
+            row.speedup_interval = estimate.interval
+        if row.status in (DONE, INTERRUPTED):  # the last look's interval holds however it ended
+            row.claim = claim(estimate, self._noise_floor())
+
+    def _fill_setup(self, row: ArmResult, ready: Ready) -> None:
+        """What it takes to start, and from how many steps on that is paid back."""
+        row.setup_seconds, row.compile_seconds = ready.setup_seconds, ready.compile_seconds
+        # the first process of all also waits for the disk to bring torch, so the faster one counts
+        names = self.reference.name, self.control
+        plain = [self.round.ready[name] for name in names if name in self.round.ready]
+        if row.claim != "faster" or row.speedup is None or row.step_ms is None or not plain:
+            return
+        # some compile after the first step too
+        start = ready.setup_seconds + ready.settling_seconds
+        extra = start - min(one.setup_seconds + one.settling_seconds for one in plain)
+        saved = row.step_ms / 1e3 * (row.speedup - 1)  # over the reference, with as many samples
+        row.break_even_steps = max(0, math.ceil(extra / saved))
+
+    # -- notes ---------------------------------------------------------------------------------
+
+    def _describe_ends(self) -> list[str]:
+        """Notes on a reference or control that ended, and on which step is compared."""
+        notes, name, ends = [], self.reference.name, self.round.ended
+        if self._compared == MEAN:
+            notes.append(
+                "data workers hand over several batches at a time: what is compared, and the step "
+                "that is shown, is the mean step of each turn, not the median one"
+            )
+        if (ended := ends.get(name)) is not None:
+            notes.append(
+                f"the reference, {name}, ended ({ended.status}: {ended}): the others have times "
+                "and no speed-ups; benchmark.reference=… names another"
+            )
+        if (ended := ends.get(self.control)) is not None:
+            notes.append(f"the control ended ({ended.status}: {ended})")
+        if self.round.measured.estimates and math.isinf(self._noise_floor()):
+            notes.append(
+                f"{self.control} has no interval: the noise floor is not known, "
+                "so nothing is claimed"
+            )
+        return notes
+
+    def _describe_processes(self) -> list[str]:
+        """A note where intervals are of one process of each arm."""
+        measured = self.round.measured
+        if measured.processes > 1 or not measured.estimates:
+            return []
+        fix = "a larger benchmark.budget_s, or fewer arms, allows several"
+        if self.settings.processes == 1:
+            fix = "benchmark.processes=5 measures several"
+        return [
+            "each arm was measured in one process, and how processes differ is in no interval: "
+            f"nothing within {ONE_PROCESS:.0%} is claimed; {fix}"
+        ]
+
+
+def _shaping_keys(config: RunConfig) -> dict[str, Any]:
+    """Keys of the config that shape the run, as JSON will hold them."""
+    keys = {
+        key: value
+        for key, value in flat(config).items()
+        if key.partition(".")[0] not in LEFT_OUT and key != "checkpoint.resume"
+    }
+    values: dict[str, Any] = json.loads(json.dumps(keys, default=str))
+    return values
+
+
+def _fill_speed(row: ArmResult, turns: Sequence[Turn], of_mean: bool) -> None:
+    usual = [1e3 * turn.seconds / turn.steps if of_mean else turn.median_ms for turn in turns]
+    steps = sorted(ms for turn in turns for ms in turn.step_ms)
+    seconds = sum(turn.seconds for turn in turns)
+    low, high = median_interval(usual, 1 - CONFIDENCE)
+    row.blocks = len(turns)
+    row.per_sample_ms = [turn.per_sample_ms for turn in turns]
+    row.step_ms = median(usual)
+    row.step_ms_interval = (low, high) if math.isfinite(high) else None
+    row.step_ms_p95 = steps[math.ceil(0.95 * len(steps)) - 1] if steps else None
+    row.samples_per_second = sum(turn.samples for turn in turns) / seconds
+    row.data_wait = min(1.0, sum(turn.data_seconds for turn in turns) / seconds)
+
+
+def _fill_run(row: ArmResult, finished: Finished) -> None:
+    row.summary = finished.summary
+    memory = finished.summary.get("memory") or {}
+    row.peak_process_bytes = memory.get("peak_process_bytes") or None
+    row.peak_device_bytes = memory.get("peak_device_bytes") or None
+    row.problems, row.losses = list(finished.problems), list(finished.losses)
+    row.notes = [*finished.notes, *(f"does not train: {text}" for text in finished.problems)]
+    requested = [one for one in finished.summary.get("techniques") or [] if one.get("requested")]
+    idle = [str(one.get("name")) for one in requested if not one.get("engaged")]
+    if idle:  # the reasons are in the summary, and in the report
+        count = f"{len(idle)} of {len(requested)}"
+        row.notes.append(f"{count} techniques did not engage: {', '.join(idle)}")
+
+
+def collect_choices(finished: Finished | None) -> dict[str, Any]:
+    """What a run had chosen automatically, from its summary."""
+    rows = (finished.summary.get("choices") or []) if finished is not None else []
+    return {row["key"]: row["value"] for row in rows}
+
+
+def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
+    """The load of the machine: the median over all blocks of each block's median."""
+    blocks: dict[int, list[float]] = {}
+    for arm_turns in turns.values():
+        for number, turn in enumerate(arm_turns):
+            if turn.others is not None:
+                blocks.setdefault(number, []).append(turn.others)
+    return Load(median(map(median, blocks.values())) if blocks else None)
+
+
+def _describe_noise(load: Load, control: Control | None) -> list[str]:
+    """Notes on a machine on which small differences cannot be seen."""
+    notes = []
+    if load.others is not None and load.others > NOISY:
+        notes.append(f"noisy machine: other processes took {load.others:.0%} of the CPUs")
+    if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
+        low, high = control.interval
+        notes.append(
+            f"the reference against itself came out at {control.ratio:.3f} ({low:.3f} to "
+            f"{high:.3f}), which should be 1: no difference as small as that is claimed"
+        )
+    return notes
+
+
+def other_work(arm: Arm, reference: Arm) -> list[str]:
+    """In what the arm trains something else than the reference."""
+    return [
+        part
+        for part, key in WORK.items()
+        if attrgetter(key)(arm.config) != attrgetter(key)(reference.config)
+    ]
+
+
+def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
+    """Notes on arms that train something else, or have other batches."""
+    notes = []
+    for arm in arms:
+        parts = [part for part in other_work(arm, reference) if part != "batch size"]
+        if parts:
+            notes.append(
+                f"{escape(arm.name)}: another {', '.join(parts)} than {escape(reference.name)}, "
+                "so only times can be compared"
+            )
+    sizes = {escape(arm.name): arm.config.training.batch_size for arm in arms}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        notes.append(
+            f"steps are of different sizes ({listed} samples): times are compared per sample, and "
+            "after as many samples a larger batch has made fewer updates, so losses are not alike"
+        )
+    return notes
 
 
 def failures(result: BenchmarkResult) -> list[str]:

@@ -1,8 +1,4 @@
-"""Whether an arm's numbers are those of the plain run, measured in a process of its own.
-
-So what a compiler or a kernel leaves in memory affects nothing else, and an arm that kills its
-process costs its own verdict only.
-"""
+"""Whether the numbers of an arm are those of the plain run, measured in a process of its own."""
 
 from __future__ import annotations
 

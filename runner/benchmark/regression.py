@@ -1,8 +1,7 @@
 """A benchmark compared with a stored one: what is slower, needs more memory, or computes otherwise.
 
-Arms are compared with the reference of their own session, block by block, and these speed-ups are
-compared: what the machine does to all arms of a session cancels. The reference's own time is that
-of the machine too; it is judged only where the machine was quiet both times.
+Arms are compared by their speed-up over the reference of their own session: what the machine does
+to all arms cancels. The own time of the reference is judged where the machine was quiet both times.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from typing import Any
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine, machine_differences
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
-from runner.benchmark.statistics import CONFIDENCE, ONE_PROCESS, Estimate, unpaired
+from runner.benchmark.statistics import ONE_PROCESS, Estimate, each_alpha, unpaired
 from runner.errors import ConfigError, StorageError
 from runner.record.text import escape_control_chars as escape
 
 KEY = "benchmark.baseline"
-NEEDED: dict[str, type] = {"cpu": str, "cores": int, "memory_gib": int, "platform": str}
-"""What every result states about its machine."""
-LARGEST_FLOOR = 10.0  # beyond this a control says nothing
 PARITY = ("exact", "explained by precision", "FAIL")  # from good to bad
 LEAST_BYTES = 16 << 20  # what two runs of the same differ by in memory, and more
 QUIET = 0.05  # share of the CPUs that others may take where times by themselves are judged
@@ -65,30 +61,16 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
         baseline = BenchmarkResult.read(Path(settings.baseline))
     except StorageError as error:
         raise ConfigError(KEY, escape(str(error)), "name a benchmark.json or its folder") from error
-    if (damage := next(_find_damage(baseline), None)) is not None:
-        raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
+    for number, arm in enumerate(baseline.arms):
+        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
+            damage = f"arms[{number}].per_sample_ms has a time that is not above 0"
+            raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
     _check_machine(baseline, machine())
     theirs = [arm.name for arm in baseline.arms]
     if not set(theirs) & set(names):
         text = f"has none of the arms that are measured now, but {escape(', '.join(theirs))}"
         raise ConfigError(KEY, text)
     return baseline
-
-
-def _find_damage(result: BenchmarkResult) -> Iterator[str]:
-    """Values that no benchmark writes: an impossible number would decide every comparison."""
-    for key, kind in NEEDED.items():
-        if type(result.machine.get(key)) is not kind:
-            yield f"machine.{key} is {result.machine.get(key)!r:.40}"
-    if result.noise_floor is not None and not 0 <= result.noise_floor <= LARGEST_FLOOR:
-        yield f"noise_floor is {result.noise_floor}"
-    if len({arm.name for arm in result.arms}) < max(1, len(result.arms)):
-        yield "there is no arm, or one comes twice"
-    for number, arm in enumerate(result.arms):
-        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
-            yield f"arms[{number}].per_sample_ms has a time that is not above 0"
-        if arm.parity not in (None, *PARITY):
-            yield f"arms[{number}].parity is {arm.parity!r:.40}"
 
 
 def _check_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
@@ -176,14 +158,12 @@ def _compare_times(
         return
     if not timed:
         return
-    limit = max(math.hypot(_floor(now), _floor(then)), tolerance)
-    alpha = (1 - CONFIDENCE) / len(timed)
+    changes = _Changes(max(math.hypot(_floor(now), _floor(then)), tolerance), result)
+    alpha = each_alpha(len(timed))
     plain = next((pair for pair in timed if pair[0].name == now.reference), timed[0])
-    disturbed = _describe_disturbance(now.load, then.load)
-    changes = {a.name: unpaired(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
-    own = changes[plain[0].name]
-    common = _describe_common_change(list(changes.values()), own, limit)
-    _note_change(plain[0].name, "", own, limit, result, disturbed, common)
+    disturbance = _describe_disturbance(now.load, then.load)
+    own = {a.name: unpaired(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
+    changes.note(plain[0].name, own[plain[0].name], disturbance, everything=list(own.values()))
     for arm, old in timed:
         if arm is plain[0]:
             continue
@@ -191,36 +171,16 @@ def _compare_times(
             [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
             for one, base in zip((old, arm), reversed(plain), strict=True)
         )
-        faster_reference = not disturbed and changes[arm.name].ratio >= 1 / (1 + limit)
-        excuse = "by itself it is within the limit" if faster_reference else ""
-        estimate = unpaired(before, speedups, alpha)
-        _note_change(arm.name, plain[0].name, estimate, limit, result, excuse)
+        excuse = ""
+        if not disturbance and own[arm.name].ratio >= 1 / (1 + changes.limit):
+            excuse = "by itself it is within the limit"
+        changes.note(arm.name, unpaired(before, speedups, alpha), excuse, beside=plain[0].name)
 
 
 def _floor(result: BenchmarkResult) -> float:
     """The noise floor; at least what one process of each arm has, as all results once were."""
     floor = result.noise_floor or 0.0
     return floor if result.processes > 1 else max(floor, ONE_PROCESS)
-
-
-def _describe_common_change(changes: Sequence[Estimate], own: Estimate, limit: float) -> str:
-    """The factor of the reference where several arms all got slower, or all faster; else ""."""
-    slower = all(_is_slower(change, limit) for change in changes)
-    if len(changes) < 2 or not (slower or all(_is_faster(change, limit) for change in changes)):
-        return ""
-    least, middle, most = (1 / ratio for ratio in (own.high, own.ratio, own.low))
-    return (
-        f"all arms took {middle:.2f} times as long per sample ({least:.2f} to {most:.2f}, by the "
-        "reference); the machine changed, or code that they share"
-    )
-
-
-def _is_slower(change: Estimate, limit: float) -> bool:
-    return change.high < 1 and change.ratio < 1 / (1 + limit)
-
-
-def _is_faster(change: Estimate, limit: float) -> bool:
-    return change.low > 1 and change.ratio > 1 + limit
 
 
 def _describe_disturbance(now: Load, then: Load) -> str:
@@ -232,38 +192,56 @@ def _describe_disturbance(now: Load, then: Load) -> str:
     return ""
 
 
-def _note_change(
-    name: str,
-    beside: str,
-    change: Estimate,
-    limit: float,
-    result: BaselineComparison,
-    excuse: str,
-    common: str = "",
-) -> None:
-    """A regression where the time is longer by more than the limit, unless there is an excuse.
+@dataclass
+class _Changes:
+    """Changes of times, as regressions or notes of `result`."""
 
-    `common` says it where it is the change of all arms.
-    """
-    known = math.isfinite(change.half_width)
-    interval = [change.low, change.high] if known else None
-    row = {"name": name, "beside": beside, "ratio": change.ratio, "interval": interval}
-    result.compared.append({**row, "limit": limit})
-    name, by = escape(name), escape(f" next to {beside}") if beside else ""
-    if not known:
-        result.notes.append(f"{name}: too few blocks to compare its times")
-    elif _is_slower(change, limit):
-        slower, least, most = (1 / r - 1 for r in (change.ratio, change.high, change.low))
-        text = common or (
-            f"{name} takes {slower:.1%} more time per sample{by} ({least:.1%} to {most:.1%}; "
-            f"up to {limit:.1%} is no regression)"
+    limit: float  # up to which a change is none
+    result: BaselineComparison
+
+    def note(
+        self,
+        name: str,
+        change: Estimate,
+        excuse: str,
+        beside: str = "",
+        everything: Sequence[Estimate] = (),
+    ) -> None:
+        """A regression where the time is longer by more than the limit, unless there is an excuse.
+
+        `beside` is the arm that it is a ratio to; `everything` are the changes of all arms, which
+        are one sentence where all got slower or all faster.
+        """
+        known = math.isfinite(change.half_width)
+        interval = [change.low, change.high] if known else None
+        row = {"name": name, "beside": beside, "ratio": change.ratio, "interval": interval}
+        self.result.compared.append({**row, "limit": self.limit})
+        name, by = escape(name), escape(f" next to {beside}") if beside else ""
+        if not known:
+            self.result.notes.append(f"{name}: too few blocks to compare its times")
+            return
+        sign = self.sign(change)
+        factor, least, most = (1 / ratio for ratio in (change.ratio, change.high, change.low))
+        slower = (
+            f"{name} takes {factor - 1:.1%} more time per sample{by} ({least - 1:.1%} to "
+            f"{most - 1:.1%}; up to {self.limit:.1%} is no regression)"
         )
-        if excuse:
-            result.notes.append(f"{text}; not judged: {excuse}")
-        else:
-            result.regressions.append(text)
-    elif _is_faster(change, limit):
-        result.notes.append(common or f"{name} takes {1 - 1 / change.ratio:.1%} less time{by}")
+        text = slower if sign > 0 else f"{name} takes {1 - factor:.1%} less time{by}"
+        if len(everything) > 1 and all(self.sign(one) == sign for one in everything):
+            text = (
+                f"all arms took {factor:.2f} times as long per sample ({least:.2f} to {most:.2f}, "
+                "by the reference); the machine changed, or code that they share"
+            )
+        if sign > 0 and not excuse:
+            self.result.regressions.append(text)
+        elif sign:
+            self.result.notes.append(f"{text}; not judged: {excuse}" if sign > 0 else text)
+
+    def sign(self, change: Estimate) -> int:
+        """1 where it got slower by more than the limit, -1 where faster, else 0."""
+        if change.high < 1 and change.ratio < 1 / (1 + self.limit):
+            return 1
+        return -int(change.low > 1 and change.ratio > 1 + self.limit)
 
 
 def _compare_memory(now: ArmResult, then: ArmResult, tolerance: float) -> Iterator[str]:

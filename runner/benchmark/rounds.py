@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from runner.benchmark.arms import Arm
@@ -27,7 +25,7 @@ from runner.benchmark.blocks import (
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
 from runner.benchmark.workers.pool import WorkerPool
-from runner.training.signals import unclaimed
+from runner.training.signals import raised
 
 log = logging.getLogger("runner")
 WIDEST = 9.0  # half-width of an interval that is worth a log line
@@ -82,14 +80,6 @@ class Round:
                 return f"{name}: {self.ended[name].status}: {self.ended[name].reason}"
         return ""
 
-    @contextmanager
-    def noting_end(self, name: str) -> Iterator[None]:
-        """An arm that ends within is noted."""
-        try:
-            yield
-        except ArmEnded as ended:
-            self.note_end(name, ended)
-
     def note_end(self, name: str, ended: ArmEnded) -> None:
         """Keep how the arm ended, and log it."""
         self.ended[name] = ended
@@ -113,48 +103,56 @@ def run_round(
     nothing is measured, or with `needs_reference=False` times without ratios. After Ctrl-C while it
     measures `measured.stopped` is `interrupted`, and nothing is finished.
     """
-    result, settings = Round() if result is None else result, options.settings
+    result, settings, clock = result or Round(), options.settings, options.clock
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
-        began = options.clock()
+        began = clock()
         for number, arm in enumerate(arms, 1):
             options.announce(f"starting {arm.name} ({number} of {len(arms)})")
-            with result.noting_end(arm.name):
-                start_limit_s = None if arm.name == reference else options.start_limit_s
-                limit_s = start_limit_s() if start_limit_s else None
-                ready = result.ready[arm.name] = pool.start(arm.name, limit_s)
-                options.announce(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
-        alive = [arm.name for arm in arms if arm.name in result.ready]
+            start_limit_s = None if arm.name == reference else options.start_limit_s
+            try:
+                ready = pool.start(arm.name, start_limit_s() if start_limit_s else None)
+            except ArmEnded as error:
+                result.note_end(arm.name, error)
+                continue
+            result.ready[arm.name] = ready
+            options.announce(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
+        alive = list(result.ready)
         if (reference in alive and len(alive) > 1) or (alive and not needs_reference):
             against = reference if reference in alive else alive[0]
             compiling_s = sum(ready.compile_seconds for ready in result.ready.values())
+            restart_s = clock() - began - CACHED * compiling_s
             rule = StoppingRule(
-                settings.narrow,
-                budget_s,
-                settings.processes,
-                restart_s=options.clock() - began - CACHED * compiling_s,
-                alpha=options.alpha,
+                settings.narrow, budget_s, settings.processes, restart_s, alpha=options.alpha
             )
 
             def watch(measured: Measured) -> None:
-                ratios = [f"{n} {_describe(e)}" for n, e in measured.estimates.items()]
-                spent = f"{measured.seconds:.0f} of {budget_s:g} s"
-                launch = f"process {len(measured.starts)} of each arm"
-                options.announce(" · ".join([f"block {measured.blocks}", launch, spent, *ratios]))
+                options.announce(_describe_look(measured, budget_s))
 
             def relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
                 return _relaunch(pool, names, within_s, options, result)
 
+            block_s = settings.block_s
             result.measured = run_blocks(
-                pool.turn, alive, against, rule, settings.block_s, seed, options.clock, watch,
-                relaunch,
-            )  # fmt: skip
+                pool.turn, alive, against, rule, block_s, seed, clock, watch, relaunch
+            )
             for name, ended in result.measured.ended.items():
                 result.note_end(name, ended)
-        for name in alive if result.measured.stopped != INTERRUPTED else ():
-            if name not in result.ended and name not in result.finished:
-                with result.noting_end(name):
-                    result.finished[name] = pool.finish(name)
+        if result.measured.stopped != INTERRUPTED:
+            left = [name for name in alive if name not in {*result.ended, *result.finished}]
+            for name, ended in _finish(pool, left, result).items():
+                result.note_end(name, ended)
     return result
+
+
+def _finish(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, ArmEnded]:
+    """Let these arms end; those that ended by themselves."""
+    ended = {}
+    for name in names:
+        try:
+            result.finished[name] = pool.finish(name)
+        except ArmEnded as error:
+            ended[name] = error
+    return ended
 
 
 def _relaunch(
@@ -165,12 +163,8 @@ def _relaunch(
     result: Round,
 ) -> dict[str, ArmEnded]:
     """New processes for these arms; of the first ones the results are kept. See `run_blocks`."""
-    until, ended = options.clock() + within_s, dict[str, ArmEnded]()
-    for name in [name for name in names if name not in result.finished]:
-        try:
-            result.finished[name] = pool.finish(name)
-        except ArmEnded as error:
-            ended[name] = error
+    until = options.clock() + within_s
+    ended = _finish(pool, [name for name in names if name not in result.finished], result)
     pool.renew()
     for name in [name for name in names if name not in ended]:
         left_s = max(0.0, until - options.clock())
@@ -183,27 +177,19 @@ def _relaunch(
     return ended
 
 
+def _describe_look(measured: Measured, budget_s: float) -> str:
+    ratios = [f"{name} {_describe(ratio)}" for name, ratio in measured.estimates.items()]
+    spent = f"{measured.seconds:.0f} of {budget_s:g} s"
+    launch = f"process {len(measured.starts)} of each arm"
+    return " · ".join([f"block {measured.blocks}", launch, spent, *ratios])
+
+
+def ending_signal() -> int:
+    """The signal that ended a measurement, within `signals_unwind`."""
+    return raised[0] if raised else signal.SIGINT
+
+
 def _describe(estimate: Estimate) -> str:
     if estimate.half_width < WIDEST:
         return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
     return f"{estimate.ratio:.2f}×"
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """SIGTERM and its like are a KeyboardInterrupt as Ctrl-C is; gives the signals that came."""
-    received: list[int] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before = {n: signal.signal(n, end) for n in {signal.SIGINT, signal.SIGTERM, *unclaimed()}}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

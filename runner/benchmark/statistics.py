@@ -1,9 +1,6 @@
 """How much faster, and how sure that is: order statistics within processes, t between them.
 
-Times on a shared machine have stalls and several typical speeds, so within a process intervals come
-from ranks, with probabilities that are counted exactly. `Spending` makes them hold for somebody who
-looks several times and stops when it is enough. How far the same work in another process lies from
-them, no number of blocks tells: that takes several processes of each arm, one value of each.
+docs/benchmarking.md explains why; probabilities of ranks are counted exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from runner.benchmark.result import SAME as SAME
+from runner.benchmark.result import SAME
 
 CONFIDENCE = 0.95
 ONE_PROCESS = 0.07
@@ -25,7 +22,6 @@ ONE_PROCESS = 0.07
 (standard deviation) have ratios that differ by 2.8 %, and 99 % of those lie within it."""
 LARGEST_LOG = 700.0  # whose exponential is still a float
 COARSE = 0.05  # a noise floor above this says that the machine is noisy, not that arms are alike
-_RANK_SUM_COUNTED = 5e7  # additions, which take 0.1 s; beyond, the normal distribution is as good
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,11 @@ class Estimate:
     low: float
     high: float
     processes: int = 1  # of each arm; of one, how processes differ is not in the interval
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Both of its ends."""
+        return self.low, self.high
 
     @property
     def half_width(self) -> float:
@@ -149,13 +150,15 @@ def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -
     """The same ratio for measurements that were not taken side by side.
 
     The median of all ratios of one of each (Hodges, Lehmann 1963), and the Mann-Whitney test turned
-    into an interval. It holds for independent measurements that scatter alike.
+    into an interval, by the normal distribution, which errs by up to one rank to the wide side. It
+    holds for independent measurements that scatter alike.
     """
     a, b = (np.log(np.asarray(values, dtype=np.float64)) for values in (reference, other))
     if not len(a) or not len(b):
         return Estimate(math.nan, 0.0, math.inf)
     shifts = np.sort(np.subtract.outer(a, b), axis=None)
-    rank = _rank_sum_rank(*sorted((len(a), len(b))), alpha)
+    deviation = math.sqrt(len(shifts) * (len(a) + len(b) + 1) / 12)
+    rank = max(0, math.floor((len(shifts) + 1) / 2 + NormalDist().inv_cdf(alpha / 2) * deviation))
     low, high = (shifts[rank - 1], shifts[-rank]) if rank else (-math.inf, math.inf)
     return Estimate(math.exp(float(np.median(shifts))), math.exp(low), math.exp(high))
 
@@ -199,10 +202,7 @@ class Spending:
 
 
 def each_alpha(count: int) -> float:
-    """What each of so many intervals may miss with, so that all hold together (Bonferroni).
-
-    Then so does what is concluded from them: which arm is the fastest, after looking at all.
-    """
+    """What each of so many intervals may miss with, so that all hold together (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, count)
 
 
@@ -254,22 +254,3 @@ def _tails(count: int) -> list[float]:
         chances.append(total / 2**count)
         ways = ways * (count - tails) // (tails + 1)
     return chances
-
-
-@lru_cache(maxsize=256)
-def _rank_sum_rank(fewer: int, more: int, alpha: float) -> int:
-    """Which of the sorted differences of two samples, from either end, the interval ends at."""
-    pairs, total = fewer * more, fewer + more
-    if pairs * fewer * total > _RANK_SUM_COUNTED:
-        deviation = math.sqrt(pairs * (total + 1) / 12)
-        rank = math.floor(pairs / 2 + 0.5 + NormalDist().inv_cdf(alpha / 2) * deviation)
-        return max(0, rank)
-    ways = np.zeros((fewer + 1, pairs + 1))  # of taking so many with so much above the least sum
-    ways[0, 0] = 1.0
-    for rank in range(1, total + 1):
-        for taken in range(min(rank, fewer), 0, -1):
-            above = rank - taken  # what taking this one last adds to the least sum
-            if above <= more:
-                ways[taken, above:] += ways[taken - 1, : pairs + 1 - above]
-    chances = 2 * np.cumsum(ways[fewer][: (pairs + 1) // 2]) / math.comb(total, fewer)
-    return int(np.searchsorted(chances, alpha, side="right"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from runner.benchmark.attribution import attribute
 from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.engine import Cut, failures, measure
 from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.rounds import MeasureOptions, interruptible
+from runner.benchmark.rounds import MeasureOptions, ending_signal
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
 from runner.parity.candidates import without_techniques
@@ -25,6 +24,7 @@ from runner.record import provenance
 from runner.record.console import print_stdout
 from runner.report import comparison
 from runner.report.table import terminal
+from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
@@ -99,7 +99,7 @@ def _attribute(
     if asks(reference.config) or without_techniques(reference.config) != plain:
         reference = Arm("plain", plain)
     try:
-        with interruptible() as received:
+        with signals_unwind():
             result.attribution = attribute(
                 replace(level, folder=""),
                 replace(reference, folder=""),
@@ -108,11 +108,11 @@ def _attribute(
                 config.seed,
                 math.inf if result.noise_floor is None else result.noise_floor,
             )
+            if result.attribution.stopped == INTERRUPTED:
+                return [Interrupted(ending_signal(), " during the attribution")]
     except RunnerError as error:  # the arms are shown all the same
         return [error]
-    if result.attribution.stopped != INTERRUPTED:
-        return []
-    return [Interrupted(received[0] if received else signal.SIGINT, " during the attribution")]
+    return []
 
 
 def _compare(

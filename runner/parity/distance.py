@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.parity.numerics import ROUNDOFF
-from runner.parity.parity import ParityRow
 from runner.parity.trajectory import StepRecord, Tensors
 
 OFTEN = 8.0
@@ -50,6 +50,68 @@ class Difference(NamedTuple):
     error: float  # of the difference from the reference
     size: float  # of the reference
     floor: float  # of what one rounding changes
+
+
+class Agreement(Enum):
+    """How far a candidate's numbers are those of the plain run."""
+
+    exact = "exact"  # bit by bit
+    explained = "explained by precision"
+    fail = "FAIL"
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One tensor over all steps, at the first beyond its bound, else at the one nearest to it.
+
+    Error and bound are relative to its norm in the reference. An `output` counts validation
+    batches in place of steps.
+    """
+
+    step: int  # 1 is the first
+    kind: str
+    name: str
+    error: float
+    bound: float
+    kinks: int = 0  # steps beyond it by as little as an activation's kink explains
+
+    def __str__(self) -> str:
+        what = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"
+        places = {
+            "draw": f"{self.name} over draws of dropout",
+            "output": f"{self.name} in evaluation mode, of validation batch {self.step}",
+            "parameter": f"{what} before step 1",
+        }
+        place = places.get(self.kind, f"{what} at step {self.step}")
+        return f"{place}: off by {self.error:.1e}, rounding or chance explains {self.bound:.1e}"
+
+    @property
+    def within(self) -> bool:
+        """Whether rounding explains it."""
+        return self.error <= self.bound
+
+    @property
+    def excess(self) -> float:
+        """The error in units of its bound."""
+        return _share(self.error, self.bound)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What comparing a set of techniques with the plain run found."""
+
+    verdict: Agreement
+    techniques: list[str]  # those that were applied
+    refused: dict[str, str]  # those asked for that could not be, and why
+    precision: str  # that the candidate says it computes in
+    reference: str  # what stands for the truth: fp64, or fp32 where the model does not run in it
+    steps: int
+    first: ParityRow | None  # the first that precision does not explain
+    rows: list[ParityRow]
+    notes: list[str] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)  # what a fault could hide in
+    culprits: list[str] = field(default_factory=list)  # smallest set that fails
+    alone: dict[str, str] = field(default_factory=dict)  # verdict of each technique by itself
 
 
 class Distances:
@@ -157,10 +219,10 @@ def compare_steps(
         distances.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
         names = theirs.gradients.keys() | ours.gradients.keys()
         for name in names if ours.gradients else ():  # those inside one graph may be unknown
-            a, b = (dense(one.gradients.get(name)) for one in (ours, theirs))
-            zero = torch.zeros_like(a if b is None else b)  # type: ignore[arg-type]
-            key = Key(ErrorKind.gradient, name)
-            distances.add(key, zero if a is None else a, zero if b is None else b)
+            known = [dense(one.gradients[name]) for one in (ours, theirs) if name in one.gradients]
+            zero = torch.zeros_like(known[0])
+            a, b = (dense(one.gradients.get(name, zero)) for one in (ours, theirs))
+            distances.add(Key(ErrorKind.gradient, name), a, b)
         _compare_buffers(distances, ours.after.buffers, theirs.after.buffers, start)
     return distances
 
@@ -179,13 +241,10 @@ def _compare_buffers(distances: Distances, ours: Tensors, theirs: Tensors, start
 def compare_outputs(distances: Distances, ours: list[Any], truth: list[Any]) -> None:
     """Floating-point outputs, one validation batch after another."""
     for batch in zip(ours, truth, strict=True):
-        leaves = ([t for t in tree_leaves(one) if _is_floating(t)] for one in batch)
+        tensors = ([t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in batch)
+        leaves = ([t for t in some if t.is_floating_point()] for some in tensors)
         for number, (mine, right) in enumerate(zip(*leaves, strict=True)):
             distances.add(Key(ErrorKind.output, f"output {number}"), mine, right)
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -200,9 +259,9 @@ def norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def dense(tensor: Tensor | None) -> Tensor | None:
+def dense(tensor: Tensor) -> Tensor:
     """The same, with its zeros written out."""
-    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def distance(a: Tensor, b: Tensor) -> float:

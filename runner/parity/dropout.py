@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from statistics import NormalDist
 
-from torch import Tensor, nn
+from torch import nn
 
 from runner.errors import UsageError
-from runner.parity.distance import ErrorKind, norm
-from runner.parity.parity import ParityRow
+from runner.parity.distance import ErrorKind, ParityRow, dense, norm
 from runner.parity.trajectory import (
     Stretch,
     Tensors,
@@ -68,8 +67,8 @@ def _statistics(gradients: Tensors, silent: Tensors) -> dict[str, float]:
         return {}
     parts: dict[str, tuple[float, float, float]] = {}
     for name, value in silent.items():
-        right = _double(value)
-        apart = (_double(gradients[name]) if name in gradients else 0.0 * right) - right
+        right = dense(value).double()
+        apart = (dense(gradients[name]).double() if name in gradients else 0.0 * right) - right
         parts[name] = norm(apart) ** 2, float((apart * right).sum()), norm(right) ** 2
     sums = [math.fsum(column) for column in zip(*parts.values(), strict=True)]
     statistics = {"energy": sums[0] / (sums[2] or 1.0), "projection": sums[1] / (sums[2] or 1.0)}
@@ -77,10 +76,6 @@ def _statistics(gradients: Tensors, silent: Tensors) -> dict[str, float]:
         statistics[ENERGY + name] = energy / (whole or 1.0)
         statistics[PROJECTION + name] = along / (whole or 1.0)
     return statistics
-
-
-def _double(value: Tensor) -> Tensor:
-    return (value.to_dense() if value.is_sparse else value).double()
 
 
 def compare_draws(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Iterator[ParityRow]:

@@ -1,8 +1,7 @@
 """The plain runs of a parity check: the right numbers, and how far rounding moves them.
 
-The plain run makes some steps; the state before each of them is the state from which every other
-run makes that step, too. What rounding does to this very model is measured, not assumed: by how far
-the plain run at the same precision is from fp64 at the same steps.
+What rounding does to this very model is measured: by how far the plain run at the same precision is
+from fp64 at the same steps.
 """
 
 from __future__ import annotations

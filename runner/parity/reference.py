@@ -1,17 +1,11 @@
-"""A parity check: a candidate's steps, compared with those of the plain run.
+"""A parity check: the steps of a candidate, compared with those of the plain run.
 
-- Loss, gradients and buffers are compared with those of the plain run in fp64;
-- the update with that of the plain optimizer in fp64, fed with the candidate's own gradients;
-- at the end, outputs in evaluation mode.
-
-A candidate may be so many times as far away as rounding brings the plain run at the same precision
-(`plain_runs.py`). Roundings fall to either side and stay within that; a term that is left out,
-counted twice or masked wrong goes far beyond it.
+A candidate may be so many times as far from fp64 as rounding brings the plain run at the same
+precision (`plain_runs.py`); its update is compared apart, fed with its own gradients.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -25,9 +19,12 @@ from runner.data.batch import largest_part
 from runner.parity.candidates import cut, eager_draws, only, quiet, without_techniques
 from runner.parity.distance import (
     KINK,
+    Agreement,
     Distances,
     ErrorKind,
     Key,
+    Parity,
+    ParityRow,
     Tolerance,
     compare_outputs,
     judge,
@@ -35,7 +32,6 @@ from runner.parity.distance import (
 )
 from runner.parity.dropout import DRAWS, compare_draws, repeat_draws
 from runner.parity.numerics import Numerics, numerics, to_double
-from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.plain_runs import SAME_ROUNDING, PlainRuns
 from runner.parity.trajectory import Record, updates
 from runner.training.run import Run
@@ -162,7 +158,7 @@ class ParityReference:
         return replace(
             result,
             verdict=Agreement.fail if beyond else Agreement.explained,
-            first=max(beyond, key=_excess, default=None),
+            first=max(beyond, key=lambda row: row.excess, default=None),  # draws have no order
             rows=[*result.rows, *rows],
             notes=[*result.notes, f"it draws other random numbers: compared over {DRAWS} draws"],
             not_judged=[*result.not_judged, hidden],
@@ -300,11 +296,6 @@ def _when(row: ParityRow) -> tuple[bool, int, int]:
     """Sorts by the time of what was computed."""
     kind = ErrorKind[row.kind]
     return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
-
-
-def _excess(row: ParityRow) -> float:
-    """The error in units of its bound: draws have no order in time."""
-    return row.error / row.bound if row.bound else math.inf
 
 
 def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """Steps of a run as they are recorded: losses, gradients, updates, buffers, evaluation.
 
-Every run that is compared follows one trajectory: before each step it gets the weights and
-buffers that the plain run had there. So a step is compared with the same step, no difference
-grows from one step to the next, and a tolerance can be that of a single step.
+Before each step every run gets the weights and buffers that the plain run had there, so that no
+difference grows and a tolerance is that of one step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Whether several processes compute what one does, by a limit that is measured on the run itself.
 
-In fp64, one process trains twice: as it is, and with each weight moved by one rounding. How far
-that brings every number is the size of rounding in this run, Adam's division by tiny gradients and
-all; several processes sum in another order and may be a stated factor worse. In the run's own
-precision the scale is what one process is off by from fp64.
+The scale in fp64 is how far one process gets if each weight is moved by one rounding, in the own
+precision how far one process is from fp64; several may be a stated factor worse.
 """
 
 from __future__ import annotations
@@ -11,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from runner.config import RunConfig
@@ -23,7 +21,7 @@ from runner.distributed.config import Compression, DistributedConfig, Distribute
 from runner.distributed.launch import count_processes
 from runner.distributed.place import find_place
 from runner.errors import ConfigError, RunnerError
-from runner.verify.end_state import EndState, ValueKey, Values, read_end_state, saved_steps
+from runner.verify.end_state import EndState, ValueKey, Values, equal, read_end_state, saved_steps
 from runner.verify.processes import ReferencePrecision, prepared, train_apart
 
 STEPS = 10
@@ -35,8 +33,7 @@ PRECISION = 10.0
 """Times what one process is off by from fp64."""
 FLOOR = 1e-12
 """Of a number whose rounding does not show in the steps made."""
-ROUNDING = {"tf32", "amp", "compile", "whole_step", "quantization", "cuda_graphs"}
-ROUNDING |= {"fused_optimizer"}
+ROUNDING = set("tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split())
 """Techniques that round otherwise, or whose kernels have no fp64: only in the own precision."""
 OPTIONS = "optimizer.param_groups."  # are those of the config
 COMPARED = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
@@ -102,21 +99,19 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
     one.distributed = DistributedConfig()
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
         runs = EqualityCheck(Path(place))
+        double, silent = ReferencePrecision(True, double=True), ReferencePrecision(True)
         try:
-            exact = runs.train("one", in_fp64(one), ReferencePrecision(True, double=True))
+            exact = runs.train("one", in_fp64(one), double)
         except RunnerError as error:
             runs.notes.append(f"not compared in fp64, so that limits are coarse: {error}")
-            exact = runs.train("one own", one, ReferencePrecision(True))
+            exact = runs.train("one own", one, silent)
             limits = runs.limits_by_rounding(exact, one, double=False)
-            runs.compare(OWN, exact, config, ReferencePrecision(True), limits)
         else:
             limits = runs.limits_by_rounding(exact, in_fp64(one), double=True)
-            runs.compare(
-                FP64, exact, in_fp64(config), ReferencePrecision(True, double=True), limits
-            )
-            own = runs.train("one own", one, ReferencePrecision(True))
+            runs.compare(FP64, exact, in_fp64(config), double, limits)
+            own = runs.train("one own", one, silent)
             limits = measured_limits(exact.values, own.values, PRECISION)
-            runs.compare(OWN, exact, config, ReferencePrecision(True), limits)
+        runs.compare(OWN, exact, config, silent, limits)
     return runs.result(steps, config.distributed, size, exact.facts)
 
 
@@ -178,8 +173,9 @@ class EqualityCheck:
         several = self.train(f"several {precision}", config, technique)
         found = list(distances(exact.values, several.values, limits))
         self.saved = {item.step for item in exact.values if item.kind == "parameter"}
-        if precision == OWN:
-            found = [each for each in found if each.item.kind != "metric" or _smooth(each.item)]
+        if precision == OWN:  # an accuracy jumps where a rounding has another class win
+            smooth = ("/loss", "/grad_norm")
+            found = [d for d in found if d.item.kind != "metric" or d.item.name.endswith(smooth)]
         self.rows += worst_by_kind(precision, found)
         over = next((distance for distance in found if not distance.within), None)
         if self.first is None and over is not None:
@@ -227,15 +223,13 @@ def _largest(value: Any) -> float:
 
 def _difference(ours: Any, theirs: Any) -> float:
     """Infinite where one is missing, of another shape, or a number that has to be the same."""
-    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        if ours.shape != theirs.shape:
-            return float("inf")
-        if not theirs.is_floating_point():
-            return 0.0 if torch.equal(ours, theirs) else float("inf")
-        return _largest(ours.double() - theirs.double())
+    if equal(ours, theirs):
+        return 0.0
     if isinstance(ours, float) and isinstance(theirs, float):
-        return 0.0 if repr(ours) == repr(theirs) else abs(ours - theirs)
-    return 0.0 if repr(ours) == repr(theirs) else float("inf")
+        return abs(ours - theirs)
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and theirs.is_floating_point():
+        return _largest(ours.double() - theirs.double()) if ours.shape == theirs.shape else inf
+    return inf
 
 
 def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
@@ -248,11 +242,6 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]
             difference = _difference(other.get(item), exact.get(item))
             size = sizes.get(_group(item), 0.0)
             yield item, difference / size if size else difference
-
-
-def _smooth(item: ValueKey) -> bool:
-    """An accuracy jumps where a rounding has another class win."""
-    return item.name.rpartition("/")[2] in ("loss", "grad_norm")
 
 
 def distances(exact: Values, other: Values, limits: Mapping[ValueKey, float]) -> Iterator[Distance]:
@@ -270,7 +259,7 @@ def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKe
     kinds: dict[ValueKey, str] = {}
     for item, distance in _distances(exact, other):
         kinds[item] = kind = f"{item.kind} {item.name if item.kind == 'metric' else ''}"
-        if distance < float("inf"):
+        if distance < inf:
             largest[kind] = max(largest.get(kind, 0.0), distance)
     return {item: factor * largest.get(kind, 0.0) + FLOOR for item, kind in kinds.items()}
 

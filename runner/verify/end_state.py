@@ -89,15 +89,13 @@ def saved_steps(folder: Path) -> dict[int, Path]:
 
 def read_rows(folder: Path) -> Values:
     """The metrics of a run."""
-    return dict(_rows(folder))
-
-
-def _rows(folder: Path) -> Iterator[tuple[ValueKey, Any]]:
+    values: Values = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if row.pop("split") in ROWS:
-            step, split = row.pop("step"), json.loads(line)["split"]
-            yield from ((ValueKey(step, "metric", f"{split}/{key}"), row[key]) for key in row)
+        step, split = row.pop("step"), row.pop("split")
+        if split in ROWS:
+            values |= {ValueKey(step, "metric", f"{split}/{key}"): row[key] for key in row}
+    return values
 
 
 def _state(

@@ -17,11 +17,15 @@ from runner.errors import CheckpointError, StorageError
 from runner.record.storage import read_record
 from runner.record.text import shorten
 from runner.training.summary import Summary
-from runner.verify.end_state import Values, differing, read_rows, saved_steps
+from runner.verify.end_state import differing, read_rows, saved_steps
 from runner.verify.processes import RunProbe, train_apart, unobserved
 
 ORDER = ("config", "data", "technique", "choice", "threads", "cpu", "device", "version", "code")
 """What is different, the likeliest cause first."""
+UNEXPLAINED = (
+    "nothing that was recorded differs: steps that do not give the same numbers twice "
+    "(device.deterministic=true), or code of the user's that has changed"
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetitio
     record, or no step.
     """
     recorded = find_run(Path(config.checkpoint.resume))
-    then = _summary(recorded)
+    then = Summary.read(recorded)
+    if not then.steps:
+        raise CheckpointError(f"{recorded}: the run has made no step: there is nothing to compare")
     again = deepcopy(unobserved(config))
     again.checkpoint.resume, again.checkpoint.enabled = "none", True
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
@@ -68,7 +74,8 @@ def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -
     keys, notes = differing(before, after), list[str]()
     names, was, now = [str(key) for key in keys], "", ""
     if keys:
-        was, now = (_text(values, keys[0]) for values in (before, after))
+        first = [repr(v[keys[0]]) if keys[0] in v else "not there" for v in (before, after)]
+        was, now = first
     own, others = _digests(recorded), _digests(again)
     step = max(own.keys() & others.keys(), default=None)
     if step is None:
@@ -89,7 +96,7 @@ def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -
         was,
         now,
         changes,
-        _likely_cause(changes) if names else "",
+        (changes or [UNEXPLAINED])[0] if names else "",
         notes,
     )
 
@@ -101,17 +108,6 @@ def find_run(where: Path) -> Path:
         if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
             return folder
     raise CheckpointError(f"checkpoint.resume: {where} has no summary.json and metrics.jsonl")
-
-
-def _summary(run: Path) -> Summary:
-    summary = Summary.read(run)
-    if not summary.steps:
-        raise CheckpointError(f"{run}: the run has made no step: there is nothing to compare")
-    return summary
-
-
-def _text(values: Values, key: Any) -> str:
-    return repr(values[key]) if key in values else "not there"
 
 
 def _digests(run: Path) -> dict[int, str]:
@@ -130,8 +126,8 @@ def _changes(recorded: Path, again: Path) -> list[str]:
     then, now = dict(_facts(recorded)), dict(_facts(again))
     keys = [key for key in then if key in now and then[key] != now[key]]
     keys.sort(key=lambda key: ORDER.index(key.partition(" ")[0]))
-    return [f"{key}: was {shorten(str(then[key]), 80)}, now {shorten(str(now[key]), 80)}"
-            for key in keys]  # fmt: skip
+    texts = ((key, shorten(str(then[key]), 80), shorten(str(now[key]), 80)) for key in keys)
+    return [f"{key}: was {was}, now {new}" for key, was, new in texts]
 
 
 def _facts(run: Path) -> Iterator[tuple[str, Any]]:
@@ -140,7 +136,8 @@ def _facts(run: Path) -> Iterator[tuple[str, Any]]:
         summary = Summary.read(run)
         yield "device", summary.device.get("name")
         yield from ((f"version {name}", v) for name, v in summary.versions.items())
-        yield from ((f"technique {row.name}", _engaged(row.engaged)) for row in summary.techniques)
+        for row in summary.techniques:
+            yield f"technique {row.name}", "engaged" if row.engaged else "not engaged"
     with suppress(OSError, ValueError, LookupError, TypeError):
         session = json.loads(read_record(run / "provenance.json"))["sessions"][0]
         yield "code", (session["git"] or {}).get("commit")
@@ -150,16 +147,3 @@ def _facts(run: Path) -> Iterator[tuple[str, Any]]:
         manifest = read_manifest([*saved_steps(run).values()][-1])
         yield from (("threads", manifest.threads), ("cpu", manifest.cpu))
         yield from ((f"choice {key}", value) for key, value in manifest.choices.items())
-
-
-def _engaged(engaged: bool) -> str:
-    return "engaged" if engaged else "not engaged"
-
-
-def _likely_cause(changes: list[str]) -> str:
-    if changes:
-        return changes[0]
-    return (
-        "nothing that was recorded differs: steps that do not give the same numbers twice "
-        "(device.deterministic=true), or code of the user's that has changed"
-    )

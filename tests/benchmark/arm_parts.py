@@ -1,17 +1,54 @@
-"""Models, data and metrics of a user's, for arms: some of them train, and some do not."""
+"""Arms to start processes of, and models, data and metrics of a user's: some of them do not train.
+
+Also whether a process is gone.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-import zlib
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+
+from runner import compose
+from runner.benchmark.arms import Arm
+from runner.benchmark.config import BenchmarkConfig
+
+BASE = ["data=digits", "model=mlp", "device=cpu", "device.threads=1", "schedule.warmup=20"]
+PARTS = "tests.benchmark.arm_parts"
+OWN = ["device=cpu", "device.threads=1", f"security.trusted=[{PARTS}]"]
+QUICK = BenchmarkConfig(warmup_steps=4)
+
+
+def arm(name: str, *overrides: str) -> Arm:
+    return Arm(name, compose([*overrides]), [], f"python -m runner optimization={name}", name)
+
+
+def own(name: str, model: str, *overrides: str) -> Arm:
+    return arm(name, *OWN, "data=cancer", f"model._target_={PARTS}.{model}", *overrides)
+
+
+def is_gone(pid: int) -> bool:
+    """Neither the process nor any of its group runs; one that was killed may take a moment."""
+    family = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if process.pid == pid or os.getpgid(process.pid) == pid:
+                family.append(process)
+    return not any(map(_runs, psutil.wait_procs(family, timeout=20)[1]))
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A process that waits to be collected, which some containers never do, does not."""
+    with suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class Ends(nn.Module):
@@ -41,50 +78,25 @@ class Huge(nn.Module):
         self.weight = nn.Parameter(torch.empty(1 << 50))
 
 
-class Broken:
-    """Every sample is NaN."""
-
-    sizes = {"task": "classification", "in_features": 6, "classes": 2}
-
-    def __len__(self) -> int:
-        return 120
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.full((6,), torch.nan), index % 2
-
-
 class Slow:
-    """Each sample takes a while to come."""
+    """Each sample takes a while to come; none is a number without `seconds`."""
 
     sizes = {"task": "classification", "in_features": 6, "classes": 2}
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
 
     def __len__(self) -> int:
-        return 2000
+        return 2000 if self.seconds else 120
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         time.sleep(self.seconds)
-        return torch.full((6,), float(index % 2)), index % 2
+        return torch.full((6,), float(index % 2) if self.seconds else torch.nan), index % 2
 
 
-def weights(run: Any) -> float:
-    return float(sum(p.numel() for p in run.model.parameters()))
-
-
-def path(run: Any) -> float:
-    """A number for the module path."""
-    return float(zlib.crc32("\n".join(sys.path).encode()))
-
-
-def string_hash(run: Any) -> float:
+def string_hash(run: Any) -> int:
     """Differs between interpreters, each of which has a seed of its own."""
-    return float(hash("runner") % 2**50)
-
-
-def spin(run: Any) -> float:
-    return float(os.environ.get("GOMP_SPINCOUNT", "0"))
+    return hash("runner")
 
 
 def in_steps(run: Any) -> float:
@@ -94,7 +106,3 @@ def in_steps(run: Any) -> float:
 
 def fails(run: Any) -> float:
     raise KeyError("no such thing")
-
-
-def words(run: Any) -> str:
-    return "good"

@@ -42,7 +42,7 @@ class World:
     compiles: Names = field(default_factory=dict)
     others: float | None = None  # share of the CPUs that other processes take
     problems: Mapping[str, list[str]] = field(default_factory=dict)  # signs that it does not train
-    readings: Callable[[str, str], float] = lambda arm, metric: 1.0
+    readings: Callable[[str, str], list[float]] = lambda arm, metric: [1.0]
     summary: Mapping[str, Any] = field(default_factory=dict)
     interrupt_at: int = 0  # the turn at which a signal is sent
     signal: int = signal.SIGINT

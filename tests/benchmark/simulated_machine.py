@@ -69,10 +69,8 @@ PROCESSES = {  # what no interval of one process each covers
 class Machine:
     """Gives turns of known speed; its clock is how long they took."""
 
-    def __init__(
-        self, noise: Noise, effects: Mapping[str, float], seed: int, step_s: float = 0.01
-    ) -> None:
-        self.noise, self.effects, self.step_s = noise, effects, step_s
+    def __init__(self, noise: Noise, effects: Mapping[str, float], seed: int) -> None:
+        self.noise, self.effects = noise, effects
         self.draw = np.random.default_rng(seed)
         self.draw_processes = np.random.default_rng([seed, 1])
         self.own: dict[str, float] = {}
@@ -109,7 +107,7 @@ class Machine:
             self.walk = (np.exp(walk) * (1 + switched % 2))[::-1].tolist()
         time = self.own[name] * self.times[name].pop() * self.walk.pop()
         self.order.append(name)
-        step = self.step_s * time
+        step = 0.01 * time  # s
         count = max(1, math.ceil(seconds / step))
         self.now += count * step
         return Turn(count, count, count * step, step * 1e3, step * 1e3)
@@ -136,21 +134,18 @@ def measure(
     seed: int,
     rule: StoppingRule,
     effects: Mapping[str, float] = EFFECTS,
-    step_s: float = 0.01,
 ) -> Measured:
-    machine = Machine(noise, effects, seed, step_s)
+    machine = Machine(noise, effects, seed)
     rule = replace(rule, restart_s=START_S * len(effects))
     names, how = list(effects), {"relaunch": machine.relaunch}
     return run_blocks(machine.turn, names, BASE, rule, 0.25, seed, machine.clock, **how)
 
 
-def coverage(
-    noise: Noise, rule: StoppingRule, runs: int = 1000, step_s: float = 0.01, first: int = 0
-) -> tuple[dict[str, float], float]:
+def coverage(noise: Noise, rule: StoppingRule, runs: int = 1000) -> tuple[dict[str, float], float]:
     """Of each arm, the share of runs whose last interval holds the truth; and the mean blocks."""
     covered, blocks = dict.fromkeys([n for n in EFFECTS if n != BASE], 0), 0
-    for seed in range(first, first + runs):
-        measured = measure(noise, seed, rule, step_s=step_s)
+    for seed in range(runs):
+        measured = measure(noise, seed, rule)
         blocks += measured.blocks
         for name, estimate in measured.estimates.items():
             covered[name] += estimate.low <= EFFECTS[name] <= estimate.high

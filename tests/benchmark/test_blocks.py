@@ -45,35 +45,34 @@ def ending(
     return turn
 
 
-def test_intervals_hold_through_the_stopping_rule() -> None:
-    covered, _ = coverage(NOISES["heavy-tailed 2 %"], TWO_MINUTES, runs=250)
-    assert min(covered.values()) >= 0.94, covered
+HEAVY = "heavy-tailed 2 %"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("narrow", [0.01, 0.05])
-@pytest.mark.parametrize("noise", NOISES)
-def test_intervals_hold_for_all_noises_and_rules(noise: str, narrow: float) -> None:
-    covered, _ = coverage(NOISES[noise], StoppingRule(narrow, 120))
+@pytest.mark.parametrize(
+    ("noise", "narrow", "runs"),
+    [
+        (HEAVY, 0.02, 200),
+        *(pytest.param(n, w, 1000, marks=pytest.mark.slow) for n in NOISES for w in (0.01, 0.05)),
+    ],
+)
+def test_intervals_hold_through_the_stopping_rule(noise: str, narrow: float, runs: int) -> None:
+    covered, _ = coverage(NOISES[noise], StoppingRule(narrow, 120), runs)
     assert min(covered.values()) >= 0.94, covered
 
 
 def test_blocks_that_resemble_the_ones_before_make_intervals_wider_and_take_more() -> None:
     """0.5 from turn to turn: intervals that take blocks for independent would hold in 91 %."""
-    still, spells = (Noise(jitter, stalls=0.0, memory=0.5) for jitter in (0.005, 0.02))
-    for noise in (still, spells):
-        covered, _ = coverage(noise, TWO_MINUTES, runs=150)
-        assert min(covered.values()) >= 0.94, covered
+    covered, more = coverage(Noise(0.02, stalls=0.0, memory=0.5), TWO_MINUTES, runs=150)
+    assert min(covered.values()) >= 0.94, covered
     _, blocks = coverage(Noise(0.02, stalls=0.0), TWO_MINUTES, runs=40)
-    _, more = coverage(spells, TWO_MINUTES, runs=40)
     assert more > 1.3 * blocks
 
 
 def test_intervals_over_processes_hold_where_these_differ() -> None:
     """Of one process each, they hold in 52 %."""
     noise, rule = PROCESSES["2 % from process to process"], replace(TWO_MINUTES, processes=5)
-    covered, _ = coverage(noise, rule, runs=250)
-    assert min(covered.values()) >= 0.92, covered  # 0.95, two standard errors below
+    covered, _ = coverage(noise, rule, runs=150)
+    assert min(covered.values()) >= 0.91, covered  # 0.95, two standard errors below
 
 
 @pytest.mark.slow
@@ -144,30 +143,20 @@ def test_every_arm_has_a_turn_in_every_block_in_an_order_drawn_by_lot() -> None:
 
 
 def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends() -> None:
-    looks: list[tuple[int, float]] = []
-    measured = run(
-        Machine(Noise(), EFFECTS, 0),
-        replace(ENDLESS, looks=(8, 12, 16)),
-        watch=lambda measured: looks.append((measured.blocks, measured.estimates["large"].low)),
-    )
-    assert [blocks for blocks, _ in looks] == [8, 12, 16]
-    assert len({low for _, low in looks}) > 1
+    looks: list[int] = []
+    rule = replace(ENDLESS, looks=(8, 12, 16))
+    measured = run(Machine(Noise(), EFFECTS, 0), rule, None, lambda m: looks.append(m.blocks))
+    assert looks == [8, 12, 16]
     assert measured.stopped == "all 16 blocks of the plan are made"
 
 
-def test_the_budget_ends_it_and_the_last_look_spends_what_is_left() -> None:
-    machine = Machine(Noise(0.05), EFFECTS, 0)
-    measured = run(machine, StoppingRule(1e-9, 13))
+def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_left() -> None:
+    measured = run(Machine(Noise(0.05), EFFECTS, 0), StoppingRule(1e-9, 13))
     assert measured.stopped == "the budget of 13 s is spent"
-    assert 8 < measured.blocks < 16  # of a second and a bit each
-    assert 13 <= measured.seconds < 14.5
+    assert 8 < measured.blocks < 16 and 13 <= measured.seconds < 14.5
     assert measured.alphas["large"] > 0.02  # a look in between may spend less than 0.01
-
-
-def test_a_budget_that_is_too_small_is_overdrawn_for_six_blocks_and_that_is_said() -> None:
     measured = run(Machine(Noise(), EFFECTS, 0), StoppingRule(0.02, 1))
-    assert measured.blocks == 6
-    assert "too small for the 6 blocks" in measured.stopped
+    assert measured.blocks == 6 and "too small for the 6 blocks" in measured.stopped
     assert math.isfinite(measured.estimates["large"].half_width)
 
 
@@ -175,13 +164,8 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     machine = Machine(Noise(0.01), EFFECTS, 0)
     measured = run(machine, replace(ENDLESS, looks=(8, 12)), ending(machine, {"small": 7}))
     assert measured.ended["small"].status == "oom"
-    assert {name: len(turns) for name, turns in measured.turns.items()} == {
-        BASE: 12,
-        "control": 12,
-        "small": 7,
-        "large": 12,
-    }
-    assert measured.blocks == 12
+    counts = {name: len(turns) for name, turns in measured.turns.items()}
+    assert counts == {BASE: 12, "control": 12, "small": 7, "large": 12}
     assert measured.stopped == "all 12 blocks of the plan are made"
     assert measured.estimates["small"].ratio == pytest.approx(1.02, rel=0.05)
     assert math.isfinite(measured.estimates["small"].half_width)

@@ -50,11 +50,10 @@ def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> Claim
 
 
 def planted(speedup: float = 1.0, reading: float = 1.0, **more: Any) -> World:
-    """A world in which the arm is so much faster, and its readings are such a share of 1e8."""
+    """A world in which the arm is so much faster, and its readings are such a share."""
 
-    def read(arm: str, metric: str) -> float:
-        scatter = 1 + 0.03 * (sum(map(ord, metric)) % 3)
-        return (reading if arm == "arm" else 1.0) * scatter
+    def read(arm: str, metric: str) -> list[float]:
+        return [(reading if arm == "arm" else 1.0) * scatter for scatter in (1.0, 1.03, 1.06)]
 
     return World(factors={"arm": 1 / speedup}, readings=read, **more)
 
@@ -102,8 +101,6 @@ def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
         ("torch.compile", {"speedup": 1.25}, HOLDS),
         ("torch.compile: training", {"speedup": 1.3}, FAILS),
         ("compiled inference", {"reading": 0.5}, HOLDS),
-        ("compiled inference", {"reading": 0.95}, FAILS),
-        ("compiled inference", {"reading": 0.2}, BETTER),
         ("recompute: memory", {"reading": 0.35}, BETTER),
         ("recompute: memory", {"reading": 0.95}, FAILS),
         ("memory_efficient: memory", {"reading": 0.79}, UNDECIDED),
@@ -121,26 +118,21 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
     assert (row.noise is None) is (tested.measures != "speed")
 
 
-def test_several_gpus_and_idle_techniques_are_not_measurable_and_say_why() -> None:
+@pytest.mark.parametrize("dies", [PLAIN, "arm"])
+def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
     (scaling,) = [tested for tested in TRIALS if tested.gpus]
     idle = trial(claim("speed", 1.5, needs="amp"), arm=["optimization=amp"])
-    world = planted(holds=lambda name, on: "no Tensor Cores")
-    several, one = measured(world, scaling, idle).rows
-    assert (several.verdict, several.ratio, several.command) == (UNKNOWN, None, "")
-    assert f"torch sees {torch.cuda.device_count()}" in several.reason
-    assert (one.verdict, one.ratio) == (UNKNOWN, None)
-    assert one.reason == "amp did not engage: no Tensor Cores"
-
-
-@pytest.mark.parametrize("dies", [PLAIN, "arm"])
-def test_a_trial_that_fails_is_a_row_and_the_others_continue(dies: str) -> None:
-    faster = trial(claim("speed", 1.2))
     refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
+    world = planted(holds=lambda name, on: "no Tensor Cores")
+    rows = measured(world, scaling, idle, refused).rows
+    assert [(row.verdict, row.ratio) for row in rows] == [(UNKNOWN, None)] * 3
+    assert f"torch sees {torch.cuda.device_count()}" in rows[0].reason and not rows[0].command
+    assert rows[1].reason == "amp did not engage: no Tensor Cores"
+    assert "model.width" in rows[2].reason
     world = planted(1.5, refuses={dies: ("failed", "it has no memory of that kind")})
-    rows = measured(world, faster, refused).rows
-    assert [row.verdict for row in rows] == [UNKNOWN, UNKNOWN]
-    assert f"{dies}: failed: it has no memory of that kind" in rows[0].reason
-    assert "model.width" in rows[1].reason
+    (row,) = measured(world, trial(claim("speed", 1.2))).rows
+    assert row.verdict == UNKNOWN
+    assert f"{dies}: failed: it has no memory of that kind" in row.reason
 
 
 def test_ctrl_c_keeps_the_finished_rows() -> None:
@@ -162,16 +154,6 @@ def test_every_trial_composes_with_what_it_needs_switched_on(tested: ClaimTrial)
         assert not one.needs or one.needs in on
         assert config.optimization != plain
         assert one.note
-
-
-def test_the_claims_of_the_texts_are_all_there() -> None:
-    text = " ".join(f"{one.name}: {one.claimed};" for one in CLAIMS.values())
-    for part in (
-        *("torch.compile: training: 2–3× faster", "compiled inference: 40–60 % less latency"),
-        *("recompute: memory: 20–40 %", "micro-batches: memory: 20–40 %", "linear scaling"),
-        *("memory_efficient: memory: 20–40 %", "mixed precision", "channels-last: faster"),
-    ):
-        assert part in text
 
 
 def test_a_users_own_claim_is_one_yaml_block(tmp_path: Path) -> None:

@@ -61,27 +61,22 @@ def test_a_slower_start_is_paid_back_after_so_many_steps() -> None:
     result = measured(world)
     basic = result.arm("basic")
     assert (basic.setup_seconds, basic.compile_seconds) == (13.0, 8.0)
-    # ten seconds more than the faster start of the plain run, four more until its steps are fast;
-    # a third of a step is saved each time
+    # 10 s more than the faster start of the plain run, 4 more until its steps are fast
     saved = (result.arm("none").step_ms or 0) / 1e3 * (1 - 1 / 1.5)
     assert basic.break_even_steps == pytest.approx(14.0 / saved, rel=0.05)
     assert result.arm("amp").break_even_steps is None  # it saves nothing
 
 
-def test_an_arm_that_fails_at_its_start_is_a_row_and_the_others_continue(tmp_path: Path) -> None:
-    result = measured(World(SPEEDUPS, refuses={"amp": ("oom", "took 9 GiB")}), folder=tmp_path)
-    row = result.arm("amp")
-    assert (row.status, row.reason, row.speedup, row.claim) == ("oom", "took 9 GiB", None, "")
-    assert result.arm("basic").claim == "faster"
-    assert failures(result) == ["amp (oom: took 9 GiB)"]
+def test_an_arm_that_ends_early_is_a_row_and_the_others_continue(tmp_path: Path) -> None:
+    dies = {"basic": ("killed", "by SIGKILL")}
+    world = World({}, refuses={"amp": ("oom", "took 9 GiB")}, dies=dies, dies_after=12)
+    result = measured(world, folder=tmp_path, narrow=0.0001, budget_s=20.0)
+    _, basic, amp = result.arms
+    assert (amp.status, amp.reason, amp.speedup, amp.claim) == ("oom", "took 9 GiB", None, "")
+    assert (basic.status, basic.reason, basic.claim) == ("killed", "by SIGKILL", "")
+    assert basic.blocks == 12 and basic.step_ms is not None
+    assert failures(result) == ["basic (killed: by SIGKILL)", "amp (oom: took 9 GiB)"]
     assert BenchmarkResult.read(tmp_path) == result
-
-
-def test_an_arm_that_dies_keeps_its_times_and_claims_nothing() -> None:
-    world = World(SPEEDUPS, dies={"basic": ("killed", "by SIGKILL")}, dies_after=12)
-    row = measured(world, narrow=0.0001, budget_s=20.0).arm("basic")
-    assert (row.status, row.reason, row.claim) == ("killed", "by SIGKILL", "")
-    assert row.blocks == 12 and row.step_ms is not None
 
 
 def test_without_the_reference_there_are_times_and_no_ratios() -> None:
@@ -124,19 +119,16 @@ def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_note
     assert result.arm("basic").notes == ["does not train: the loss does not move"]
 
 
-def test_arms_with_other_batches_are_compared_by_the_sample() -> None:
-    big = compose(["optimization=none", "training.batch_size=64", "model.width=8"])
-    result = measured(World(), Arm("big", big, ["training.batch_size=64"]))
-    assert any("times are compared per sample" in note for note in result.notes)
-    assert any("big: another model than none" in note for note in result.notes)
-
-
-def test_a_full_disk_does_not_cost_the_result(
+def test_arms_with_other_batches_are_compared_by_the_sample_and_a_full_disk_costs_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert measured(World(SPEEDUPS), folder=tmp_path / "file").arm("basic").claim == "faster"
-    assert "not written" in caplog.text
+    big = compose(["optimization=none", "training.batch_size=64", "model.width=8"])
+    arms = arm("basic"), Arm("big", big, ["training.batch_size=64"])
+    result = measured(World(SPEEDUPS), *arms, folder=tmp_path / "file")
+    assert any("times are compared per sample" in note for note in result.notes)
+    assert any("big: another model than none" in note for note in result.notes)
+    assert result.arm("basic").claim == "faster" and "not written" in caplog.text
 
 
 def test_several_processes_of_each_arm_take_no_more_than_the_budget() -> None:

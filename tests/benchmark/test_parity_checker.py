@@ -5,32 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.parity_checker import PLAIN, ParityChecker, ParityVerdict
-from runner.build import Components
 from runner.composing import compose
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.run import Run
 
 SMALL = ["device=cpu", "device.threads=1", "model.width=8", "model.depth=1", "training.steps=20"]
-MUTANTS = Path(__file__).parents[1] / "parity"
 TRUSTED = "security.trusted=[parity_mutants,tests]"
-
-
-class Deadly(Technique):
-    """Takes the process down."""
-
-    def apply(self, draft: RunBuilder) -> str | None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
-
-    def engaged(self, run: Run) -> Evidence:
-        return Evidence(True, "")
 
 
 class Endless(Technique):
@@ -44,57 +30,44 @@ class Endless(Technique):
         return Evidence(True, "")
 
 
-def arm(name: str, *overrides: str) -> Arm:
-    return Arm(name, compose([*SMALL, TRUSTED, *overrides]))
+class Deadly(Endless):
+    """Takes the process down."""
+
+    def apply(self, draft: RunBuilder) -> str | None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
 
 
-def extra(name: str) -> str:
-    return f"optimization.extra=[{name}]"
-
-
-@pytest.fixture
-def mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(MUTANTS))
+def arm(extra: str, *overrides: str) -> Arm:
+    asked = [f"optimization.extra=[{extra}]"] if extra else []
+    return Arm("an arm", compose([*SMALL, TRUSTED, *overrides, *asked]))
 
 
 def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
     with ParityChecker(60.0) as checker:
-        assert checker.check(arm("none", "optimization=none")) == ParityVerdict("exact", PLAIN)
+        assert checker.check(arm("", "optimization=none")) == ParityVerdict("exact", PLAIN)
         assert checker.process is None
 
 
-@pytest.mark.usefixtures("mutants")
 @pytest.mark.slow
-def test_one_process_judges_all_and_is_replaced_when_it_dies() -> None:
+def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
     with ParityChecker(120.0) as checker:
-        right = checker.check(arm("basic", "optimization=basic"))
+        right = checker.check(arm("", "optimization=basic"))
         assert checker.process is not None
         pid = checker.process.pid
-        wrong = checker.check(
-            arm("bad", "optimization=none", extra("parity_mutants.DroppedGradient"))
-        )
+        wrong = checker.check(arm("parity_mutants.DroppedGradient", "optimization=none"))
         assert checker.process.pid == pid
-        deadly = checker.check(arm("bad", "optimization=none", extra(f"{__name__}.Deadly")))
-        other = checker.check(arm("sgd", "optimization=basic", "optimizer=sgd"))
+        deadly = checker.check(arm(f"{__name__}.Deadly", "optimization=none"))
+        other = checker.check(arm("", "optimization=basic", "optimizer=sgd"))
+        endless = checker.check(arm(f"{__name__}.Endless", "optimization=none"), within_s=5.0)
+        assert checker.process is None
     assert right.parity == "explained by precision"
     assert wrong.parity == "FAIL", wrong.reason
     assert "grad_norm at step 1: off by" in wrong.reason
     assert deadly == ParityVerdict(None, "the process that judged it: killed by SIGKILL")
     assert other.parity in ("exact", "explained by precision")
+    assert endless == ParityVerdict(None, "not judged within 5 s")
     assert not psutil.pid_exists(pid)
-
-
-@pytest.mark.slow
-def test_an_arm_that_never_ends_is_given_up() -> None:
-    with ParityChecker(5.0) as checker:
-        verdict = checker.check(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
-        assert checker.process is None
-    assert verdict == ParityVerdict(None, "not judged within 5 s")
-
-
-def test_a_part_that_cannot_be_sent_is_said() -> None:
-    nothing: Any = Components(objective=lambda: None)  # type: ignore[arg-type]
-    with ParityChecker(60.0, nothing) as checker:
-        verdict = checker.check(arm("basic", "optimization=basic"))
-    assert verdict.parity is None
-    assert "cannot be sent to another process" in verdict.reason

@@ -54,7 +54,7 @@ def baseline(folder: Path | None, *names: str) -> BenchmarkResult | None:
 
 
 def test_the_same_again_is_no_regression() -> None:
-    for seed in range(20):
+    for seed in range(5):
         plain = compared(result(seed)).plain()
         assert plain["sentences"] == ["nothing got worse"] and not plain["regressed"]
 
@@ -93,27 +93,21 @@ def test_the_reference_is_judged_on_a_quiet_machine_only(load: Load) -> None:
 
 @pytest.mark.parametrize("load", [Load(others=0.01), BUSY])
 def test_a_change_of_all_arms_is_stated_of_all_and_what_is_left_is_judged(load: Load) -> None:
-    for seed in range(10):
-        now = result(seed, none=3.0, ultra=1.5)
-        now.load = load
-        comparison = compared(now)
-        (text,) = [*comparison.regressions, *comparison.notes]
-        factor, low, high = map(float, re.findall(r"\d\.\d\d", text))
-        assert text.startswith("all arms took ")
-        assert low < factor < high and factor == pytest.approx(3, rel=0.05)
-        assert bool(comparison.notes) is ("not judged: " in text) is (load is BUSY)
-        now.arms[1].per_sample_ms = times(1.5 * 1.27, seed)  # beyond the change of all
-        comparison = compared(now)
-        assert slower(comparison)[-1] == "ultra" and "next to none" in comparison.regressions[-1]
-        assert sum("all arms" in line for line in comparison.plain()["sentences"]) == 1
-    assert compared(result(1, none=0.5, ultra=0.25)).notes[0].startswith("all arms took 0.5")
-
-
-@pytest.mark.parametrize("name", ["none", "ultra"])
-def test_what_one_arm_alone_takes_is_no_change_of_all(name: str) -> None:
-    comparison = compared(result(1, **{"none": 1.0, "ultra": 0.5, name: 1.27}))
-    assert slower(comparison) == [name]
-    assert "all arms" not in "".join(comparison.plain()["sentences"])
+    now = result(1, none=3.0, ultra=1.5)
+    now.load = load
+    comparison = compared(now)
+    (text,) = [*comparison.regressions, *comparison.notes]
+    factor, low, high = map(float, re.findall(r"\d\.\d\d", text))
+    assert text.startswith("all arms took ")
+    assert low < factor < high and factor == pytest.approx(3, rel=0.05)
+    assert bool(comparison.notes) is ("not judged: " in text) is (load is BUSY)
+    now.arms[1].per_sample_ms = times(1.5 * 1.27, 1)  # beyond the change of all
+    comparison = compared(now)
+    assert slower(comparison)[-1] == "ultra" and "next to none" in comparison.regressions[-1]
+    assert sum("all arms" in line for line in comparison.plain()["sentences"]) == 1
+    for name in ("none", "ultra"):
+        alone = compared(result(1, **{"none": 1.0, "ultra": 0.5, name: 1.27}))
+        assert slower(alone) == [name] and "all arms" not in "".join(alone.regressions)
 
 
 def test_a_reference_that_got_faster_makes_no_regression_of_the_others() -> None:
@@ -122,23 +116,12 @@ def test_a_reference_that_got_faster_makes_no_regression_of_the_others() -> None
     assert any("by itself it is within the limit" in note for note in comparison.notes)
 
 
-DAMAGE: dict[str, Any] = {
-    "per_sample_ms": lambda one: one.arms[1].per_sample_ms.__setitem__(0, -1.0),
-    "parity is 'good'": lambda one: setattr(one.arms[1], "parity", "good"),
-    "machine.cpu is None": lambda one: one.machine.clear(),
-    "noise_floor is -1": lambda one: setattr(one, "noise_floor", -1.0),
-    "comes twice": lambda one: one.arms.append(one.arms[1]),
-}
-
-
-@pytest.mark.parametrize("says", DAMAGE)
-def test_a_damaged_baseline_is_refused_by_its_first_wrong_value(says: str, tmp_path: Path) -> None:
+def test_a_baseline_with_impossible_times_is_refused(tmp_path: Path) -> None:
     broken = result(1)
-    DAMAGE[says](broken)
+    broken.arms[1].per_sample_ms[0] = -1.0
     broken.write(tmp_path)
-    with pytest.raises(ConfigError, match=r"benchmark\.baseline: .*damaged.*") as caught:
+    with pytest.raises(ConfigError, match=r"benchmark\.baseline: .*damaged: arms\[1\]\.per_sam"):
         baseline(tmp_path)
-    assert says in str(caught.value)
 
 
 def test_text_of_a_baseline_cannot_forge_lines() -> None:
@@ -163,12 +146,6 @@ def test_memory_parity_and_a_failure_that_got_worse_are_regressions() -> None:
         "ultra holds 100 MiB more memory of the process at its peak (25%)",
         "ultra: parity is FAIL and was exact (gradient at step 1)",
     ]
-
-
-def test_an_arm_that_fails_now_is_a_regression() -> None:
-    now = result(1)
-    now.arms[1].status, now.arms[1].reason = "oom", "took 9 GiB"
-    assert compared(now).regressions == ["ultra ended: oom: took 9 GiB"]
 
 
 def test_other_work_and_arms_of_one_session_alone_are_notes() -> None:

@@ -17,12 +17,12 @@ from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers import pool as pools
 from runner.benchmark.workers.pool import WorkerPool
-from tests.benchmark.worker_arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
+from tests.benchmark.arm_parts import BASE, OWN, PARTS, QUICK, arm, is_gone, own
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_killed_arm_is_said_to_be_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_killed_arm_is_reported_as_killed_and_the_others_continue(tmp_path: Path) -> None:
     arms = [
         arm("one", *BASE, "data.workers=1"),
         own("two", "Ends", "optimization=none", "+model.how=killed", "+model.at=30"),
@@ -46,10 +46,10 @@ def test_a_killed_arm_is_said_to_be_and_the_others_go_on(tmp_path: Path) -> None
     assert is_gone(pids["one"])
 
 
-def test_what_an_arm_raises_is_its_reason(tmp_path: Path) -> None:
+def test_the_error_of_an_arm_is_its_reason(tmp_path: Path) -> None:
     arms = [
         own("raises", "Ends"),
-        arm("nan", *OWN, f"data._target_={PARTS}.Broken", "model=mlp", "monitoring.every=1"),
+        arm("nan", *OWN, f"data._target_={PARTS}.Slow", "model=mlp", "monitoring.every=1"),
         own("huge", "Huge"),
     ]
     with WorkerPool(arms, QUICK, tmp_path) as pool:
@@ -99,7 +99,6 @@ import signal
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.pool import WorkerPool
-from tests.benchmark.worker_arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
 from runner.composing import compose
 
 if __name__ == "__main__":

@@ -24,14 +24,12 @@ class Mutant(Technique):
         return Evidence(True, "")
 
 
-@dataclass
 class Harmless(Mutant):
     def apply(self, draft: RunBuilder) -> None:
         for parameter in draft.model.parameters():
             parameter.register_hook(torch.clone)
 
 
-@dataclass
 class OtherNumbers(Mutant):
     """No fault: each forward draws one random number more, so all dropout is another draw."""
 
@@ -39,7 +37,6 @@ class OtherNumbers(Mutant):
         draft.model.register_forward_pre_hook(lambda module, inputs: torch.rand(1) and None)
 
 
-@dataclass
 class NotCausal(Mutant):
     """Every token sees those after it."""
 
@@ -49,7 +46,6 @@ class NotCausal(Mutant):
                 module.causal = False  # type: ignore[assignment]
 
 
-@dataclass
 class BlindToPadding(Mutant):
     """Padding counts as text."""
 
@@ -62,7 +58,6 @@ class BlindToPadding(Mutant):
         draft.forward = ignorant
 
 
-@dataclass
 class DroppedGradient(Mutant):
     """The last parameter, a bias in most models, gets none."""
 
@@ -71,7 +66,6 @@ class DroppedGradient(Mutant):
         last.register_hook(torch.zeros_like)
 
 
-@dataclass
 class StaleBuffer(Mutant):
     """BatchNorm goes by this batch, and forgets it."""
 
@@ -81,7 +75,6 @@ class StaleBuffer(Mutant):
                 module.momentum = 0.0
 
 
-@dataclass
 class SumOfParts(Mutant):
     """Each micro-batch counts as if it were the whole batch."""
 
@@ -89,7 +82,6 @@ class SumOfParts(Mutant):
         draft.objective.weight = lambda target: 1.0  # type: ignore[method-assign]
 
 
-@dataclass
 class MeanOfMeans(Mutant):
     """The smaller last micro-batch counts as much as the others."""
 
@@ -148,55 +140,22 @@ LargeEps = changed_options("LargeEps", eps=1e-3)
 Dampened = changed_options("Dampened", dampening=0.5)
 
 
-def changed_steps(draft: RunBuilder, after: Callable[[Any, dict[Any, Tensor]], None]) -> None:
-    """Something happens after each step of the optimizer; it gets the weights before it."""
-    original = draft.optimizer_class
-
-    class Changed(original):  # type: ignore[misc, valid-type]
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            before = {p: p.clone() for group in self.param_groups for p in group["params"]}
-            super().step()
-            after(self, before)
-
-    Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    draft.optimizer_class = Changed
-
-
-@dataclass
-class LargerRate(Mutant):
-    """The learning rate is 2 % too large."""
-
-    def apply(self, draft: RunBuilder) -> None:
-        def more(optimizer: Any, before: dict[Any, Tensor]) -> None:
-            for p, old in before.items():
-                p.add_(p - old, alpha=0.02)
-
-        changed_steps(draft, more)
-
-
-@dataclass
 class Frozen(Mutant):
     """One layer gets its gradient, and no update."""
 
     def apply(self, draft: RunBuilder) -> None:
-        def undo(optimizer: Any, before: dict[Any, Tensor]) -> None:
-            p = optimizer.param_groups[0]["params"][0]
-            p.copy_(before[p])
+        original = draft.optimizer_class
 
-        changed_steps(draft, undo)
+        class Changed(original):  # type: ignore[misc, valid-type]
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                first = self.param_groups[0]["params"][0]
+                before = first.clone()
+                super().step()
+                first.copy_(before)
 
-
-@dataclass
-class NoBiasCorrection(Mutant):
-    """Adam that always believes to have made many steps."""
-
-    def apply(self, draft: RunBuilder) -> None:
-        def age(optimizer: Any, before: dict[Any, Tensor]) -> None:
-            for state in optimizer.state.values():
-                state["step"].fill_(100_000)
-
-        changed_steps(draft, age)
+        Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        draft.optimizer_class = Changed
 
 
 def patched(draft: RunBuilder, name: str, method: Callable[..., Any]) -> None:
@@ -204,7 +163,6 @@ def patched(draft: RunBuilder, name: str, method: Callable[..., Any]) -> None:
     draft.scope.enter_context(mock.patch.object(OptimizerStep, name, method))
 
 
-@dataclass
 class LateSchedule(Mutant):
     """Each update has the learning rate of the one after it."""
 
@@ -213,29 +171,11 @@ class LateSchedule(Mutant):
         patched(draft, "lr_at", lambda self, updates: right(self, updates + 1))
 
 
-@dataclass
 class NoClip(Mutant):
     def apply(self, draft: RunBuilder) -> None:
         patched(draft, "divisor", lambda self, norm: None)
 
 
-@dataclass
-class ClipEach(Mutant):
-    """Each gradient is clipped by its own norm."""
-
-    def apply(self, draft: RunBuilder) -> None:
-        for parameter in draft.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: None)
-
-        def divide(self: OptimizerStep, norm: Tensor) -> None:
-            for p in self.parameters:
-                if p.grad is not None and self.clip_norm is not None:
-                    p.grad.div_((p.grad.norm() / self.clip_norm).clamp(min=1.0))
-
-        patched(draft, "divisor", divide)
-
-
-@dataclass
 class StaleAverage(Mutant):
     """The average of the weights stays where it began."""
 
@@ -243,21 +183,25 @@ class StaleAverage(Mutant):
         patched(draft, "_follow", lambda self, weight: None)
 
 
-@dataclass
+def changed_outputs(draft: RunBuilder, factor: Callable[[], float]) -> None:
+    """All outputs times a factor, which is asked for at each forward."""
+    forward = draft.forward
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        scale = factor()
+        return tree_map(lambda t: t * scale, forward(*args, **kwargs))
+
+    draft.forward = changed
+
+
 class TripledEvaluation(Mutant):
     """Logits are three times as large in evaluation mode."""
 
     def apply(self, draft: RunBuilder) -> None:
-        model, forward = draft.model, draft.forward
-
-        def tripled(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            return output if model.training else tree_map(lambda t: t * 3, output)
-
-        draft.forward = tripled
+        model = draft.model
+        changed_outputs(draft, lambda: 1.0 if model.training else 3.0)
 
 
-@dataclass
 class DropoutInEvaluation(Mutant):
     def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
@@ -265,26 +209,6 @@ class DropoutInEvaluation(Mutant):
                 module.forward = lambda x, m=module: nn.functional.dropout(x, m.p)  # type: ignore[method-assign]
 
 
-@dataclass
-class BatchStatisticsInEvaluation(Mutant):
-    """BatchNorm goes by the batch in evaluation mode, too."""
-
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                right = module.forward
-
-                def forward(x: Tensor, module: Any = module, right: Any = right) -> Tensor:
-                    if module.training:
-                        return right(x)  # type: ignore[no-any-return]
-                    return nn.functional.batch_norm(
-                        x, None, None, module.weight, module.bias, True, 0.0, module.eps
-                    )
-
-                module.forward = forward  # type: ignore[method-assign]
-
-
-@dataclass
 class UnscaledDropoutInAttention(Mutant):
     """What attention keeps is not divided by the share that it keeps."""
 
@@ -298,7 +222,6 @@ class UnscaledDropoutInAttention(Mutant):
         draft.scope.enter_context(patch)
 
 
-@dataclass
 class PeeksOneAhead(Mutant):
     """The causal mask is off by one: each token sees the next one."""
 
@@ -315,22 +238,19 @@ class PeeksOneAhead(Mutant):
         draft.scope.enter_context(patch)
 
 
-@dataclass
 class TiredAfterThirty(Mutant):
     """From the 31st forward on the outputs are 1 % too small."""
 
     def apply(self, draft: RunBuilder) -> None:
-        model, forward, made = draft.model, draft.forward, [0]
+        model, made = draft.model, [0]
 
-        def tired(*args: Any, **kwargs: Any) -> Any:
+        def factor() -> float:
             made[0] += model.training
-            output = forward(*args, **kwargs)
-            return output if made[0] <= 30 else tree_map(lambda t: t * 0.99, output)
+            return 1.0 if made[0] <= 30 else 0.99
 
-        draft.forward = tired
+        changed_outputs(draft, factor)
 
 
-@dataclass
 class SumOnTheLast(Mutant):
     """The smaller last batch of an epoch counts as if it were a full one."""
 
@@ -344,7 +264,6 @@ class SumOnTheLast(Mutant):
         draft.scope.enter_context(patch)
 
 
-@dataclass
 class OneInAThousand(Mutant):
     """A loss that is off by a thousandth: less than bf16 rounds."""
 
@@ -353,7 +272,6 @@ class OneInAThousand(Mutant):
             parameter.register_hook(lambda gradient: gradient * 1.001)
 
 
-@dataclass
 class Forgetful(Mutant):
     """Gradients that depend on how often this process computed one."""
 

@@ -12,7 +12,7 @@ import torch
 from runner.config import RunConfig
 from runner.parity import trajectory
 from runner.parity.candidates import without_techniques
-from runner.parity.parity import Agreement, Parity, ParityRow
+from runner.parity.distance import Agreement, Parity, ParityRow
 from runner.parity.reference import ParityReference, check_parity
 from tests import runs
 
@@ -72,23 +72,21 @@ def test_what_changes_nothing_is_exact() -> None:
 
 
 @pytest.mark.parametrize(("seeds", "verdict"), [([0], "explained"), ([0, 1, 2], "fail")])
-def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
+def test_a_small_failure_has_to_repeat_with_other_seeds(
     monkeypatch: pytest.MonkeyPatch, seeds: list[int], verdict: str
 ) -> None:
     honest = ParityReference.judge_once
 
     def judged_once(self: ParityReference, config: RunConfig, choices: Any = None) -> Parity:
         found = honest(self, config, choices)
-        if config.seed not in seeds:
-            return found
         off = ParityRow(1, "gradient", "layers.0.bias", 0.05, 1e-4)
-        return replace(found, verdict=Agreement.fail, first=off)
+        failed = replace(found, verdict=Agreement.fail, first=off)
+        return failed if config.seed in seeds else found
 
     monkeypatch.setattr(ParityReference, "judge_once", judged_once)
-    reference = ParityReference(runs.config(*QUIET, *MODELS["mlp"]), STEPS)
+    reference = ParityReference(runs.config(*QUIET, *MODELS["mlp"]), 2)
     found = reference.judge(runs.config(*QUIET, *MODELS["mlp"], *FUSED))
     assert found.verdict is Agreement[verdict]
-    assert len(reference._others) == (1 if verdict == "explained" else 2)
     note = "seed=0 was off in layers.0.bias, which did not repeat with seed=1"
     assert (note in found.notes) is (verdict == "explained")
 
@@ -140,33 +138,16 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
     assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("WEIGHTS", 12 * 3_466, "3,466 weights"),
-        ("FLOPS", {"cpu": 12 * 600_000.0}, "GFLOP a step"),
-    ],
-)
-def test_a_large_model_makes_fewer_steps_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, reason: str
-) -> None:
+def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
-    monkeypatch.setattr(trajectory, name, value)
+    monkeypatch.setattr(trajectory, "WEIGHTS", 12 * 3_466)
     found = check_parity(small, without_techniques(small))
     assert found.verdict is Agreement.explained
     assert 6 <= found.steps <= 12
-    (omission,) = [one for one in found.not_judged if "what begins after" in one]
-    assert omission.startswith(f"what begins after {found.steps} steps: ") and reason in omission
+    assert any("steps: 3,466 weights, 0.0 GFLOP a step" in one for one in found.not_judged)
 
 
-def test_rounding_to_16_bits_is_named_as_a_place_for_faults_to_hide_in() -> None:
-    alone = judged(MODELS["mlp"], BF16)
-    assert any("amp is judged with itself" in omission for omission in alone.not_judged)
-    both = judged(MODELS["mlp"], [*BF16, *FUSED])
-    assert not any("gradients" in omission for omission in both.not_judged)
-
-
-def test_parity_leaves_no_global_switch_behind() -> None:
+def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays() -> None:
     def switches() -> list[object]:
         import torch._inductor.config as inductor
 
@@ -179,5 +160,8 @@ def test_parity_leaves_no_global_switch_behind() -> None:
         ]
 
     before = switches()
-    judged(MODELS["mlp"], [*BF16, *FUSED])
+    alone = judged(MODELS["mlp"], BF16)
+    assert any("amp is judged with itself" in omission for omission in alone.not_judged)
+    both = judged(MODELS["mlp"], [*BF16, *FUSED])
+    assert not any("gradients" in omission for omission in both.not_judged)
     assert switches() == before

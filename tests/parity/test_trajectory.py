@@ -12,13 +12,9 @@ SMALL = ["device=cpu", "device.threads=1", "model.width=8", "optimization=none"]
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        ["optimizer=adamw"],
-        ["optimizer=sgd", "optimizer.weight_decay=0.1"],
-    ],
+    "optimizer", [["optimizer=adamw"], ["optimizer=sgd", "optimizer.weight_decay=0.1"]]
 )
-def test_gradients_are_told_from_what_they_did_to_the_optimizer(optimizer: list[str]) -> None:
+def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer: list[str]) -> None:
     fused = "optimization.fused_optimizer.enabled=true"
     with build(compose([*SMALL, *optimizer, fused, "stability.clip_norm=0.5"])) as run:
         batches = run.train.batches(0)

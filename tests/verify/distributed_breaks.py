@@ -25,7 +25,6 @@ class Break(Technique):
         return Evidence(True, "")
 
 
-@dataclass
 class AveragedGradients(Break):
     """Each process's mean counts the same, however many samples it is of; the loss is right."""
 
@@ -41,15 +40,6 @@ class AveragedGradients(Break):
             parameter.register_hook(lambda gradient: gradient * factor[0])
 
 
-@dataclass
-class MeanOfMeans(Break):
-    """So does the loss."""
-
-    def plant(self, draft: RunBuilder) -> None:
-        World.whole_weight = lambda world, weight, own, samples: weight * world.size  # type: ignore
-
-
-@dataclass
 class ClippedByShard(Break):
     """Each process clips by the norm of what it has."""
 
@@ -62,7 +52,6 @@ class ClippedByShard(Break):
         OptimizerStep.apply = apply  # type: ignore[method-assign]
 
 
-@dataclass
 class WrongPart(Break):
     """Each process takes the first samples of a batch."""
 

@@ -70,7 +70,6 @@ def test_two_processes_that_are_right_are_within_rounding(
         pytest.param(
             "ClippedByShard", "clipping by a part of the gradient", marks=pytest.mark.slow
         ),
-        pytest.param("MeanOfMeans", "a mean of the processes' means", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_detected_and_its_cause_named(
@@ -101,21 +100,25 @@ def test_the_job_names_batchnorm_per_process(
     [
         (*MLP, "training.micro_batch=5", "model.dropout=0.2"),
         ("model=cnn", "model.width=8", "training.batch_size=127", "optimizer=sgd"),
-        ("distributed=fsdp", "data=synthetic", "data.form=tokens", "data.samples=64", "model=gpt")
-        + ("data.sequence=16", "model.width=32", "training.batch_size=23"),
+        (
+            "distributed=fsdp",
+            "data=synthetic",
+            "data.form=tokens",
+            "data.samples=64",
+            "model=gpt",
+            "data.sequence=16",
+            "model.width=32",
+            "training.batch_size=23",
+        ),
         ("optimization=amp", "optimization.amp.dtype=bf16", "optimizer=sgd"),
+        ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]"),
     ],
 )
 def test_runs_that_are_right_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     found = verify_distributed(runs.config(*JOB, *overrides), tmp_path)
     assert found.equal, (found.first, found.distance, found.limit, found.cause)
-
-
-@pytest.mark.slow
-def test_a_model_without_fp64_is_compared_coarsely(tmp_path: Path) -> None:
-    own = ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]")
-    found = verify_distributed(runs.config(*JOB, *own), tmp_path)
-    assert found.equal and "not compared in fp64" in found.notes[0]
+    coarse = any("not compared in fp64" in note for note in found.notes)
+    assert coarse is ("WrittenInFp32" in overrides[0])
 
 
 def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference() -> None:

@@ -1,54 +1,47 @@
-"""job=verify says what it found on the terminal, in verify.json and by its exit code."""
+"""job=verify shows its result on the terminal, in verify.json and by its exit code."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner import compose
 from runner.errors import ConfigError, NotVerified, StorageError
 from runner.jobs import find
 from runner.jobs.config import JobKind
+from tests import runs
 
-ROOT = Path(__file__).parents[2]
-MUTANTS = ROOT / "tests" / "parity"
-QUIET = ["job=verify", "device=cpu", "device.threads=1", "model.width=16"]
-MUTANT = [
-    "optimization.extra=[parity_mutants.DroppedGradient]",
-    "security.trusted=[parity_mutants]",
-]
+QUICK = ["job=verify", "device.threads=1", "model.width=16"]
 
 
-def verify(folder: Path, *overrides: str) -> None:
-    config = compose([*QUIET, *overrides])
-    find(JobKind.verify)(config, folder)
+def verify(folder: Path, *overrides: str) -> dict[str, Any]:
+    """What is in verify.json."""
+    find(JobKind.verify)(runs.config(*QUICK, *overrides), folder)
+    return dict(json.loads((folder / "verify.json").read_text()))
 
 
 def test_a_level_that_is_right_passes_and_is_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verify(tmp_path, "optimization=basic", "verify.steps=3")
-    found = json.loads((tmp_path / "verify.json").read_text())
+    found = verify(tmp_path, "optimization=basic", "verify.steps=3")
     assert (found["what"], found["verdict"]) == ("parity", "explained by precision")
-    assert found["techniques"] == ["system", "fused_optimizer"]
-    assert found["steps"] == 3
+    assert (found["techniques"], found["steps"]) == (["system", "fused_optimizer"], 3)
     kinds = {row["kind"] for row in found["rows"]}
     assert kinds == set("loss grad_norm gradient update parameter output".split())
     assert "what begins after 3 steps" in found["not_judged"]
     out = capsys.readouterr().out
-    assert "explained by precision" in out
-    assert "not judged" in out
-    assert "verify.json" in out
+    assert all(part in out for part in ("explained by precision", "not judged", "verify.json"))
 
 
 def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(MUTANTS))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
+    mutant = "optimization.extra=[parity_mutants.DroppedGradient]"
     with pytest.raises(NotVerified, match=r"optimization\.DroppedGradient: grad_norm at step 1"):
-        verify(tmp_path, "optimization=basic", *MUTANT)
+        verify(tmp_path, "optimization=basic", mutant, "security.trusted=[parity_mutants]")
     assert NotVerified.exit_code == 1
     found = json.loads((tmp_path / "verify.json").read_text())
     assert (found["verdict"], found["culprits"]) == ("FAIL", ["DroppedGradient"])
@@ -57,14 +50,12 @@ def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
 
 
 def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
-    found = json.loads((tmp_path / "verify.json").read_text())
+    found = verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
     assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 4)
     assert found["killed"] == 5
     assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
-    assert "it killed after step 5 and a new start after 4" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "it killed after step 5 and a new start after 4" in out
 
 
 @pytest.mark.parametrize(
@@ -75,9 +66,11 @@ def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFix
         (["verify.what=resume", "verify.steps=1"], "verify.steps"),
     ],
 )
-def test_what_cannot_be_verified_is_refused_by_its_key(overrides: list[str], key: str) -> None:
+def test_a_request_that_proves_nothing_is_refused_by_its_key(
+    overrides: list[str], key: str
+) -> None:
     with pytest.raises(ConfigError, match=key):
-        compose([*QUIET, *overrides])
+        runs.config(*QUICK, *overrides)
 
 
 def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""`optimization=auto`: from a config that leaves it open to the techniques of a run.
-
-They are measured on the run's own model, data and device, unless an earlier run of the same config
-did that on this machine (`$XDG_CACHE_HOME/runner/auto`), or the run is too short for a search.
-"""
+"""`optimization=auto`: from a config that leaves it open to the techniques of a run."""
 
 from __future__ import annotations
 
@@ -23,16 +19,18 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.auto.candidates import (
+from runner.benchmark.auto.search import (
+    AGAIN,
     FREE,
     NONE,
     Candidate,
+    Search,
+    SearchResult,
     enable_techniques,
     make_candidates,
     pinned_techniques,
     sort_techniques,
 )
-from runner.benchmark.auto.search import AGAIN, Search, SearchResult
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine
@@ -116,8 +114,9 @@ def resolve_arms(
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     """`none`, its control, and every candidate."""
-    arms = [Arm(name, _arm_config(config, ())) for name in (NONE, AGAIN)]
-    return arms + [Arm(one.name, _arm_config(config, one.techniques)) for one in candidates]
+    techniques: dict[str, list[str]] = {NONE: [], AGAIN: []}
+    techniques |= {one.name: one.techniques for one in candidates}
+    return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
 
 
 def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
@@ -202,17 +201,11 @@ def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> Sear
     )
     _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
     options = MeasureOptions(settings, given=given, announce=_announce)
+    steps, step_s = estimate.steps, estimate.step_seconds
     with ParityChecker(settings.timeout_s, given) as checker:
-        result = Search(
-            candidates,
-            arms,
-            options,
-            checker.check,
-            estimate.steps,
-            estimate.step_seconds,
-            auto.budget_s,
-            config.seed,
-        ).run()
+        check, budget_s = checker.check, auto.budget_s
+        search = Search(candidates, arms, options, check, steps, step_s, budget_s, config.seed)
+        result = search.run()
     result.left_out = estimate.reasons
     return result
 

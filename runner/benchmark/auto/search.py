@@ -1,27 +1,45 @@
 """The search of `optimization=auto`: rounds of successive halving, then a final against `none`.
 
-What counts is the time of the whole run: setting up and compiling, then its steps. Every round has
-`none` in it, so a drift of the machine affects all alike. The best are measured again in a final,
-because the best of many looks better than it is. Only what the final shows to be faster, and parity
-to be right, is selected.
+What counts is the time of the whole run, set-up included. The best are measured again in a final,
+because the best of many looks better than it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.auto.candidates import NONE, Candidate, order_by_promise, rank
 from runner.benchmark.blocks import INTERRUPTED
+from runner.benchmark.engine import collect_choices
 from runner.benchmark.parity_checker import ParityVerdict
+from runner.benchmark.result import SAME
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
-from runner.benchmark.rows import collect_choices
-from runner.benchmark.statistics import SAME, fewest_blocks
+from runner.benchmark.statistics import fewest_blocks
+from runner.techniques.config import Optimization
 from runner.techniques.cost import COLD_S
 
+AXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "precision": ((), ("tf32",), ("amp",), ("tf32", "amp")),
+    "graph": (
+        (),
+        ("compile",),
+        ("compile", "whole_step"),
+        ("compile", "whole_step", "cuda_graphs"),
+    ),
+    "layout": ((), ("channels_last",), ("attention",), ("channels_last", "attention")),
+}
+FREE = ("system", "fused_optimizer", "pipeline")
+"""Cost nothing and change the numbers by rounding only: every candidate has them."""
+COMPILING = frozenset({"compile", "whole_step", "cuda_graphs"})
+MOST = 16  # candidates
+ALIKE = 0.98  # of the best gain: among these the plainest one is preferred
+NONE = "none"
 AGAIN = "none again"
 """The control of the final: what a difference of nothing looks like."""
 TOGETHER = 4  # candidates of a round
@@ -37,6 +55,104 @@ WORTH = 10.0  # a parity check may take a tenth of the time that the candidate s
 
 CheckParity = Callable[[Arm, Mapping[str, Any], float], ParityVerdict]
 """Whether a candidate's numbers are right, by its choices; and the seconds that this may take."""
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One combination of techniques, and what is known of it.
+
+    `state`: not tried, measured, out (and why), ended (by itself), ran up, chosen.
+    """
+
+    name: str
+    techniques: list[str]  # in order of application
+    state: str = "not tried"
+    why: str = ""
+    extra_seconds: float = 0.0  # to build and compile it, beyond what `none` takes
+    round_ratio: float | None = None  # speedup over `none`, in its last round
+    final_ratio: float | None = None  # speedup over `none`, in blocks of the final alone
+    final_interval: tuple[float, float] | None = None
+    final_blocks: int = 0
+    final_processes: int = 0  # of each arm; of one, how these differ is not in the interval
+    gain: float | None = None  # time of the whole run at `none` over its time with this
+    parity: str | None = None
+    parity_reason: str = ""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it spends time before it saves any."""
+        return not COMPILING.isdisjoint(self.techniques)
+
+    def distance(self, other: Candidate) -> int:
+        """How many techniques only one of the two has."""
+        return len(set(self.techniques) ^ set(other.techniques))
+
+    def over_the_run(self, none_seconds: float, ratio: float) -> float:
+        """Speedup of the whole run where a step has the speedup `ratio`: set-up is included."""
+        share = self.extra_seconds / none_seconds + (1 / ratio if ratio else math.inf)
+        return 1 / share if share else math.inf  # an interval of few blocks may be open
+
+
+def make_candidates(excluded: Collection[str]) -> list[Candidate]:
+    """All candidates, the plainest first, without the `excluded` techniques."""
+    axes = []
+    for settings in AXES.values():
+        able = [tuple(name for name in setting if name not in excluded) for setting in settings]
+        axes.append(list(dict.fromkeys(able)))
+    while math.prod(map(len, axes)) > MOST:  # settings in the middle of the longest axis go first
+        max(axes, key=len).pop(-2)
+    free = [name for name in FREE if name not in excluded]
+    combinations = [sort_techniques([*sum(one, ()), *free]) for one in product(*axes)]
+    return [Candidate(" ".join(names), names) for names in combinations if names]
+
+
+def order_by_promise(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Where a search begins: what is free, everything but compiling, everything; then the rest."""
+    most = sorted(candidates, key=lambda one: -len(one.techniques))
+    plain = [one for one in most if not one.compiles]
+    return list(dict.fromkeys([*candidates[:1], *plain[:1], *most]))
+
+
+def rank(rows: Sequence[Candidate], none_seconds: float, floor: float) -> list[Candidate]:
+    """Those that make the whole run faster than `none` beyond noise, set-up included; best first.
+
+    Among those as good as the best one the plainest is first.
+    """
+    paying = []
+    for row in rows:
+        if row.final_ratio is None or row.final_interval is None:
+            continue
+        row.gain = row.over_the_run(none_seconds, row.final_ratio)
+        if row.over_the_run(none_seconds, row.final_interval[0]) > 1 and row.gain > 1 + floor:
+            paying.append(row)
+    paying.sort(key=lambda row: -(row.gain or 0.0))
+    alike = [row for row in paying if (row.gain or 0.0) >= ALIKE * (paying[0].gain or 0.0)]
+    plainest_first = sorted(alike, key=lambda row: (row.compiles, len(row.techniques)))
+    return plainest_first + paying[len(alike) :]
+
+
+def sort_techniques(names: Iterable[str]) -> list[str]:
+    """In order of application."""
+    chosen = set(names)
+    return [name for name, _ in Optimization().techniques() if name in chosen]
+
+
+def enable_techniques(optimization: Optimization, names: Iterable[str]) -> Optimization:
+    """The same knobs with these techniques on as well; the level is no longer `auto`."""
+    chosen = {*names, *pinned_techniques(optimization)}
+    enabled = deepcopy(optimization)
+    enabled.level = "custom" if chosen else NONE
+    for name, technique in enabled.techniques():
+        technique.enabled = name in chosen
+    return enabled
+
+
+def pinned_techniques(optimization: Optimization) -> list[str]:
+    """Techniques that are switched on by name."""
+    return [name for name, technique in optimization.techniques() if technique.enabled]
+
+
+# -- the search -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -83,26 +199,32 @@ class Search:
             if row.state == "measured":
                 row.state, row.why = "out", "not shown to be faster than none"
         untried = sum(row.state == "not tried" for row in self.candidates)
-        result = SearchResult(
-            reason=f"nothing was shown to be faster beyond noise over {self.steps:,} steps "
-            f"({untried} of {len(self.candidates)} candidates were not tried)",
-            steps=self.steps,
+        reason = (
+            f"nothing was shown to be faster beyond noise over {self.steps:,} steps "
+            f"({untried} of {len(self.candidates)} candidates were not tried)"
+        )
+        if chosen is not None:
+            low, high = chosen.final_interval or (0.0, 0.0)
+            processes = "one process of each, so that how processes differ is not in it"
+            if chosen.final_processes > 1:
+                processes = f"{chosen.final_processes} processes of each"
+            reason = (
+                f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
+                f"{chosen.final_blocks} blocks, {processes}), "
+                f"{chosen.gain:.2f} times over {self.steps:,} steps "
+                f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
+            )
+        return SearchResult(
+            chosen.name if chosen is not None else NONE,
+            chosen.techniques if chosen is not None else [],
+            reason,
+            self.steps,
             none_ms=1e3 * self.step_s,
             noise_floor=self.floor,
             seconds=self.options.clock() - self.began,
             budget_s=self.budget_s,
             tried=list(self.candidates),
         )
-        if chosen is not None:
-            result.chosen, result.techniques = chosen.name, chosen.techniques
-            low, high = chosen.final_interval or (0.0, 0.0)
-            result.reason = (
-                f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-                f"{chosen.final_blocks} blocks, {_count_processes(chosen)}), "
-                f"{chosen.gain:.2f} times over {self.steps:,} steps "
-                f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
-            )
-        return result
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -273,9 +395,3 @@ def _take_finalists(remaining: list[Candidate]) -> list[Candidate]:
     for row in finalists:
         remaining.remove(row)
     return sorted(finalists, key=lambda row: row.compiles)
-
-
-def _count_processes(row: Candidate) -> str:
-    if row.final_processes > 1:
-        return f"{row.final_processes} processes of each"
-    return "one process of each, so that how processes differ is not in it"

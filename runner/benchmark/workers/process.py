@@ -1,7 +1,4 @@
-"""A child process that answers questions through a pipe; how it ended is reported.
-
-Nothing here imports torch, so that a child is in its own session before it does.
-"""
+"""A child process that answers questions through a pipe; how it ended is reported. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,11 +21,9 @@ from runner.benchmark.blocks import ArmEnded
 from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
-from runner.record.text import escape_control_chars
 
 ENDING_S = 5.0  # for a process that was asked to end
 UNGUARDED = 77  # exit code of one in which the script would have started further ones
-TAIL = 4096  # bytes of its log that are read when it ended without an answer
 
 
 class Unguarded(UsageError):
@@ -96,11 +91,8 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
-        pid: int | None = self.process.pid
-        if pid is None:
-            raise ValueError("it was not started")
-        return pid
+        """Of the process, and of its group; 0 before it was started."""
+        return self.process.pid or 0
 
     def ask(self, question: Any) -> None:
         """Send the next question, or bytes as they are."""
@@ -139,7 +131,7 @@ class ChildProcess:
 
     def end(self) -> None:
         """End it at once, with all that it started."""
-        if self.process.pid is None:
+        if not self.pid:
             return
         children: list[psutil.Process] = []
         with suppress(psutil.Error):
@@ -165,22 +157,13 @@ class ChildProcess:
                 "imported by the processes that are measured"
             )
         if code is None or code >= 0:
-            tail = self._log_tail()
-            line = escape_control_chars(tail.strip().rpartition("\n")[2])[:300]
-            text = f"it ended with exit code {code}{f': {line}' if line else ''}"
-            return ArmEnded("failed", f"{text}{hint}")
+            return ArmEnded("failed", f"it ended with exit code {code}{hint}")
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
             return ArmEnded("oom", f"the system killed it when memory ran out{hint}")
         return ArmEnded("killed", f"killed by {signal.Signals(-code).name}{hint}")
 
     def _log_hint(self) -> str:
         return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
-
-    def _log_tail(self) -> str:
-        with suppress(OSError):
-            if self.log is not None:
-                return self.log.read_bytes()[-TAIL:].decode("utf-8", "replace")
-        return ""
 
 
 def leave_if_imported() -> None:

@@ -1,7 +1,6 @@
-"""The other processes of an arm whose model several train together.
+"""The other processes of an arm that several train together; the worker is rank 0.
 
-The worker is rank 0 of them. The others are not asked for anything: while it waits for its next
-turn they wait for it in the verdict that ends each step, and its last verdict ends them too.
+While it waits for its next turn they wait for it in the verdict that ends each step.
 """
 
 from __future__ import annotations

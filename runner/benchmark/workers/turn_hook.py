@@ -1,10 +1,7 @@
-"""A hook at the end of a step in which a run waits for its turns, so that its steps are real.
+"""A hook at the end of a step in which a run waits for its turns; and the results of an arm.
 
-What a turn measures is what any run of that config does: the loop itself, with the record, the
-guard and the reports. The wait is taken out of the step in which it falls. On a CPU each step is a
-lap of the run's own stopwatch; an accelerator is waited for at both ends, and its step is the time
-in between divided by the steps. Batches of data workers come in rounds, so turns with workers are
-whole rounds, and begin once the batches that lay ready are used up.
+On a CPU each step is a lap of the run's own stopwatch; an accelerator is waited for at both ends of
+a turn. Turns with data workers are whole rounds, once the batches that lay ready are used up.
 """
 
 from __future__ import annotations
@@ -14,25 +11,35 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from runner.benchmark.blocks import Ready, Turn
+import numpy as np
+
+from runner.benchmark.blocks import Finished, Ready, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.workers.results import TrainingLog
 from runner.benchmark.workers.worker import FINISH
 from runner.data.loader import BatchLoader
 from runner.device import memory
+from runner.errors import OutOfMemory, StorageError
+from runner.record.text import shorten
 from runner.training.hook import Hook, Report, Step, Verdict
+from runner.training.recovery import is_out_of_memory
 from runner.training.run import Run
+from runner.training.summary import Summary
 
 LEAST = 3  # steps of a turn, and warm-up steps whose median is a late one
 ROUNDS = 2  # times that a turn uses up what all workers may have in hand, at least
 KEPT_STEPS = 512  # of a turn, evenly spaced: hours of small steps fit the memory
 STOPPED = "the benchmark has measured it"
+FIRST = 50  # steps whose losses are kept, and as many of the last ones
+FEW = 10  # losses at each end that say something of a trend
+MOVED, ROSE = 2.0, 3.0  # standard errors by which a loss has
 
 
 class TurnHook(Hook):
@@ -200,3 +207,88 @@ def _signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
     if worker.pid is not None and worker.exitcode is None:
         with suppress(ProcessLookupError):
             os.kill(worker.pid, number)
+
+
+# -- the results of an arm, while its run is still open --------------------------------------------
+
+
+@dataclass
+class TrainingLog:
+    """Whether a run trains, by the numbers of its steps as they reach the host anyway."""
+
+    steps: int = 0
+    skipped: int = 0
+    not_finite: int = 0
+    with_gradient: int = 0  # steps whose gradient was not zero
+    first: list[float] = field(default_factory=list)
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))
+
+    def add(self, report: Report) -> None:
+        """A window of steps; some µs."""
+        self.steps += len(report.loss)
+        self.skipped += sum(report.skipped)
+        self.not_finite += sum(not math.isfinite(loss) for loss in report.loss)
+        self.with_gradient += sum(norm != 0.0 for norm in report.grad_norm)
+        self.first += report.loss[: max(0, FIRST - len(self.first))]
+        self.last.extend(report.loss)
+
+    def problems(self) -> list[str]:
+        """Signs, in these numbers, that nothing is learned."""
+        if not self.steps:
+            return []
+        problems = []
+        if self.skipped == self.steps:
+            problems.append("every update was skipped")
+        if self.not_finite:
+            problems.append(f"the loss was not finite in {self.not_finite} of {self.steps} steps")
+        if not self.with_gradient:
+            problems.append("gradients are zero")
+        count = min(FIRST, self.steps // 2)
+        if count >= FEW and not self.not_finite:
+            problems += _describe_trend(self.first[:count], list(self.last)[-count:])
+        return problems
+
+
+def _describe_trend(first: Sequence[float], last: Sequence[float]) -> list[str]:
+    """A loss that rises or stays, by more than the noise from batch to batch."""
+    noise = math.sqrt((np.var(first, ddof=1) + np.var(last, ddof=1)) / len(first))
+    before, after = float(np.mean(first)), float(np.mean(last))
+    means = f"{before:.4g} over the first {len(first)} steps, {after:.4g} over the last"
+    if after - before > ROSE * noise:
+        return [f"the loss rises: {means}"]
+    if len(first) == FIRST and abs(after - before) <= MOVED * noise:
+        return [f"the loss does not move: {means}"]
+    return []
+
+
+def collect_results(
+    run: Run, hook: TurnHook, summary: Summary, metrics: Mapping[str, Callable[[Run], Any]]
+) -> Finished:
+    """The arm's results; `summary.json` then has its peaks without this."""
+    notes: list[str] = []
+    summary.memory.peak_process_bytes, summary.memory.peak_device_bytes = hook.peaks
+    if run.folder is not None:
+        try:
+            summary.write(run.folder)
+        except StorageError as error:
+            notes.append(str(error))
+    if run.world is not None:
+        notes.append(f"memory is that of one of {run.world.size} processes")
+    if any(row.evidence.get("cache") == "warm" for row in summary.techniques):
+        notes.append("compiled from the cache on disk; the first time takes longer")
+    values: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        try:
+            values[name] = metric(run)
+        except Exception as error:  # the rest was measured all the same
+            notes.append(f"{name}: not known: {type(error).__name__}: {shorten(str(error), 200)}")
+    return Finished(asdict(summary), hook.training.first, hook.training.problems(), values, notes)
+
+
+def is_memory_error(error: BaseException | None) -> bool:
+    """Whether it is memory that was missing, here or where the error came from."""
+    while error is not None:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            return True
+        error = error.__cause__
+    return False

@@ -78,8 +78,7 @@ def main(child: ChildSide, spec: WorkerSpec) -> None:
 
 
 def _train(spec: WorkerSpec, pipe: Connection) -> None:
-    from runner.benchmark.workers import results
-    from runner.benchmark.workers.turn_hook import TurnHook
+    from runner.benchmark.workers.turn_hook import TurnHook, collect_results
     from runner.build import Components, build
     from runner.record.console import set_up_logging
     from runner.security.pickle_transfer import opened
@@ -102,7 +101,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
         summary = train(run)
         if not hook.finishing:
             raise RunnerError(f"the run ended by itself: {summary.reason or summary.status}")
-        pipe.send(results.collect_results(run, hook, summary, metrics))
+        pipe.send(collect_results(run, hook, summary, metrics))
 
 
 def continue_without_end(run: Run) -> None:
@@ -142,7 +141,7 @@ def _report_failure(error: BaseException, folder: Path | None) -> Failed:
     """The error as a message; its traceback goes into the log, its summary into the folder."""
     import logging
 
-    from runner.benchmark.workers.results import is_memory_error
+    from runner.benchmark.workers.turn_hook import is_memory_error
     from runner.record import provenance
     from runner.record.text import describe_error, escape_control_chars, shorten
     from runner.security.secrets import named

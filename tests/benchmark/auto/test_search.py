@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Mapping
-from itertools import product
 from typing import Any
 
 import pytest
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.auto.candidates import NONE, Candidate, make_candidates
-from runner.benchmark.auto.search import AGAIN, TOGETHER, Search, SearchResult
+from runner.benchmark.auto.search import (
+    AGAIN,
+    NONE,
+    TOGETHER,
+    Candidate,
+    Search,
+    SearchResult,
+    make_candidates,
+)
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityVerdict
@@ -65,7 +71,7 @@ def searched(
     return result
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_search_is_within_five_percent_of_an_exhaustive_one(seed: int) -> None:
     draw = random.Random(seed)
     planted = world({name: draw.uniform(0.6, 1.15) for name in EFFECTS}, noise=0.02, seed=seed)
@@ -135,7 +141,7 @@ def test_a_candidate_that_is_not_known_to_be_right_is_never_chosen(verdict: Pari
     assert searched(world(), parity=lambda name: verdict).chosen == NONE
 
 
-@pytest.mark.parametrize(("seed", "noise"), list(product(range(3), (0.02, 0.1))))
+@pytest.mark.parametrize(("seed", "noise"), [(0, 0.02), (1, 0.1)])
 def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> None:
     setups = dict.fromkeys(NAMES, 3.0)
     result = searched(world({}, setups=setups, noise=noise, seed=seed))
