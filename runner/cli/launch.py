@@ -147,12 +147,12 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
     """Let Hydra run a sweep, which ends in its comparison however it ends."""
 
     def task(config: DictConfig) -> float | None:
-        with submitted.in_job(config) if submitted.INSIDE in os.environ else nullcontext():
+        with in_slurm_job(config) if INSIDE in os.environ else nullcontext():
             return _run(config, request, results, command)
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
     from runner.cli.sweep import compare
-    from runner.sweep import submitted
+    from runner.sweep.cluster_launchers import INSIDE, in_slurm_job
     from runner.sweep.state import active_session
 
     session.command = provenance.command()

@@ -73,16 +73,10 @@ def prepare(
     if isolated:
         OmegaConf.to_object(launcher)  # checks its values
     else:
+        from runner.sweep.cluster_launchers import adapt_launcher
+
         register_plugins_for_children()
-    target = str(launcher.get("_target_"))
-    if "hydra_submitit_launcher" in target:
-        from runner.sweep.submitted import watch_queue
-
-        watch_queue()
-    elif target.endswith("ray_launcher.RayLauncher"):
-        from runner.sweep.ray_jobs import replace_launch
-
-        replace_launch()
+        adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     if searches:  # sweep.resume=auto does the same
         overrides = [text for text in overrides if text != RESUME]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from runner.device import cgroup
 from runner.errors import StorageError
@@ -22,6 +22,11 @@ from runner.training.signals import ENDS
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
+if TYPE_CHECKING:
+    from runner.sweep.fork import ForkedProcess
+
+    JobProcess = subprocess.Popen[bytes] | ForkedProcess
+
 LOG = "console.log"
 TAIL = 1 << 16  # bytes of the log that are read
 GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
@@ -30,23 +35,7 @@ INTERRUPTED = {code for number in ENDS for code in (128 + number, -number)}  # e
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
-class JobProcess(Protocol):
-    """A spawned process, or a forked one."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | Any:
-        """None while it runs; negative for a signal."""
-
-    def poll(self) -> int | None:
-        """The same, looked at now."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended."""
-
-
-StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], JobProcess]
+StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "JobProcess"]
 """Given the command, its environment, and descriptors for its stdin and its output."""
 
 

@@ -69,10 +69,19 @@ class SearchConfig:
 
 
 @dataclass
+class JobSweeperConfig:
+    """`hydra/sweeper=jobs`: every combination of the values, as Hydra's `basic`."""
+
+    _target_: str = "hydra_plugins.runner_plugins.JobSweeper"
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = None
+
+
+@dataclass
 class SearchSweeperConfig:
     """`hydra/sweeper=search`; its settings are the `search` group."""
 
-    _target_: str = "hydra_plugins.runner_search.sweeper.SearchSweeper"
+    _target_: str = "hydra_plugins.runner_plugins.SearchSweeper"
     params: dict[str, str] = field(default_factory=dict)  # keys to vary, for a recipe
 
 
@@ -80,7 +89,7 @@ class SearchSweeperConfig:
 class LauncherConfig:
     """`hydra/launcher=isolated`: a fresh process for each job."""
 
-    _target_: str = "hydra_plugins.runner_isolated.launcher.IsolatedLauncher"
+    _target_: str = "hydra_plugins.runner_plugins.IsolatedLauncher"
     jobs: int = bounded(1, min=1)  # at a time
     timeout_s: float | None = bounded(None, above=0)  # for one job
     retries: int = bounded(0, min=0)  # of a job that failed, was killed or timed out
