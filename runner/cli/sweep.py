@@ -25,7 +25,6 @@ from runner.security.paths import keep_within
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
-from runner.sweep.job import register_plugins_for_children
 from runner.sweep.search import is_search, plan_search
 from runner.sweep.state import WELL, Session
 
@@ -75,7 +74,6 @@ def prepare(
     else:
         from runner.sweep.cluster_launchers import adapt_launcher
 
-        register_plugins_for_children()
         adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     if searches:  # sweep.resume=auto does the same

@@ -33,6 +33,7 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 INSIDE = "SUBMITIT_EXECUTOR"  # set in a job
 SLURM_POLL_S = 30  # seconds between two questions to the scheduler, at most
 ENDED = "ENDED"
@@ -45,7 +46,16 @@ RAY_POLL_S = 0.5
 
 
 def adapt_launcher(target: str) -> None:
-    """Have the launcher of that class report one that failed when all have ended."""
+    """Have the launcher of that class report a failed job when all have ended.
+
+    Processes that it starts can import what unpickling Hydra's plugins needs: their module path
+    lacks the current folder, which `python -m` would put first.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = PLUGINS.parents[1]
+    ours = [PLUGINS, *([root] if root == Path.cwd().resolve() else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *map(str, ours)]))
+    os.environ["PYTHONSAFEPATH"] = "1"
     if "hydra_submitit_launcher" in target:
         _watch_queue()
     elif target.endswith("ray_launcher.RayLauncher"):

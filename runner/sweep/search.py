@@ -21,7 +21,6 @@ from runner.sweep.config import LauncherConfig, SearchSweeperConfig
 from runner.sweep.job_starter import JobStarter, make_plan, open_sweep
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
 from runner.sweep.state import RUNNING, WELL, Job, current_session
 from runner.training.signals import PRUNED, request_stop, take_stop_request
 from runner.training.summary import Summary
@@ -29,6 +28,7 @@ from runner.training.summary import Summary
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+    from runner.sweep.search_space import SearchPlan
     from runner.sweep.study import StudyFile
 
 log = logging.getLogger("runner")
@@ -45,11 +45,13 @@ def is_search(config: DictConfig) -> bool:
 
 def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) -> SearchPlan:
     """What is to be searched. Raises ConfigError, and UsageError where Optuna is missing."""
-    space = read_space(overrides, config.search)
-    metric, rises = resolve_metric(config)
     if find_spec("optuna") is None:
         fix = install_command("search")
         raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
+    from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
+
+    space = read_space(overrides, config.search)
+    metric, rises = resolve_metric(config)
     name = f"{config.name}-{typed_hash[:12]}"
     return SearchPlan(space, config.search, metric, rises, name)
 
