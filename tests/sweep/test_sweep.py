@@ -17,6 +17,9 @@ from .conftest import NET, only, own_folder, read, statuses, sweep
 
 TYPED = [*NET, "+model.how=big,fine,fail,die", "hydra.launcher.jobs=2"]
 ENDS = ["done", "done", "failed", "killed"]
+ROW = {
+    "overrides", "status", "reason", "summary", "speedup", "speedup_interval", "parity", "command",
+}  # fmt: skip
 Mixed = tuple[Path, Path, subprocess.CompletedProcess[str]]
 
 
@@ -39,6 +42,8 @@ def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mix
     rows = read(place, "comparison.json")["rows"]
     assert [row["status"] for row in rows] == ENDS
     assert all(row["speedup_interval"] is None and row["parity"] is None for row in rows)
+    assert all(row.keys() >= ROW for row in rows)
+    assert [job["exit_code"] for job in read(place)["jobs"]] == [0, 0, 1, -9]
     for name in ("comparison.md", "comparison.html"):
         assert (place / name).stat().st_size > 0
     assert "sweep cancer-Net" in done.stdout and "killed" in done.stdout
