@@ -6,15 +6,14 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import track
 from rich.text import Text
 
 from runner.config import RunConfig
@@ -162,10 +161,6 @@ class Scan:
             "rows": rows,
         }
 
-    def write(self, folder: Path) -> None:
-        """Write scan.json. Raises StorageError."""
-        write_json(folder / JSON, self.as_dict())
-
 
 def terminal(scan: Scan, most: int) -> RenderableType:
     """The worst first, `most` of them; made for 80 columns."""
@@ -197,8 +192,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     """Assess `scan.path`; the list on the screen, scan.json in `folder`.
 
     Raises SecurityError where anything is refused or is less than the security level demands,
-    UsageError where there is nothing to assess, and Interrupted with what was found until then
-    written.
+    UsageError where there is nothing to assess, and Interrupted once the items so far are written.
     """
     path = find(config.scan.path)
     scan = Scan(str(path), config.security.level)
@@ -212,7 +206,8 @@ def main(config: RunConfig, folder: Path) -> Scan:
             scan.interrupted = True
         interrupts.end_wait()
         scan.seconds = time.monotonic() - start
-        _write(scan, folder, config.scan.rows)
+        write_json(folder / JSON, scan.as_dict())
+        print_stdout(terminal(scan, config.scan.rows), crop=False)
     files = f"{JSON} lies in {folder}"
     if scan.interrupted:
         so_far = f" after {len(scan.rows)} of {scan.total}; what was found is in {folder / JSON}"
@@ -237,10 +232,11 @@ def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None
     """Fill `scan`, an item at a time."""
     items = list(_judged(path, scan))
     scan.total = len(items)
-    with Scanner(policy, config.scan.deep) as scanner, _progress(config, items) as report:
-        for item in items:
-            assessment = scanner.scan(item, lambda size, item=item: report(item, size))  # type: ignore[misc]
-            scan.rows.append(ScanRow(item.kind, assessment))
+    screen = console()
+    quiet = not config.monitoring.progress or not takes_live_display(screen)
+    with Scanner(policy, config.scan.deep) as scanner:
+        for item in track(items, "scanning", console=screen, transient=True, disable=quiet):
+            scan.rows.append(ScanRow(item.kind, scanner.scan(item)))
 
 
 def _judged(path: Path, scan: Scan) -> Iterator[Item]:
@@ -253,25 +249,3 @@ def _judged(path: Path, scan: Scan) -> Iterator[Item]:
             scan.odd += item.odd
         else:
             yield item
-
-
-def _write(scan: Scan, folder: Path, rows: int) -> None:
-    scan.write(folder)
-    print_stdout(terminal(scan, rows), crop=False)
-
-
-@contextmanager
-def _progress(config: RunConfig, items: list[Item]) -> Iterator[Callable[[Item, int], None]]:
-    """How far it is, on a terminal; nothing elsewhere."""
-    screen = console()
-    if not config.monitoring.progress or not takes_live_display(screen):
-        yield lambda item, size: None
-        return
-    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task("", total=sum(item.size for item in items))
-
-        def report(item: Item, size: int) -> None:
-            progress.update(task, advance=size, description=escape_control_chars(item.path.name))
-
-        yield report
