@@ -123,8 +123,9 @@ def _check(request: Request) -> None:
 
         overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)
-    if not flags.sweeps and flags.cfg is None and _recipe_sweeps(flags, compose):
-        flags.multirun = True
+    recipe = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
+    if recipe and not flags.sweeps and flags.cfg is None:  # it may begin a sweep without -m
+        flags.multirun = compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
     if flags.cfg is None and flags.sweeps:
         from runner.cli.sweep import prepare
 
@@ -134,12 +135,6 @@ def _check(request: Request) -> None:
     request.config = compose(flags.overrides)
     if flags.cfg is None:
         _check_run(request, request.config, resumed, compose)
-
-
-def _recipe_sweeps(flags: Arguments, compose: Callable[[Sequence[str]], DictConfig]) -> bool:
-    """Whether the recipe that was named begins a sweep without -m."""
-    named = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
-    return named and compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
 
 
 def _check_run(
