@@ -85,14 +85,14 @@ class ScanRow:
 
 @dataclass
 class Scan:
-    """What job=scan found."""
+    """The result of job=scan."""
 
     path: str
     level: SecurityLevel
     total: int = 0  # items that there are to judge
     rows: list[ScanRow] = field(default_factory=list)  # those that were
     passed_over: int = 0  # files that nothing loads as a model or as arrays
-    odd: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
+    skipped: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
     interrupted: bool = False
     seconds: float = 0.0
 
@@ -157,7 +157,7 @@ class Scan:
             "things": self.total,
             "passed_over": self.passed_over,
             "seconds": self.seconds,
-            "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.odd],
+            "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.skipped],
             "rows": rows,
         }
 
@@ -175,7 +175,7 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         about = f"{row.kind}, {', '.join(sorted(formats)) or OTHER}, {size(row.size)}"
         lines = [plain_text(about, "dim"), plain_text(row.explain(scan.level))]
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
-    notes = [f"not opened: {reason}" for reason in scan.odd[:most]]
+    notes = [f"not opened: {reason}" for reason in scan.skipped[:most]]
     if len(scan.rows) > most:
         notes.insert(0, f"… and {_count_items(len(scan.rows) - most, ' more')}, in {JSON}")
     if scan.passed_over:
@@ -210,7 +210,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
         print_stdout(terminal(scan, config.scan.rows), crop=False)
     files = f"{JSON} lies in {folder}"
     if scan.interrupted:
-        so_far = f" after {len(scan.rows)} of {scan.total}; what was found is in {folder / JSON}"
+        so_far = f" after {len(scan.rows)} of {scan.total}; the list so far is in {folder / JSON}"
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)
     if scan.refused:
         raise SecurityError(f"{scan.verdict}; {files}")
@@ -246,6 +246,6 @@ def _judged(path: Path, scan: Scan) -> Iterator[Item]:
         if alone and item.files and not is_loadable(item.path):
             scan.passed_over += 1
         elif not item.files and not item.refused:
-            scan.odd += item.odd
+            scan.skipped += item.odd
         else:
             yield item

@@ -177,8 +177,8 @@ class Child:
         if line.startswith("error"):
             return line
         why = "; its files could not be written" if code == StorageError.exit_code else ""
-        said = f"printed last: {line}" if line else "printed nothing"
-        return f"it ended with {code}{why} and {said}"
+        output = f"printed last: {line}" if line else "printed nothing"
+        return f"it ended with {code}{why} and {output}"
 
     def _killed(self, number: int) -> tuple[str, str]:
         if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.ooms:

@@ -215,7 +215,7 @@ def _wait(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
 
 
 def _ray_result(ray: Any, job: Any, config: DictConfig) -> JobReturn:
-    """The result of a job; one whose worker was lost gets its end into its folder."""
+    """The result of a job; the loss of its worker is recorded in its folder."""
     try:
         result: JobReturn = ray.get(job)
         return result

@@ -28,7 +28,7 @@ class SweepConfig:
 class Sampler(Enum):
     """What proposes the values of the next trial."""
 
-    tpe = "tpe"  # tree-structured Parzen estimator: from what earlier trials came to
+    tpe = "tpe"  # tree-structured Parzen estimator: from the results of earlier trials
     random = "random"
     grid = "grid"  # every combination, in random order
 
@@ -38,7 +38,7 @@ class Pruner(Enum):
 
     none = "none"
     median = "median"  # its best so far is worse than the median of the trials before it
-    halving = "halving"  # asynchronous successive halving: the best quarter goes on
+    halving = "halving"  # asynchronous successive halving: the best quarter continues
 
 
 class Direction(Enum):

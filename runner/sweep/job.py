@@ -20,7 +20,7 @@ GRACE_S = 60.0  # for a checkpoint, once the sweep's process is gone
 class JobContext:
     """What the launcher adds to what was typed: the folder to write to, and values to compare.
 
-    `chosen`: somebody chose the sweep's folder; one that is continued may be anybody's.
+    `chosen`: the sweep's folder was chosen by the user; one that is continued may be anybody's.
     """
 
     overrides: list[str] = field(default_factory=list)

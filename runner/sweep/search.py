@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 RECORD = "search.json"
-MODE = "hydra.mode=RUN"  # of a trial whose recipe would begin a search
+MODE = "hydra.mode=RUN"  # of a trial: its recipe would begin a search
 LONGEST = 1 << 20  # bytes of a line
 
 
@@ -118,7 +118,7 @@ class TrialJobs:
             log.info("%s: %s", self.study.path, text)
 
     def _settle_recorded_jobs(self) -> None:
-        """Jobs that came to their end, where the process was killed before it noted that."""
+        """Jobs that had ended when the process was killed, before it noted that."""
         space = self.study.plan.space
         open_trials = {tuple(space.overrides(trial.params)): trial for trial in self.left}
         for job in self.starter.sweep.jobs:

@@ -146,7 +146,7 @@ def _interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDistribut
 def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     """The metric of a search over such runs, and whether more of it is better.
 
-    Raises ConfigError where that depends on the data or on somebody else's metric.
+    Raises ConfigError where that depends on the data or on a user's own metric.
     """
     search, given = config.search, config.search.metric or config.training.monitor
     metric = given or _own_metric(config)

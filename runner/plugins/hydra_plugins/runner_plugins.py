@@ -43,7 +43,7 @@ class IsolatedLauncher(Launcher):
 
 @final
 class JobSweeper(BasicSweeper):
-    """hydra/sweeper=jobs: Hydra's own, whose jobs are checked as they are composed to be run."""
+    """hydra/sweeper=jobs: Hydra's own, but a job is checked when it is composed for its run."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Compose all jobs before the first begins, unless the launcher composes each in turn."""
