@@ -55,7 +55,6 @@ class Child:
     requested: str = ""  # the status it was made to end with: timeout or interrupted
     why: str = ""
     deadline: float = float("inf")  # when it is killed
-    reported: float = field(default_factory=time.monotonic)  # when there was a line about it
 
     @classmethod
     def start(
@@ -135,12 +134,6 @@ class Child:
             return ""
         lines = [line for line in text.splitlines() if line.strip()]
         return CLOCK.sub("", lines[-1]).strip() if lines else ""
-
-    def is_due(self, seconds: float) -> bool:
-        """Whether a line about it is due, that long after the one before."""
-        due = time.monotonic() - self.reported >= seconds
-        self.reported = time.monotonic() if due else self.reported
-        return due
 
     @property
     def left_a_record(self) -> bool:

@@ -25,7 +25,7 @@ log = logging.getLogger("runner")
 POLL_S = 0.1  # of the processes
 UNUSABLE = CheckpointError.exit_code
 RETRIED = ("failed", "killed", "timeout", "oom")  # where `retries` allows it
-LINE_S = 30.0  # between two lines about a job
+LINE_S = 30.0  # between two lines about each job
 
 
 class JobSource(Protocol):
@@ -61,6 +61,7 @@ class Schedule:
         self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
         self.over = ""  # why no further job begins
+        self.logged = time.monotonic()  # when there was a line about each job
 
     def run(self) -> None:
         """Until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the first
@@ -122,13 +123,15 @@ class Schedule:
         log.info("%s: started%s", job.title, again)
 
     def _collect(self) -> None:
+        if due := time.monotonic() - self.logged >= LINE_S:
+            self.logged = time.monotonic()
         for plan, child in list(self.running):
             if child.has_ended():
                 self.running.remove((plan, child))
                 self._settle(plan, child, again=not self.over)
                 continue
             self.source.watch(plan)
-            if child.is_due(LINE_S):
+            if due:
                 log.info("%s: %s", plan.job.title, child.last_line() or "starting")
 
     def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
