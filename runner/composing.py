@@ -25,7 +25,7 @@ from runner.overrides.groups import CONF, nearest
 from runner.security import secrets
 from runner.security.cli_overrides import security_of_overrides
 from runner.security.config_files import bound_references, restart_reference_count
-from runner.sweep.config import LauncherConfig, SearchSweeperConfig
+from runner.sweep.config import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
 
 SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
 """Groups with a schema per option, so that an option has its own keys and no others."""
@@ -51,8 +51,8 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig)
     store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
-    node = SearchSweeperConfig
-    store.store(group="hydra/sweeper", name="search", node=node, provider="runner")
+    for name, node in (("jobs", JobSweeperConfig), ("search", SearchSweeperConfig)):
+        store.store(group="hydra/sweeper", name=name, node=node, provider="runner")
     for group, schemas in SCHEMAS:
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)

@@ -283,8 +283,13 @@ def config_hash(config: RunConfig) -> str:
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # settings of a search that is not made
         del tree["optimization"]["auto"]
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), default=_plain)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest(tree)
+
+
+def digest(value: Any) -> str:
+    """A sha256 of plain values and members of enums."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def plain(config: RunConfig) -> dict[str, Any]:

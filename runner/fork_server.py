@@ -15,11 +15,6 @@ from typing import Any
 
 import runner
 
-__all__ = [
-    *("available", "has_threads", "in_current_folder", "is_fit", "is_running"),
-    *("module_path", "start", "stop"),
-]
-
 
 def available() -> bool:
     """Whether processes can be forked here; elsewhere system libraries do not outlive it."""
@@ -50,7 +45,7 @@ def stop() -> None:
 
 
 def module_path() -> str:
-    """PYTHONPATH for processes like this one, without a current folder that nobody has named."""
+    """PYTHONPATH for processes like this one, without a current folder that was not named."""
     here = os.getcwd()
     typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
     paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]

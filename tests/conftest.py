@@ -18,7 +18,7 @@ LONGEST = (
     *("test_resume.py", "parity/test_mutants.py", "hooks/test_resources.py"),
     *("jobs/test_benchmark.py", "data/test_strangers.py", "jobs/test_export.py"),
     *("benchmark/test_worker_ends.py", "sweep/test_sweep.py", "test_packaging.py"),
-    *("debug/test_memory.py", "sweep/test_other.py", "sweep/test_endings.py"),
+    *("debug/test_memory.py", "sweep/test_endings.py"),
     *("techniques/test_compile.py", "replay/test_seeded_faults.py", "parity/test_parity.py"),
 )
 

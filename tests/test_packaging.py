@@ -195,7 +195,6 @@ def test_an_installation_works_from_any_folder(
     assert output([script, "--help"], cwd=tmp_path) == short
 
     assert output([python, "-m", "runner", "--cfg", "job"], cwd=tmp_path) == composed
-    assert output([script, "--cfg", "job"], cwd=tmp_path) == composed
     assert list(tmp_path.iterdir()) == []  # looking writes nothing
 
 

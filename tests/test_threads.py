@@ -128,17 +128,6 @@ def test_threads_that_train_at_once_have_the_numbers_of_one_alone_or_an_error(
     assert all("another thread" in text for text in found if isinstance(text, str))
 
 
-def test_threads_build_what_they_would_alone(config: RunConfig, other: RunConfig) -> None:
-    def first_weights(which: RunConfig) -> Tensor:
-        with build(which) as run:
-            return weights(run)
-
-    expected = [first_weights(config), first_weights(other)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(first_weights, [config, other] * 2))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected * 2, strict=True))
-
-
 def test_two_runs_may_be_open_at_once(
     config: RunConfig, other: RunConfig, alone: Tensor, other_alone: Tensor
 ) -> None:

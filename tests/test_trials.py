@@ -20,7 +20,7 @@ from runner.techniques.base import TRIALS
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
 from runner.training.step import make_step
-from runner.training.trials import GainEstimate, Trial
+from runner.training.trials import Trial
 from tests import runs
 
 STEPS, MADE = 1400, 60  # 2 % of them are 28
@@ -29,20 +29,9 @@ DATA = (*DATA, "data.samples=64", "training.batch_size=8")
 RUN = (*DATA, f"training.steps={STEPS}", "training.validate_every=700", "device.threads=1")
 BF16 = ("optimization.amp.enabled=true", "optimization.amp.dtype=bf16")
 LEVEL = ("optimization=basic", *BF16)
-IMAGES = (
-    "data=synthetic",
-    "data.form=images",
-    "data.image_size=16",
-    "data.samples=64",
-    "model=cnn",
-)
-CNN = (
-    *IMAGES,
-    "model.width=16",
-    "device.threads=1",
-    "training.batch_size=4",
-    f"training.steps={STEPS}",
-)
+IMAGES = ("data=synthetic", "data.form=images", "data.image_size=16", "data.samples=64")
+SMALL = ("model=cnn", "model.width=16", "device.threads=1", "training.batch_size=4")
+CNN = (*IMAGES, *SMALL, f"training.steps={STEPS}")
 
 
 class Slow(nn.Module):
@@ -198,15 +187,12 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
         assert run.whole is not None
 
 
-def test_blocks_alternate_and_a_hopeless_trial_ends_early() -> None:
+def test_a_hopeless_trial_ends_early() -> None:
     trial = Trial("amp", first=11, block=3, pairs=6, settling=0)
-    arms = "".join("+-"[not trial.arm(step, True)] for step in range(9, 25))
-    assert arms == "++" + "+++------++++++"[:14]
     for step in range(11, 17):
         trial.note(step, 1.0 if trial.arm(step, True) else 0.1)
         trial.stop_early(step)
     assert (trial.used, trial.last) == (False, 16)
-    assert trial.outcome() == GainEstimate(1000, 100, 0.1, 0.1, 0.1, 1)
 
 
 @pytest.mark.parametrize(

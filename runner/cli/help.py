@@ -11,7 +11,7 @@ from runner.overrides.groups import ALIASES, default_options, options
 
 ABOUT = """\
 Trains a PyTorch model on real data, from a config that is put together on the command line:
-group=option picks a file of conf/, key=value sets one key. Whatever happens in a run lies in
+group=option picks a file of conf/, key=value sets one key. All that happens in a run lies in
 its folder under outputs/runs/; `python -m runner.report --tensorboard` shows them all.
 """
 KEYS = {

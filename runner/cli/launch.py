@@ -32,7 +32,7 @@ from runner.composing import typed
 from runner.device.config import omp_env
 from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
-from runner.jobs import Job, find
+from runner.jobs import find
 from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
 from runner.overrides.groups import CONF
@@ -47,13 +47,13 @@ from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
-    from runner.config import RunConfig
     from runner.sweep.state import Session
 
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """What lies in a run's folder before the run does anything."""
 RANKS = "runner.cli.ranks"  # imported where there are several
+SEVERAL = "runner.distributed.launch"
 STARTED = {"RANK", "SLURM_STEP_ID"}  # by torchrun or srun: one of several processes of a run
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
@@ -90,7 +90,8 @@ def launch(request: Request) -> int:
                 elif request.session is not None:
                     run_sweep(request, request.session, results, command)
                 elif request.config is not None:
-                    results.existed = _nearest_folder(request.config)
+                    folder = secrets.place(request.config, "hydra.run.dir").absolute()
+                    results.existed = next(p for p in (folder, *folder.parents) if p.exists())
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
                     done = run_job(job, request.config, "hydra.run.dir", None, context)
@@ -147,12 +148,12 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
     """Let Hydra run a sweep, which ends in its comparison however it ends."""
 
     def task(config: DictConfig) -> float | None:
-        with submitted.in_job(config) if submitted.INSIDE in os.environ else nullcontext():
+        with in_slurm_job(config) if INSIDE in os.environ else nullcontext():
             return _run(config, request, results, command)
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
     from runner.cli.sweep import compare
-    from runner.sweep import submitted
+    from runner.sweep.cluster_launchers import INSIDE, in_slurm_job
     from runner.sweep.state import active_session
 
     session.command = provenance.command()
@@ -235,22 +236,15 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
         log.warning("%s", warning)
     for note in notes:
         log.info(note)
-    summary = _find(checked)(checked, folder)
+    alone = checked.distributed.kind is DistributedKind.none
+    # the arms of a benchmark, and the runs that are compared, are started one by one
+    alone = alone or checked.job.kind in (JobKind.benchmark, JobKind.verify)
+    main = find(checked.job.kind) if alone else import_module(SEVERAL).main
+    summary = main(checked, folder)
     if not isinstance(summary, Summary):
         return None
     _show(masked_all(summary), folder, checked.monitoring.verbose)
     return summary.monitored
-
-
-def _find(config: RunConfig) -> Job:
-    """The job; one that several processes do together is started by a module of its own."""
-    alone = config.distributed.kind is DistributedKind.none
-    # the arms of a benchmark, and the runs that are compared, are started one by one
-    if alone or config.job.kind in (JobKind.benchmark, JobKind.verify):
-        return find(config.job.kind)
-    from runner.distributed.launch import main
-
-    return main
 
 
 def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
@@ -286,12 +280,6 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
         with suppress(OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
     return message, code
-
-
-def _nearest_folder(config: DictConfig) -> Path:
-    """The run's folder as an absolute path, or the nearest above it that exists."""
-    folder = secrets.place(config, "hydra.run.dir").absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _remove(folder: Path, existed: Path | None) -> None:

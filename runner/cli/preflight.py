@@ -47,7 +47,7 @@ class Request:
     config: DictConfig | None = None  # of one run; None where Hydra composes: sweeps and its help
     session: Session | None = None  # of a sweep
     resumed: Path | None = None  # the folder of the run that was named to continue
-    chosen: bool = True  # whether somebody chose the folder to write to
+    chosen: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
     typed: CliOverrides = field(default_factory=CliOverrides)
     files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OUR_FOLDERS))
@@ -79,7 +79,7 @@ def check(arguments: Arguments) -> Request:
     """Compose what was asked for, and check it as the run will. Raises what the run would."""
     if PLUGINS not in sys.path:  # last; Hydra looks for plugins once
         sys.path.append(PLUGINS)
-    Plugins.instance()  # found now, while the current folder is not on the module path
+    Plugins.instance()  # scanned now, while the current folder is not on the module path
     chosen, flags = True, replace(arguments)
     if JOB in os.environ:
         from runner.sweep.job import take_job_context
@@ -123,8 +123,9 @@ def _check(request: Request) -> None:
 
         overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)
-    if not flags.sweeps and flags.cfg is None and _recipe_sweeps(flags, compose):
-        flags.multirun = True
+    recipe = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
+    if recipe and not flags.sweeps and flags.cfg is None:  # it may begin a sweep without -m
+        flags.multirun = compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
     if flags.cfg is None and flags.sweeps:
         from runner.cli.sweep import prepare
 
@@ -134,12 +135,6 @@ def _check(request: Request) -> None:
     request.config = compose(flags.overrides)
     if flags.cfg is None:
         _check_run(request, request.config, resumed, compose)
-
-
-def _recipe_sweeps(flags: Arguments, compose: Callable[[Sequence[str]], DictConfig]) -> bool:
-    """Whether the recipe that was named begins a sweep without -m."""
-    named = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
-    return named and compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
 
 
 def _check_run(

@@ -73,7 +73,7 @@ def _find_rank(config: DictConfig | None) -> Place | None:
 def _continue_attempt(config: DictConfig, place: Place) -> list[str]:
     """Have rank 0 go on in its folder where torchrun has started all again; returns notes.
 
-    The command is the same one, whose folder would have the time of now.
+    The command is the same one, and names a folder by the time of now.
     """
     if not place.attempt:
         return []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from runner.captures.manifest import find, read_manifest
 from runner.checkpoint.lock import is_locked
@@ -16,11 +14,12 @@ from runner.checkpoint.manifest import read_manifest as read_checkpoint
 from runner.composing import from_plain
 from runner.config import RunConfig
 from runner.data.paths import existing
-from runner.errors import CheckpointError, ConfigError
+from runner.errors import CheckpointError, ConfigError, StorageError
 from runner.jobs.config import EVALUATING, JobKind
 from runner.overrides.recorded import CHECKPOINTS
 from runner.overrides.spelling import parse_override
-from runner.record.storage import OLD, read_record
+from runner.record.storage import OLD
+from runner.training.summary import Summary
 
 KEY = "replay.path"
 TYPED = ("job", "replay", "security", "monitoring", "hydra", "name")
@@ -47,21 +46,14 @@ def unfinished(planned: Path, config_hash: str) -> Path | None:
     runs = []
     for checkpoints in planned.parent.glob(f"*/{CHECKPOINTS}"):
         folder = checkpoints.parent
-        summary, manifests = _summary(folder), _manifests(checkpoints)
-        hashes = {summary.get("config_hash"), *(m.config_hash for m in manifests[-1:])}
-        if config_hash in hashes and summary.get("status") not in ENDED:
+        summary, manifests = Summary(), _manifests(checkpoints)
+        with suppress(StorageError):
+            summary = Summary.read(folder)
+        hashes = {summary.config_hash, *(m.config_hash for m in manifests[-1:])}
+        if config_hash in hashes and summary.status not in ENDED:
             runs.append((manifests[-1].step if manifests else -1, folder))
     furthest_first = (folder for _, folder in sorted(runs, reverse=True))
     return next((folder for folder in furthest_first if not is_locked(folder)), None)
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """A run's summary, of which nothing is left where it cannot be read."""
-    try:
-        summary = json.loads(read_record(folder / "summary.json"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def _manifests(checkpoints: Path) -> list[Manifest]:

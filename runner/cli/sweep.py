@@ -25,7 +25,6 @@ from runner.security.paths import keep_within
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
-from runner.sweep.job import register_plugins_for_children
 from runner.sweep.search import is_search, plan_search
 from runner.sweep.state import WELL, Session
 
@@ -73,16 +72,9 @@ def prepare(
     if isolated:
         OmegaConf.to_object(launcher)  # checks its values
     else:
-        register_plugins_for_children()
-    target = str(launcher.get("_target_"))
-    if "hydra_submitit_launcher" in target:
-        from runner.sweep.submitted import watch_queue
+        from runner.sweep.cluster_launchers import adapt_launcher
 
-        watch_queue()
-    elif target.endswith("ray_launcher.RayLauncher"):
-        from runner.sweep.ray_jobs import replace_launch
-
-        replace_launch()
+        adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
     if searches:  # sweep.resume=auto does the same
         overrides = [text for text in overrides if text != RESUME]

@@ -1,4 +1,4 @@
-"""Misspelled groups, options and keys, told from the schema and the names of files alone.
+"""Misspelled groups, options and keys, recognised by the schema and the names of files alone.
 
 Nothing is composed and Hydra is not imported, so that the answer comes at once. What is not sure
 here, as of groups in folders of the user's own, is left for `diagnosis`.
@@ -76,7 +76,7 @@ def _wrong_key(groups: Mapping[str, Mapping[str, str]], key: str, value: str) ->
 
 
 def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """How many parts of a key exist, as far as that can be told, and what there is after them."""
+    """How many parts of a key exist, as far as is known, and the names that may follow."""
     node: Any = RunConfig
     for i, part in enumerate(parts):
         names = list(_fields(node))

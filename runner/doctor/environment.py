@@ -46,7 +46,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """What was checked, what was found, and what to do about it."""
+    """What was checked, the result, and what to do about it."""
 
     name: str
     status: Status

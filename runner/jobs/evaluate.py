@@ -68,7 +68,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
 
 
 def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None = None) -> Run:
-    """The run whose weights are read: with what it was trained with, and without debug tools."""
+    """The run that is evaluated: with what it was trained with, and without debug tools."""
     config = copy(config)
     config.debug = DebugConfig(hooks=config.debug.hooks)  # tools look at steps: there are none
     config.data = replace(config.data, drop_last=False)

@@ -29,7 +29,7 @@ from runner.training.summary import Summary
 
 
 def main(config: RunConfig, folder: Path) -> Replay:
-    """Print what was found, and write replay.md, replay.json and reproduce.py.
+    """Print the findings, and write replay.md, replay.json and reproduce.py.
 
     Raises NotVerified where the step is good when it is made again: the page says what was tried.
     """

@@ -6,15 +6,14 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import track
 from rich.text import Text
 
 from runner.config import RunConfig
@@ -86,14 +85,14 @@ class ScanRow:
 
 @dataclass
 class Scan:
-    """What job=scan found."""
+    """The result of job=scan."""
 
     path: str
     level: SecurityLevel
     total: int = 0  # items that there are to judge
     rows: list[ScanRow] = field(default_factory=list)  # those that were
     passed_over: int = 0  # files that nothing loads as a model or as arrays
-    odd: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
+    skipped: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
     interrupted: bool = False
     seconds: float = 0.0
 
@@ -158,13 +157,9 @@ class Scan:
             "things": self.total,
             "passed_over": self.passed_over,
             "seconds": self.seconds,
-            "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.odd],
+            "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.skipped],
             "rows": rows,
         }
-
-    def write(self, folder: Path) -> None:
-        """Write scan.json. Raises StorageError."""
-        write_json(folder / JSON, self.as_dict())
 
 
 def terminal(scan: Scan, most: int) -> RenderableType:
@@ -180,7 +175,7 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         about = f"{row.kind}, {', '.join(sorted(formats)) or OTHER}, {size(row.size)}"
         lines = [plain_text(about, "dim"), plain_text(row.explain(scan.level))]
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
-    notes = [f"not opened: {reason}" for reason in scan.odd[:most]]
+    notes = [f"not opened: {reason}" for reason in scan.skipped[:most]]
     if len(scan.rows) > most:
         notes.insert(0, f"… and {_count_items(len(scan.rows) - most, ' more')}, in {JSON}")
     if scan.passed_over:
@@ -197,8 +192,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     """Assess `scan.path`; the list on the screen, scan.json in `folder`.
 
     Raises SecurityError where anything is refused or is less than the security level demands,
-    UsageError where there is nothing to assess, and Interrupted with what was found until then
-    written.
+    UsageError where there is nothing to assess, and Interrupted once the items so far are written.
     """
     path = find(config.scan.path)
     scan = Scan(str(path), config.security.level)
@@ -212,10 +206,11 @@ def main(config: RunConfig, folder: Path) -> Scan:
             scan.interrupted = True
         interrupts.end_wait()
         scan.seconds = time.monotonic() - start
-        _write(scan, folder, config.scan.rows)
+        write_json(folder / JSON, scan.as_dict())
+        print_stdout(terminal(scan, config.scan.rows), crop=False)
     files = f"{JSON} lies in {folder}"
     if scan.interrupted:
-        so_far = f" after {len(scan.rows)} of {scan.total}; what was found is in {folder / JSON}"
+        so_far = f" after {len(scan.rows)} of {scan.total}; the list so far is in {folder / JSON}"
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)
     if scan.refused:
         raise SecurityError(f"{scan.verdict}; {files}")
@@ -237,10 +232,11 @@ def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None
     """Fill `scan`, an item at a time."""
     items = list(_judged(path, scan))
     scan.total = len(items)
-    with Scanner(policy, config.scan.deep) as scanner, _progress(config, items) as report:
-        for item in items:
-            assessment = scanner.scan(item, lambda size, item=item: report(item, size))  # type: ignore[misc]
-            scan.rows.append(ScanRow(item.kind, assessment))
+    screen = console()
+    quiet = not config.monitoring.progress or not takes_live_display(screen)
+    with Scanner(policy, config.scan.deep) as scanner:
+        for item in track(items, "scanning", console=screen, transient=True, disable=quiet):
+            scan.rows.append(ScanRow(item.kind, scanner.scan(item)))
 
 
 def _judged(path: Path, scan: Scan) -> Iterator[Item]:
@@ -250,28 +246,6 @@ def _judged(path: Path, scan: Scan) -> Iterator[Item]:
         if alone and item.files and not is_loadable(item.path):
             scan.passed_over += 1
         elif not item.files and not item.refused:
-            scan.odd += item.odd
+            scan.skipped += item.odd
         else:
             yield item
-
-
-def _write(scan: Scan, folder: Path, rows: int) -> None:
-    scan.write(folder)
-    print_stdout(terminal(scan, rows), crop=False)
-
-
-@contextmanager
-def _progress(config: RunConfig, items: list[Item]) -> Iterator[Callable[[Item, int], None]]:
-    """How far it is, on a terminal; nothing elsewhere."""
-    screen = console()
-    if not config.monitoring.progress or not takes_live_display(screen):
-        yield lambda item, size: None
-        return
-    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task("", total=sum(item.size for item in items))
-
-        def report(item: Item, size: int) -> None:
-            progress.update(task, advance=size, description=escape_control_chars(item.path.name))
-
-        yield report

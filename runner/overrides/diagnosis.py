@@ -110,7 +110,7 @@ class Guesses:
             yield [f"{group}={near}"]
 
     def of_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
-        """What a key may be meant for, whose i-th part does not exist."""
+        """What a key without an existing i-th part may be meant for."""
         parts, value = override.key.split("."), override.value
         name = parts[-1].casefold().replace("-", "_")
         group = self.group_of(parts[0]) if len(parts) > 1 else ""

@@ -30,7 +30,7 @@ class Resumed:
 def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
     """The overrides below those of the run that `checkpoint.resume` names, if it names one.
 
-    The run continues in its own folder, unless it is evaluated, swept over, or told where to write.
+    The run continues in its own folder, unless it is evaluated, swept over, or its folder is typed.
     Raises CheckpointError for a path that leads to no run.
     """
     typed = [parse_override(text) for text in overrides]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from runner.device import cgroup
 from runner.errors import StorageError
@@ -22,6 +22,11 @@ from runner.training.signals import ENDS
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
+if TYPE_CHECKING:
+    from runner.sweep.fork import ForkedProcess
+
+    JobProcess = subprocess.Popen[bytes] | ForkedProcess
+
 LOG = "console.log"
 TAIL = 1 << 16  # bytes of the log that are read
 GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
@@ -30,23 +35,7 @@ INTERRUPTED = {code for number in ENDS for code in (128 + number, -number)}  # e
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
-class JobProcess(Protocol):
-    """A spawned process, or a forked one."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | Any:
-        """None while it runs; negative for a signal."""
-
-    def poll(self) -> int | None:
-        """The same, looked at now."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended."""
-
-
-StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], JobProcess]
+StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "JobProcess"]
 """Given the command, its environment, and descriptors for its stdin and its output."""
 
 
@@ -66,7 +55,6 @@ class Child:
     requested: str = ""  # the status it was made to end with: timeout or interrupted
     why: str = ""
     deadline: float = float("inf")  # when it is killed
-    reported: float = field(default_factory=time.monotonic)  # when there was a line about it
 
     @classmethod
     def start(
@@ -147,12 +135,6 @@ class Child:
         lines = [line for line in text.splitlines() if line.strip()]
         return CLOCK.sub("", lines[-1]).strip() if lines else ""
 
-    def is_due(self, seconds: float) -> bool:
-        """Whether a line about it is due, that long after the one before."""
-        due = time.monotonic() - self.reported >= seconds
-        self.reported = time.monotonic() if due else self.reported
-        return due
-
     @property
     def left_a_record(self) -> bool:
         """Whether there is a summary of this try, not of an earlier one."""
@@ -188,8 +170,8 @@ class Child:
         if line.startswith("error"):
             return line
         why = "; its files could not be written" if code == StorageError.exit_code else ""
-        said = f"printed last: {line}" if line else "printed nothing"
-        return f"it ended with {code}{why} and {said}"
+        output = f"printed last: {line}" if line else "printed nothing"
+        return f"it ended with {code}{why} and {output}"
 
     def _killed(self, number: int) -> tuple[str, str]:
         if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.ooms:

@@ -28,7 +28,7 @@ class SweepConfig:
 class Sampler(Enum):
     """What proposes the values of the next trial."""
 
-    tpe = "tpe"  # tree-structured Parzen estimator: from what earlier trials came to
+    tpe = "tpe"  # tree-structured Parzen estimator: from the results of earlier trials
     random = "random"
     grid = "grid"  # every combination, in random order
 
@@ -38,7 +38,7 @@ class Pruner(Enum):
 
     none = "none"
     median = "median"  # its best so far is worse than the median of the trials before it
-    halving = "halving"  # asynchronous successive halving: the best quarter goes on
+    halving = "halving"  # asynchronous successive halving: the best quarter continues
 
 
 class Direction(Enum):
@@ -69,10 +69,19 @@ class SearchConfig:
 
 
 @dataclass
+class JobSweeperConfig:
+    """`hydra/sweeper=jobs`: every combination of the values, as Hydra's `basic`."""
+
+    _target_: str = "hydra_plugins.runner_plugins.JobSweeper"
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = None
+
+
+@dataclass
 class SearchSweeperConfig:
     """`hydra/sweeper=search`; its settings are the `search` group."""
 
-    _target_: str = "hydra_plugins.runner_search.sweeper.SearchSweeper"
+    _target_: str = "hydra_plugins.runner_plugins.SearchSweeper"
     params: dict[str, str] = field(default_factory=dict)  # keys to vary, for a recipe
 
 
@@ -80,7 +89,7 @@ class SearchSweeperConfig:
 class LauncherConfig:
     """`hydra/launcher=isolated`: a fresh process for each job."""
 
-    _target_: str = "hydra_plugins.runner_isolated.launcher.IsolatedLauncher"
+    _target_: str = "hydra_plugins.runner_plugins.IsolatedLauncher"
     jobs: int = bounded(1, min=1)  # at a time
     timeout_s: float | None = bounded(None, above=0)  # for one job
     retries: int = bounded(0, min=0)  # of a job that failed, was killed or timed out

@@ -41,7 +41,7 @@ class ForkedProcess:
         self.pid = process.pid or 0
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self) -> int | Any:
         """None while it runs; negative for a signal."""
         return self.process.exitcode
 
@@ -63,8 +63,7 @@ def fork(
 ) -> ForkedProcess:
     """Start a job; `command` is what a spawned one would be started with. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
-    where = os.getcwd()
-    arguments = (list(command), dict(environment), where, _Files(stdin, output))
+    arguments = (list(command), dict(environment), os.getcwd(), _Files(stdin, output))
     process = context.Process(target=_become, args=arguments)
     process.start()
     return ForkedProcess(process)
@@ -73,19 +72,19 @@ def fork(
 class _Files:
     """Descriptors for a process that is about to start; they are duplicated as it is pickled."""
 
-    def __init__(self, stdin: int, output: int) -> None:
-        self.stdin, self.output = stdin, output
+    def __init__(self, *files: int) -> None:
+        self.files = files
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (DupFd(self.stdin), DupFd(self.output))
+        return _detach, tuple(map(DupFd, self.files))
 
 
-def _opened(stdin: Any, output: Any) -> tuple[int, int]:
-    return stdin.detach(), output.detach()
+def _detach(*files: Any) -> tuple[int, ...]:
+    return tuple(file.detach() for file in files)
 
 
 def _become(
-    command: list[str], environment: dict[str, str], where: str, files: tuple[int, int]
+    command: list[str], environment: dict[str, str], folder: str, files: tuple[int, int]
 ) -> None:
     """Be the job that `command` starts."""
     os.setsid()
@@ -96,7 +95,7 @@ def _become(
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(where)
+    os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
     if not FIT:
         os.execve(command[0], command, environment)  # noqa: S606  # the same, spawned

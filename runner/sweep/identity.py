@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from enum import Enum
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runner.config import NOT_OF_THE_RUN, RunConfig
+from runner.config import OF_NO_CONSEQUENCE, RunConfig, digest
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
 from runner.record import provenance
-from runner.record.storage import read_record
 
 VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
 EXECUTION = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
@@ -32,7 +29,7 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """A sha256 of what was typed, in any order; how and where jobs run does not count."""
     typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key holds
     ignored = (*EXECUTION, "sweep.", *GROWS)
-    return _digest([*flags, *sorted(v for k, v in typed.items() if not k.startswith(ignored))])
+    return digest([*flags, *sorted(v for k, v in typed.items() if not k.startswith(ignored))])
 
 
 def job_hash(config: RunConfig, variables: Any = None) -> str:
@@ -42,10 +39,10 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
     The code is that of our package and of those in `security.trusted`, by the contents of files.
     """
     tree = asdict(config)
-    settings = {k: v for k, v in tree.items() if k not in ("name", "monitoring", *NOT_OF_THE_RUN)}
+    settings = {k: v for k, v in tree.items() if k not in OF_NO_CONSEQUENCE}
     kind = config.job.kind.name
     paths = [tree["data"].get(key) for key in ("path", "validation_path", "test_path")]
-    return _digest(
+    return digest(
         {
             "config": settings,
             "job": [kind, tree.get(kind)],
@@ -63,11 +60,11 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
 @cache
 def code_hash(package: str) -> str:
     """A sha256 of the Python files of an importable package or module, which is not imported."""
-    digest = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in _files(package.partition(".")[0]):
-        digest.update(path.name.encode() + b"\0")
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+        sha256.update(path.name.encode() + b"\0")
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()
 
 
 def _files(package: str) -> Iterator[Path]:
@@ -87,7 +84,9 @@ def _files(package: str) -> Iterator[Path]:
 @cache
 def machine() -> dict[str, Any]:
     """The processor and the GPUs, as far as they are known without torch."""
-    gpus = sorted(_text(path).split("IRQ")[0] for path in GPUS.glob("*/information"))
+    gpus = sorted(
+        path.read_text(errors="replace").split("IRQ")[0] for path in GPUS.glob("*/information")
+    )
     visible = {k: os.environ[k] for k in sorted(os.environ) if k.endswith("_VISIBLE_DEVICES")}
     return {"cpu": cpu_name(), "system": platform.machine(), "gpus": gpus, "visible": visible}
 
@@ -95,8 +94,7 @@ def machine() -> dict[str, Any]:
 @cache
 def stamp(path: Path) -> str:
     """A sha256 of name, size and time of a file, or of all files in a folder; some 5 µs each."""
-    digest = hashlib.sha256()
-    files = [path]
+    sha256, files = hashlib.sha256(), [path]
     if path.is_dir():
         walk = sorted(os.walk(path), key=lambda entry: entry[0])
         files = [Path(folder, name) for folder, _, names in walk for name in sorted(names)]
@@ -106,8 +104,8 @@ def stamp(path: Path) -> str:
         except OSError:
             continue
         entry = f"{os.path.relpath(file, path)}\0{status.st_size}\0{status.st_mtime_ns}\0"
-        digest.update(entry.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+        sha256.update(entry.encode("utf-8", "surrogatepass"))
+    return sha256.hexdigest()
 
 
 def _checkpoint_stamp(source: str | None) -> str:
@@ -119,18 +117,3 @@ def _checkpoint_stamp(source: str | None) -> str:
         path = path.parent
     inner = path / "checkpoints"
     return stamp(inner if inner.is_dir() else path)
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_record(path).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _digest(value: Any) -> str:
-    def plain(value: Any) -> str:
-        return value.name if isinstance(value, Enum) else str(value)
-
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

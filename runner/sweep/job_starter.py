@@ -30,12 +30,16 @@ from runner.sweep import fork
 from runner.sweep.child import Child
 from runner.sweep.config import LauncherConfig, StartMethod
 from runner.sweep.identity import job_hash
-from runner.sweep.plan import JobPlan, JobSpec
-from runner.sweep.state import FILE, Session, current_session
+from runner.sweep.plan import JobPlan, load_previous_jobs, wait_for_running_jobs
+from runner.sweep.state import Job, Session, Sweep, current_session, now
 
 log = logging.getLogger("runner")
 
-SWEEP_KEYS = ("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode")
+DROPPED = (
+    *("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode"),
+    *("hydra/sweeper", "hydra.sweeper", "hydra.run"),
+)
+"""Keys of Hydra's that a job alone does without."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +47,47 @@ class JobStarter:
     """Starts the processes of a sweep's jobs."""
 
     session: Session
+    sweep: Sweep  # the session's
     settings: LauncherConfig
     hydras: list[str]  # overrides of Hydra's own part, as typed
     forks: bool  # whether jobs are forked from a process that has imported what they need
 
-    def arguments(self, plan: JobPlan) -> list[str]:
-        """The job's command line."""
-        return job_arguments(self.session.flags, self.hydras, plan.spec.overrides)
+    def arguments(self, overrides: Sequence[str]) -> list[str]:
+        """What to type to do one job alone."""
+        kept = [text for text in self.hydras if not text.lstrip("+~").startswith(DROPPED)]
+        return [*self.session.flags, *map(without_arguments, overrides), *kept]
 
-    def command(self, plan: JobPlan) -> str:
+    def command(self, overrides: Sequence[str]) -> str:
         """What does the same by itself."""
-        return shlex.join(["python", "-m", "runner", *self.arguments(plan)])
+        return shlex.join(["python", "-m", "runner", *self.arguments(overrides)])
 
     def start(self, plan: JobPlan) -> Child:
-        """Start it in its folder. Raises OSError."""
+        """Start it in its folder. Raises OSError.
+
+        Without -P Python would put the current folder first, where a module may shadow an installed
+        one. Only where the runner itself lies in that folder is that needed.
+        """
         place = self.session.folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
+        apart = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
         return Child.start(
-            process_command(self.arguments(plan)),
+            [sys.executable, *apart, "-m", "runner", *self.arguments(plan.job.overrides)],
             environment(self.settings.jobs),
             place,
             self.settings.timeout_s,
             [f"{key}={quote_for_hydra(str(place))}"],
-            plan.spec.records,
+            plan.records,
             chosen=not self.session.resumed,
             start_process=fork.fork if self.forks else None,
         )
+
+    def start_fork_server(self) -> None:
+        """Begin to import what jobs need, where they are forked; once is enough."""
+        if not self.forks:
+            return
+        needs_tracer = "optimization" in self.session.command  # else each job imports it itself
+        modules = [*([fork.TRACER] if needs_tracer else []), *fork.PRELOAD]
+        fork_server.start(modules, environment(self.settings.jobs))
 
 
 @contextmanager
@@ -84,62 +103,36 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
     set_up_logging("info", None)
     # as typed: what stands for a secret, or for the job's number, is the job's to resolve
     hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    forks = config.sweep.start is StartMethod.fork and fork_server.available()
     try:
         with lock(session.folder):
-            starter = JobStarter(session, settings, hydras, _forks(config))
-            if starter.forks and not (session.folder / FILE).exists():
-                start_fork_server(starter)  # imports while jobs are composed
+            if session.sweep is None:  # else an earlier call by a sweeper that makes several
+                session.earlier = load_previous_jobs(session.folder)
+                session.sweep = Sweep(session.command, session.hash, started=now())
+            session.sweep.start = (StartMethod.fork if forks else StartMethod.spawn).name
+            starter = JobStarter(session, session.sweep, settings, hydras, forks)
+            if not session.earlier:
+                starter.start_fork_server()  # it imports while jobs are composed
+            wait_for_running_jobs(session.folder, session.earlier)
             yield starter
     finally:
         close_logging()
 
 
-def start_fork_server(starter: JobStarter) -> None:
-    """Begin to import what jobs need; once is enough."""
-    needs_tracer = "optimization" in starter.session.command  # else each job imports it itself
-    modules = [*([fork.TRACER] if needs_tracer else []), *fork.PRELOAD]
-    fork_server.start(modules, environment(starter.settings.jobs))
-
-
-def make_spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
+def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
     """The job as its process will see it, or the reason why it would refuse it."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
     subdir = str(secrets.place(config, "hydra.sweep.subdir"))
     check_below("hydra.sweep.subdir", subdir, current_session().folder)
-    variables = config.hydra.job.env_set
+    job = Job(number, overrides, subdir)
     try:
         checked = typed(config.copy())
-        values = OmegaConf.to_container(variables, resolve=True)
+        job.hash = job_hash(checked, OmegaConf.to_container(config.hydra.job.env_set, resolve=True))
     except (RunnerError, OmegaConfBaseException) as error:
-        return JobSpec(number, overrides, subdir, error=secrets.named(str(error)))
+        return JobPlan(job, error=secrets.named(str(error)))
     trains = checked.job.kind is JobKind.train
-    records = trains or checked.job.kind is JobKind.evaluate
-    return JobSpec(number, overrides, subdir, job_hash(checked, values), trains, records)
-
-
-def _forks(config: DictConfig) -> bool:
-    """Whether jobs are forked from a process that has imported what they need."""
-    return config.sweep.start is StartMethod.fork and fork_server.available()
-
-
-def job_arguments(
-    flags: Sequence[str], hydras: Sequence[str], overrides: Sequence[str]
-) -> list[str]:
-    """What to type to do one job of a sweep alone."""
-    dropped = (*SWEEP_KEYS, "hydra/sweeper", "hydra.sweeper", "hydra.run")
-    kept = [text for text in hydras if not text.lstrip("+~").startswith(dropped)]
-    return [*flags, *map(without_arguments, overrides), *kept]
-
-
-def process_command(arguments: Sequence[str]) -> list[str]:
-    """The command that a process is started with: the same interpreter, the same runner.
-
-    Without -P Python would put the current folder first, where a module may shadow an installed
-    one. Only where the runner itself lies in that folder is that needed.
-    """
-    apart = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
-    return [sys.executable, *apart, "-m", "runner", *arguments]
+    return JobPlan(job, trains, records=trains or checked.job.kind is JobKind.evaluate)
 
 
 def environment(jobs: int) -> dict[str, str]:

@@ -20,17 +20,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import RunnerError, SecurityError, StorageError, SweepFailed
 from runner.security import secrets
-from runner.sweep.config import LauncherConfig
-from runner.sweep.job_starter import JobStarter, make_spec, open_sweep, start_fork_server
-from runner.sweep.plan import JobPlan, JobSpec, Planner, load_previous_jobs, wait_for_running_jobs
+from runner.sweep.config import JobSweeperConfig, LauncherConfig
+from runner.sweep.job_starter import JobStarter, make_plan, open_sweep
+from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import WELL, Job, Sweep, now
+from runner.sweep.state import WELL, Job
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
-
-TOLERANT = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""It would end the sweep at the first failure that it learns of; others learn from failures."""
 
 
 def launch(
@@ -47,10 +44,10 @@ def launch(
     with open_sweep(config, settings) as starter:
         folder = starter.session.folder
         jobs = JobStream(starter, config, compose, job_overrides, first)
-        Schedule(jobs.sweep, folder, settings, starter.start, jobs).run([])
-    tolerant = config.hydra.sweeper._target_ == TOLERANT
-    ends = zip(jobs.plans, jobs.configs, strict=True)
-    return [_result(plan, folder, one, tolerant) for plan, one in ends]
+        Schedule(starter.sweep, folder, settings, starter.start, jobs).run()
+    # our sweeper would end at the first failure that it learns of; others learn from failures
+    tolerant = config.hydra.sweeper._target_ == JobSweeperConfig._target_
+    return [_result(plan.job, folder, one, tolerant) for plan, one in jobs.composed]
 
 
 class JobStream:
@@ -68,22 +65,15 @@ class JobStream:
         job_overrides: Sequence[Sequence[str]],
         first: int,
     ) -> None:
-        session = starter.session
-        if session.sweep is None:
-            session.earlier = load_previous_jobs(session.folder)
-            session.sweep = Sweep(session.command, session.hash, started=now())
-        session.sweep.start = "fork" if starter.forks else "spawn"
-        wait_for_running_jobs(session.folder, session.earlier)
-        self.starter, self.session, self.sweep = starter, session, session.sweep
+        self.starter, self.session, self.sweep = starter, starter.session, starter.sweep
         self.config, self._compose_config = config, compose
-        self.plans: list[JobPlan] = []
-        self.configs: list[DictConfig] = []  # of the plans
+        self.composed: list[tuple[JobPlan, DictConfig]] = []
         self._rest = deque(enumerate(map(list, job_overrides), first))
-        self._batches = [*session.sweep.jobs]  # of earlier calls by a sweeper that makes several
+        self._batches = [*self.sweep.jobs]  # of earlier calls by a sweeper that makes several
         taken = [job.folder for job in self._batches]
-        self.planner = Planner(session.folder, session.earlier, job_overrides, taken)
+        self.planner = Planner(self.session.folder, self.session.earlier, job_overrides, taken)
         self._ready = deque[JobPlan]()
-        log.info("%s: %d jobs", session.folder, len(job_overrides))
+        log.info("%s: %d jobs", self.session.folder, len(job_overrides))
         if not _numbers_folders(config):  # one that is refused is an error before any job begins
             while (plan := self._compose()) is not None:
                 self._ready.append(plan)
@@ -109,10 +99,7 @@ class JobStream:
             if job is None:
                 job = Job(number, overrides, self.planner.place(str(number)))
                 left.append(job)
-            plan = JobPlan(job, JobSpec(number, overrides, job.folder))
-            job.command = self.starter.command(plan)
-            self.plans.append(plan)
-            self.configs.append(self.config)
+            self._add(JobPlan(job), self.config)
         self._record()
         return left
 
@@ -120,41 +107,41 @@ class JobStream:
         if not self._rest:
             return None
         number, overrides = self._rest.popleft()
-        config, spec = self._spec(number, overrides)
-        plan = self.planner.plan(spec)
-        plan.job.command = self.starter.command(plan)
-        if self.starter.forks and not plan.done:
-            start_fork_server(self.starter)
-        self.plans.append(plan)
-        self.configs.append(config)
+        config = self.config
+        try:
+            config = self._compose_config(self.config, overrides)
+            plan = make_plan(config, overrides, number)
+        except (RunnerError, HydraException, OmegaConfBaseException) as error:
+            if not self.composed or isinstance(error, SecurityError):
+                raise
+            reason = secrets.named(" ".join(str(error).split()))
+            plan = JobPlan(Job(number, overrides, str(number)), error=reason)
+        self.planner.match(plan)
+        if not plan.done:
+            self.starter.start_fork_server()
+        self._add(plan, config)
         if not self._rest:
             self._log_earlier()
         self._record()
         return plan
 
-    def _spec(self, number: int, overrides: list[str]) -> tuple[DictConfig, JobSpec]:
-        try:
-            config = self._compose_config(self.config, overrides)
-            return config, make_spec(config, overrides, number)
-        except (RunnerError, HydraException, OmegaConfBaseException) as error:
-            if not self.plans or isinstance(error, SecurityError):
-                raise
-            reason = secrets.named(" ".join(str(error).split()))
-            return self.config, JobSpec(number, overrides, str(number), error=reason)
+    def _add(self, plan: JobPlan, config: DictConfig) -> None:
+        plan.job.command = self.starter.command(plan.job.overrides)
+        self.composed.append((plan, config))
 
     def _record(self) -> None:
         """Put the jobs into the sweep's record, with those that were begun before."""
-        planned = [plan.job for plan in self.plans]
+        planned = [plan.job for plan, _ in self.composed]
         self.sweep.jobs = [*self._batches, *planned, *(self.planner.left if self._rest else [])]
 
     def _log_earlier(self) -> None:
-        """All are planned: say what earlier processes have left of them."""
+        """All are planned: log what earlier processes have left of them."""
         self.session.earlier = self.planner.left
         if self.planner.left:
             names = ", ".join(job.folder for job in self.planner.left)
             log.info("not asked for any more, and left as they are: %s", names)
-        total, done = len(self.plans), sum(plan.done for plan in self.plans)
-        onward = sum(plan.continues for plan in self.plans)
+        total, done = len(self.composed), sum(plan.done for plan, _ in self.composed)
+        onward = sum(plan.continues for plan, _ in self.composed)
         if done or onward:
             text = f"{done} of {total} done before; {total - done} to run"
             text += f", {onward} of them from a checkpoint" if onward else ""
@@ -168,9 +155,9 @@ def _numbers_folders(config: DictConfig) -> bool:
     return "${" not in re.sub(r"\$\{hydra\.job\.(num|id)\}", "", str(sweep["subdir"]))
 
 
-def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
+def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
     """What the sweeper gets: the value that the run monitors."""
-    job, place = plan.job, folder / plan.job.folder
+    place = folder / job.folder
     result = JobReturn(job.overrides, config, working_dir=str(place), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None
     if job.status in WELL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
@@ -22,25 +22,14 @@ NO_RESUME = ("none", "None", "")
 ARCHIVE = ".earlier"  # hidden: its folders are no jobs of the sweep
 
 
-@dataclass(frozen=True)
-class JobSpec:
-    """A job that was asked for."""
+@dataclass
+class JobPlan:
+    """A job that was asked for, and what to do about it."""
 
-    number: int
-    overrides: list[str]
-    folder: str  # relative to the sweep's, unless another job has it
-    hash: str = ""
+    job: Job
     trains: bool = False
     records: bool = False  # it leaves a summary at its end
     error: str = ""  # why there can be no such job
-
-
-@dataclass
-class JobPlan:
-    """A job, and what to do about it."""
-
-    job: Job
-    spec: JobSpec
     done: bool = False  # by an earlier process
     continues: bool = False  # from the checkpoint in its folder
     replaces: bool = False  # something else that lies in its folder
@@ -57,11 +46,13 @@ def find_sweep(
     exists = (planned / FILE).exists()
     if resume == "auto" and not named:
         return _newest(planned.parent, typed_hash, shared)
-    if resume in ("auto", *NO_RESUME):
-        if exists and resume != "auto" and named:
+    if resume == "auto":
+        return planned if exists else None
+    if resume in NO_RESUME:
+        if exists and named:
             problem = f"{planned} holds a sweep, and sweep.resume=none begins one"
             raise UsageError(f"{problem}; name another folder")
-        return planned if exists and resume == "auto" else None
+        return None
     folder = Path(resume)
     if not (folder / FILE).exists():
         problem = f"is no sweep's folder: it has no {FILE} (looked from {Path.cwd()})"
@@ -91,15 +82,16 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
 
     For the time that they have for it; a job that is still locked then reports that itself.
     """
-    until = time.monotonic() + GRACE_S + POLL_S
-    if any(is_locked(folder / job.folder) for job in jobs):
-        log.info("waiting for jobs of the sweep before that are still ending")
+    until, logged = time.monotonic() + GRACE_S + POLL_S, False
     while time.monotonic() < until and any(is_locked(folder / job.folder) for job in jobs):
+        if not logged:
+            log.info("waiting for jobs of the sweep before that are still ending")
+        logged = True
         time.sleep(POLL_S)
 
 
 class Planner:
-    """Finds for each job that is asked for the one of an earlier process that it goes on with.
+    """Matches each job that is asked for with the one of an earlier process that it continues.
 
     That is the one with the same overrides, else, of those whose overrides are not asked for, one
     with the same hash. So a job can be planned before the next one is composed.
@@ -117,16 +109,6 @@ class Planner:
         self._requested = {tuple(overrides) for overrides in requested}
         self._taken = {*taken, *(job.folder for job in self.left)}
 
-    def plan(self, spec: JobSpec) -> JobPlan:
-        """The job with its folder: the earlier one's, or a new one."""
-        job = self._earlier(spec)
-        if job is None:
-            return JobPlan(
-                Job(spec.number, spec.overrides, self.place(spec.folder), spec.hash), spec
-            )
-        self.left.remove(job)
-        return _plan(spec, job, spec.hash == job.hash != "", self.folder)
-
     def place(self, name: str) -> str:
         """`name`, or the first number that no other job has."""
         names = chain([name], map(str, count()))
@@ -134,33 +116,33 @@ class Planner:
         self._taken.add(free)
         return free
 
-    def take(self, overrides: Sequence[str]) -> Job | None:
-        """The earlier process's job with these overrides; it belongs to no other then."""
-        job = next((job for job in self.left if job.overrides == overrides), None)
+    def take(self, overrides: Sequence[str], hash: str = "") -> Job | None:
+        """The earlier process's job that these overrides continue; it belongs to no other then."""
+        same = (job for job in self.left if job.overrides == overrides)
+        others = (job for job in self.left if tuple(job.overrides) not in self._requested)
+        job = next(chain(same, (job for job in others if hash == job.hash != "")), None)
         if job is not None:
             self.left.remove(job)
         return job
 
-    def _earlier(self, spec: JobSpec) -> Job | None:
-        same = (job for job in self.left if job.overrides == spec.overrides)
-        others = (job for job in self.left if tuple(job.overrides) not in self._requested)
-        alike = (job for job in others if spec.hash == job.hash != "")
-        return next(chain(same, alike), None)
-
-
-def _plan(spec: JobSpec, earlier: Job, unchanged: bool, folder: Path) -> JobPlan:
-    place = folder / earlier.folder
-    if unchanged and earlier.status in WELL and _ended_well(place):
-        done = replace(earlier, number=spec.number, overrides=spec.overrides, hash=spec.hash)
-        return JobPlan(done, spec, done=True)
-    job = Job(spec.number, spec.overrides, earlier.folder, spec.hash)
-    if unchanged:
-        job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
-    if unchanged and earlier.failed:  # that stays true until it has begun again
-        job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
-        job.exit_code = earlier.exit_code
-    continues = unchanged and can_continue(spec, place)
-    return JobPlan(job, spec, continues=continues, replaces=not continues and place.exists())
+    def match(self, plan: JobPlan) -> JobPlan:
+        """Complete the plan by the job's folder, an earlier one's or a new one, and its record."""
+        job = plan.job
+        earlier = self.take(job.overrides, job.hash)
+        if earlier is None:
+            job.folder = self.place(job.folder)
+            return plan
+        job.folder = earlier.folder
+        place = self.folder / job.folder
+        if job.hash == earlier.hash != "":
+            job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
+            plan.done = earlier.status in WELL and _ended_well(place)
+            if plan.done or earlier.failed:  # that stays true until it has begun again
+                job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
+                job.exit_code = earlier.exit_code
+            plan.continues = not plan.done and can_continue(plan, place)
+        plan.replaces = not (plan.done or plan.continues) and place.exists()
+        return plan
 
 
 def _ended_well(folder: Path) -> bool:
@@ -170,9 +152,9 @@ def _ended_well(folder: Path) -> bool:
         return False
 
 
-def can_continue(spec: JobSpec, folder: Path) -> bool:
+def can_continue(plan: JobPlan, folder: Path) -> bool:
     """Whether there is a checkpoint of that training in the folder."""
-    return spec.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
+    return plan.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
 
 
 def archive_job(folder: Path, job: str) -> None:

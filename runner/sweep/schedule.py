@@ -25,11 +25,11 @@ log = logging.getLogger("runner")
 POLL_S = 0.1  # of the processes
 UNUSABLE = CheckpointError.exit_code
 RETRIED = ("failed", "killed", "timeout", "oom")  # where `retries` allows it
-LINE_S = 30.0  # between two lines about a job
+LINE_S = 30.0  # between two lines about each job
 
 
 class JobSource(Protocol):
-    """Further jobs, which depend on what earlier ones come to."""
+    """The jobs, each planned when its turn comes: it may depend on the results of earlier ones."""
 
     def next_job(self) -> JobPlan | None:
         """The next one, which may be done already; None where there is none for now, or at all."""
@@ -53,20 +53,20 @@ class Schedule:
         folder: Path,
         settings: LauncherConfig,
         start: Callable[[JobPlan], Child],
-        source: JobSource | None = None,
+        source: JobSource,
     ) -> None:
         self.sweep, self.folder, self.settings = sweep, folder, settings
         self.start, self.source = start, source
-        self.waiting: deque[JobPlan] = deque()
+        self.retrying: deque[JobPlan] = deque()
         self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
         self.over = ""  # why no further job begins
+        self.logged = time.monotonic()  # when there was a line about each job
 
-    def run(self, plans: Sequence[JobPlan]) -> None:
+    def run(self) -> None:
         """Until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the first
         one asks the jobs to end, which leaves a checkpoint, a second one ends them at once.
         """
-        self.waiting.extend(plans)
         with Interrupts() as interrupts:
             try:
                 while True:
@@ -84,26 +84,26 @@ class Schedule:
                     child.requested, child.why = "interrupted", "ended at once by a second signal"
             finally:
                 for plan, child in self.running:
-                    child.kill()
-                    child.process.wait()
                     self._settle(plan, child, again=False)
-                self._skip()
+                for job in self.source.skip():
+                    job.status, job.reason = SKIPPED, self.over or "the sweep ended before it"
+                self.sweep.ended = now()
+                self.sweep.write(self.folder)
             if interrupts.received is not None:
                 more = "; the same command again continues this sweep"
                 raise Interrupted(interrupts.received, more)
 
     def _begin(self) -> bool:
         """Begin one job, where there is room; whether a further one may follow at once."""
-        room = not self.over and len(self.running) < self.settings.jobs
-        plan = self._next() if room else None
-        if plan is None:
+        if self.over or len(self.running) >= self.settings.jobs:
             return False
-        if not plan.done:
+        plan = self.retrying.popleft() if self.retrying else self.source.next_job()
+        if plan is not None and not plan.done:
             self._start(plan)
-        return True
+        return plan is not None
 
     def _start(self, plan: JobPlan) -> None:
-        job, refused, child = plan.job, plan.spec.error, None
+        job, refused, child = plan.job, plan.error, None
         try:
             if plan.replaces:
                 archive_job(self.folder, job.folder)
@@ -122,20 +122,16 @@ class Schedule:
         again += ", from its checkpoint" if plan.continues else ""
         log.info("%s: started%s", job.title, again)
 
-    def _next(self) -> JobPlan | None:
-        if self.waiting:
-            return self.waiting.popleft()
-        return None if self.source is None else self.source.next_job()
-
     def _collect(self) -> None:
+        if due := time.monotonic() - self.logged >= LINE_S:
+            self.logged = time.monotonic()
         for plan, child in list(self.running):
             if child.has_ended():
                 self.running.remove((plan, child))
                 self._settle(plan, child, again=not self.over)
                 continue
-            if self.source is not None:
-                self.source.watch(plan)
-            if child.is_due(LINE_S):
+            self.source.watch(plan)
+            if due:
                 log.info("%s: %s", plan.job.title, child.last_line() or "starting")
 
     def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
@@ -150,15 +146,14 @@ class Schedule:
         retries = again and job.status in RETRIED and (unusable or used < self.settings.retries)
         if retries:  # from a checkpoint that is unusable it would fail each time
             self.retried[job.number] = used + (not unusable)
-            place = self.folder / job.folder
-            plan.continues = not unusable and can_continue(plan.spec, place)
+            plan.continues = not unusable and can_continue(plan, self.folder / job.folder)
             plan.replaces = not plan.continues
-            self.waiting.appendleft(plan)
+            self.retrying.appendleft(plan)
         self._report(plan, child.seconds, retries)
 
     def _report(self, plan: JobPlan, seconds: float, retries: bool = False) -> None:
         job = plan.job
-        if self.source is not None and not retries:
+        if not retries:
             self.source.settle(plan)
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
@@ -173,20 +168,10 @@ class Schedule:
     def _interrupt(self, number: int) -> None:
         self.over = "the sweep was interrupted"
         log.warning("ending %d jobs; once more to end them at once", len(self.running))
-        # after Ctrl-C a person can press it once more; whatever sends another signal waits in vain
+        # after Ctrl-C a person can press it once more; other senders of signals do not
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S
         for _, child in self.running:
             child.ask(number, "interrupted", self.over, grace_s)
-
-    def _skip(self) -> None:
-        for plan in self.waiting:
-            if not plan.job.ended:
-                plan.job.status = SKIPPED
-                plan.job.reason = self.over or "the sweep ended before it"
-        for job in [] if self.source is None else self.source.skip():
-            job.status, job.reason = SKIPPED, self.over or "the sweep ended before it"
-        self.sweep.ended = now()
-        self.sweep.write(self.folder)
 
 
 def write_failed_summary(folder: Path, status: str, reason: str, command: str) -> None:

@@ -18,23 +18,23 @@ from runner.errors import StorageError, UsageError, install_command
 from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
-from runner.sweep.job_starter import JobStarter, make_spec, open_sweep, start_fork_server
-from runner.sweep.plan import JobPlan, Planner, load_previous_jobs, wait_for_running_jobs
+from runner.sweep.job_starter import JobStarter, make_plan, open_sweep
+from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
-from runner.sweep.state import RUNNING, WELL, Job, Sweep, current_session, now
+from runner.sweep.state import RUNNING, WELL, Job, current_session
 from runner.training.signals import PRUNED, request_stop, take_stop_request
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+    from runner.sweep.search_space import SearchPlan
     from runner.sweep.study import StudyFile
 
 log = logging.getLogger("runner")
 
 RECORD = "search.json"
-MODE = "hydra.mode=RUN"  # of a trial whose recipe would begin a search
+MODE = "hydra.mode=RUN"  # of a trial: its recipe would begin a search
 LONGEST = 1 << 20  # bytes of a line
 
 
@@ -45,11 +45,13 @@ def is_search(config: DictConfig) -> bool:
 
 def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) -> SearchPlan:
     """What is to be searched. Raises ConfigError, and UsageError where Optuna is missing."""
-    space = read_space(overrides, config.search)
-    metric, rises = resolve_metric(config)
     if find_spec("optuna") is None:
         fix = install_command("search")
         raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
+    from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
+
+    space = read_space(overrides, config.search)
+    metric, rises = resolve_metric(config)
     name = f"{config.name}-{typed_hash[:12]}"
     return SearchPlan(space, config.search, metric, rises, name)
 
@@ -67,18 +69,14 @@ def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictCo
     given: Any = OmegaConf.to_object(config.hydra.launcher)
     settings: LauncherConfig = replace(given, jobs=plan.settings.parallel or given.jobs)
     with open_sweep(config, settings) as starter:
-        if starter.forks:
-            start_fork_server(starter)
-        earlier = load_previous_jobs(session.folder)
-        session.sweep = Sweep(session.command, session.hash, list(earlier), started=now())
-        session.sweep.start = "fork" if starter.forks else "spawn"
-        wait_for_running_jobs(session.folder, earlier)
+        starter.start_fork_server()
+        starter.sweep.jobs = [*session.earlier]
         starter.hydras.append(MODE)
         study = StudyFile(plan, session.folder)
         trials = TrialJobs(study, starter, lambda overrides: compose(config, overrides))
         trials.resume()
         try:
-            Schedule(session.sweep, session.folder, settings, starter.start, trials).run([])
+            Schedule(starter.sweep, session.folder, settings, starter.start, trials).run()
         finally:
             trials.write_record()
 
@@ -103,6 +101,11 @@ class TrialJobs:
     running: dict[int, RunningTrial] = field(default_factory=dict)  # by the job's number
     left: list[Trial] = field(default_factory=list)  # by an earlier process, unfinished
 
+    @property
+    def folder(self) -> Path:
+        """The sweep's."""
+        return self.starter.session.folder
+
     def resume(self) -> None:
         """Take up what an earlier process of this sweep has left."""
         self.left = self.study.unfinished()
@@ -115,15 +118,13 @@ class TrialJobs:
             log.info("%s: %s", self.study.path, text)
 
     def _settle_recorded_jobs(self) -> None:
-        """Jobs that came to their end, where the process was killed before it noted that."""
-        session = self.starter.session
-        assert session.sweep is not None  # noqa: S101  # made by search
+        """Jobs that had ended when the process was killed, before it noted that."""
         space = self.study.plan.space
         open_trials = {tuple(space.overrides(trial.params)): trial for trial in self.left}
-        for job in session.sweep.jobs:
+        for job in self.starter.sweep.jobs:
             trial = open_trials.get(tuple(job.overrides))
             try:
-                summary = Summary.read(session.folder / job.folder)
+                summary = Summary.read(self.folder / job.folder)
             except StorageError:
                 continue
             if job.status != RUNNING or (summary.status not in WELL and trial is not None):
@@ -141,7 +142,7 @@ class TrialJobs:
     def watch(self, plan: JobPlan) -> None:
         """Report the trial's validations, and have it end where it is pruned."""
         running = self.running[plan.job.number]
-        folder = self.starter.session.folder / plan.job.folder
+        folder = self.folder / plan.job.folder
         for value in self._new_values(running, folder / "metrics.jsonl"):
             running.validations += 1
             reason = self.study.report(running.trial, running.validations, value)
@@ -153,7 +154,7 @@ class TrialJobs:
         """Tell the study; one that was interrupted stays open, for the same command again."""
         self.watch(plan)  # what it wrote since it was last looked at
         running, job = self.running.pop(plan.job.number), plan.job
-        take_stop_request(self.starter.session.folder / job.folder)  # it ended before it read it
+        take_stop_request(self.folder / job.folder)  # it ended before it read it
         if job.status != "interrupted":
             self._tell(running.trial, job)
             self.write_record()
@@ -172,7 +173,7 @@ class TrialJobs:
         """Write `search.json`, from which the page is made; a full disk is a warning."""
         try:
             text = json.dumps(json_safe(self.study.record()), indent=2, allow_nan=False)
-            replace_text(self.starter.session.folder / RECORD, text + "\n")
+            replace_text(self.folder / RECORD, text + "\n")
         except OSError as error:
             log.warning("%s is not written: %s", RECORD, error.strerror or error)
 
@@ -180,17 +181,16 @@ class TrialJobs:
         """The job of a trial: a new one, or that which an earlier process began."""
         from runner.sweep.study import COMMAND, JOB
 
-        session = self.starter.session
-        assert session.sweep is not None  # noqa: S101  # made by search
-        jobs = session.sweep.jobs
+        sweep = self.starter.sweep
         overrides = self.study.plan.space.overrides(trial.params)
-        begun = [job for job in jobs if job.overrides == overrides]
-        number = begun[0].number if begun else max((job.number for job in jobs), default=-1) + 1
-        spec = make_spec(self.compose(overrides), overrides, number)
-        plan = Planner(session.folder, begun, [overrides]).plan(spec)
-        session.sweep.jobs = [job for job in jobs if job not in begun] + [plan.job]
-        session.sweep.jobs.sort(key=lambda job: job.number)
-        plan.job.command = self.starter.command(plan)
+        begun = [job for job in sweep.jobs if job.overrides == overrides]
+        last = max((job.number for job in sweep.jobs), default=-1)
+        number = begun[0].number if begun else last + 1
+        plan = make_plan(self.compose(overrides), overrides, number)
+        Planner(self.folder, begun, [overrides]).match(plan)
+        others = [job for job in sweep.jobs if job not in begun]
+        sweep.jobs = sorted([*others, plan.job], key=lambda job: job.number)
+        plan.job.command = self.starter.command(overrides)
         trial.set_user_attr(JOB, plan.job.folder)
         trial.set_user_attr(COMMAND, plan.job.command)
         self.running[number] = RunningTrial(trial)
@@ -200,7 +200,7 @@ class TrialJobs:
         """The monitored metric; None, with the job's reason, where there is none to compare."""
         if job.status not in WELL:
             return None
-        metric, folder = self.study.plan.metric, self.starter.session.folder / job.folder
+        metric, folder = self.study.plan.metric, self.folder / job.folder
         try:
             summary = Summary.read(folder)
         except StorageError as error:

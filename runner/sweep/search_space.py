@@ -9,6 +9,12 @@ from itertools import product
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from runner.config import RunConfig
 from runner.errors import ConfigError
@@ -24,54 +30,43 @@ MOST_POINTS = 10_000  # of a grid
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A key that is varied: over an interval, or over the values in `choices`, as overrides spell
-    them.
+class Space:
+    """The keys that a search varies, and the overrides that all of its trials share.
+
+    Choices are spelled as overrides spell them.
     """
 
-    key: str
-    choices: tuple[str, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    step: int = 0  # of whole numbers; 0: real numbers
-    log: bool = False
-
-    @property
-    def values(self) -> Sequence[str | int]:
-        """Every value; none of an interval of real numbers."""
-        if self.step:
-            return range(int(self.low), int(self.high) + 1, self.step)
-        return self.choices
-
-    @property
-    def text(self) -> str:
-        """What it is varied over, for people."""
-        if self.choices:
-            return ", ".join(self.choices)
-        return f"{self.low:g} to {self.high:g}{', by its logarithm' if self.log else ''}"
-
-
-@dataclass(frozen=True)
-class Space:
-    """The parameters of a search, and the overrides that all of its trials share."""
-
-    parameters: tuple[Parameter, ...]
+    parameters: dict[str, BaseDistribution]
     shared: tuple[str, ...]
 
     @property
     def points(self) -> int | None:
         """How many combinations there are; None with an interval of real numbers."""
-        return math.prod(len(p.values) for p in self.parameters) or None
+        return math.prod(map(len, map(_values, self.parameters.values()))) or None
 
-    def all_points(self) -> list[dict[str, str | int]]:
+    def all_points(self) -> list[dict[str, Any]]:
         """Every combination. Only where `points` is a number, which may be large."""
-        keys = [p.key for p in self.parameters]
-        points = product(*(p.values for p in self.parameters))
-        return [dict(zip(keys, point, strict=True)) for point in points]
+        points = product(*map(_values, self.parameters.values()))
+        return [dict(zip(self.parameters, point, strict=True)) for point in points]
 
     def overrides(self, values: Mapping[str, object]) -> list[str]:
         """Those of one trial, which can be typed."""
-        return [*self.shared, *(f"{p.key}={values[p.key]}" for p in self.parameters)]
+        return [*self.shared, *(f"{key}={values[key]}" for key in self.parameters)]
+
+
+def _values(parameter: BaseDistribution) -> Sequence[Any]:
+    """Every value; none of an interval of real numbers."""
+    if isinstance(parameter, IntDistribution):
+        return range(parameter.low, parameter.high + 1, parameter.step)
+    return parameter.choices if isinstance(parameter, CategoricalDistribution) else ()
+
+
+def parameter_text(parameter: Any) -> str:
+    """What a key is varied over, for people."""
+    if isinstance(parameter, CategoricalDistribution):
+        return ", ".join(map(str, parameter.choices))
+    by = ", by its logarithm" if parameter.log else ""
+    return f"{parameter.low:g} to {parameter.high:g}{by}"
 
 
 @dataclass(frozen=True)
@@ -92,14 +87,13 @@ def read_space(overrides: Sequence[str], search: SearchConfig) -> Space:
     """
     last = {o.key: o for o in map(parse_override, overrides)}
     varied = {key: o for key, o in last.items() if o.parsed.is_sweep_override()}
-    parameters = tuple(_parameter(o, search.sampler) for o in varied.values())
-    if not parameters:
-        raise ConfigError(
-            "search", "there is nothing to vary", f"give a range of values: {EXAMPLE}"
-        )
+    if not varied:
+        fix = f"give a range of values: {EXAMPLE}"
+        raise ConfigError("search", "there is nothing to vary", fix)
     shared = [str(o) for key, o in last.items() if key not in varied and not _is_of_search(o)]
     if search.metric is not None:
         shared.append(f"training.monitor={search.metric}")
+    parameters = {f"{o.sign}{key}": _parameter(o, search.sampler) for key, o in varied.items()}
     space = Space(parameters, tuple(shared))
     if search.sampler is Sampler.grid and (space.points or 0) > MOST_POINTS:
         problem = f"a grid of {space.points:,} combinations, more than {MOST_POINTS:,}"
@@ -109,22 +103,19 @@ def read_space(overrides: Sequence[str], search: SearchConfig) -> Space:
 
 def _is_of_search(override: CliOverride) -> bool:
     typed = f"{override.key}={override.value}"
-    own = ("search", "search.", "sweep.", "hydra")
-    return typed in ("experiment=search", "checkpoint.resume=auto") or (
-        override.key == own[0] or override.key.startswith(own[1:])
-    )
+    own = override.key == "search" or override.key.startswith(("search.", "sweep.", "hydra"))
+    return own or typed in ("experiment=search", "checkpoint.resume=auto")
 
 
-def _parameter(override: CliOverride, sampler: Sampler) -> Parameter:
+def _parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
     key = override.key
     value: Any = override.parsed.value()
     if key in REPLICATES:
         problem = "is no hyper-parameter: the best of several would be chance"
         fix = f"name one; then compare the best command over {key}=0,1,2"
         raise ConfigError(key, problem, fix)
-    name = f"{override.sign}{key}"
     if isinstance(value, IntervalSweep):
-        return _interval(name, value, sampler)
+        return _interval(f"{override.sign}{key}", value, sampler)
     if "log" in value.tags:
         raise ConfigError(key, "only an interval has a logarithm", "use tag(log,interval(…))")
     texts = tuple(dict.fromkeys(override.values()))
@@ -132,11 +123,11 @@ def _parameter(override: CliOverride, sampler: Sampler) -> Parameter:
         raise ConfigError(key, "has fewer than two values to choose from", "name two or more")
     numbers = value.range() if isinstance(value, RangeSweep) else None
     if isinstance(numbers, range) and not value.shuffle and numbers.step > 0:
-        return Parameter(name, low=numbers[0], high=numbers[-1], step=numbers.step)
-    return Parameter(name, texts)
+        return IntDistribution(numbers[0], numbers[-1], step=numbers.step)
+    return CategoricalDistribution(texts)
 
 
-def _interval(key: str, value: IntervalSweep, sampler: Sampler) -> Parameter:
+def _interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDistribution:
     low, high, log = value.start, value.end, "log" in value.tags
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError(key, "an interval needs two ends", f"{key}=interval(1,10)")
@@ -147,14 +138,15 @@ def _interval(key: str, value: IntervalSweep, sampler: Sampler) -> Parameter:
     if sampler is Sampler.grid:
         fix = f"name its values, {key}=choice({low:g},{high:g}), or use search=tpe"
         raise ConfigError(key, "search=grid has no intervals", fix)
-    whole = isinstance(low, int) and isinstance(high, int)
-    return Parameter(key, low=low, high=high, step=1 if whole else 0, log=log)
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log)
+    return FloatDistribution(low, high, log)
 
 
 def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     """The metric of a search over such runs, and whether more of it is better.
 
-    Raises ConfigError where that depends on the data or on somebody else's metric.
+    Raises ConfigError where that depends on the data or on a user's own metric.
     """
     search, given = config.search, config.search.metric or config.training.monitor
     metric = given or _own_metric(config)

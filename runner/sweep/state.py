@@ -81,7 +81,7 @@ class Sweep:
         path = folder / FILE
         try:
             record = json.loads(read_record(path))
-            jobs = [_job(values) for values in record["jobs"]]
+            jobs = list(map(_job, record["jobs"]))
             if len({job.folder for job in jobs}) < len(jobs):
                 raise ValueError("two jobs have one folder")
             return cls(str(record["command"]), str(record["hash"]), jobs, str(record["started"]))

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import FloatDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -24,7 +20,7 @@ from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError
 from runner.record.storage import for_owners
 from runner.sweep.config import Pruner, Sampler, SearchConfig
-from runner.sweep.search_space import SearchPlan, Space
+from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
 
 JOURNAL = (".journal", ".log")  # suffixes of Optuna's other format
@@ -92,7 +88,7 @@ class StudyFile:
                 left = [point for point in space.all_points() if _key(point) not in tried]
                 values = random.Random(number).choice(left)  # noqa: S311  # no secret
             self.study.enqueue_trial(values)
-            trial = self.study.ask(_distributions(space))
+            trial = self.study.ask(space.parameters)
             trial.set_user_attr(SWEEP, str(self.folder))
             return trial
 
@@ -108,8 +104,7 @@ class StudyFile:
 
     def report(self, trial: Trial, validation: int, value: float) -> str:
         """Note the metric at the n-th validation; why the trial is to end, or nothing."""
-        known = self._values(trial)
-        if validation not in known and math.isfinite(value):
+        if validation not in self._values(trial) and math.isfinite(value):
             trial.report(value, validation)
         pruner = self.plan.settings.pruner
         if pruner is Pruner.none or not trial.should_prune():
@@ -122,7 +117,6 @@ class StudyFile:
         """The search as `search.json` holds it."""
         plan, trials = self.plan, self.trials()
         done = [trial for trial in trials if trial.state is TrialState.COMPLETE]
-        best = max(done, key=lambda t: _value(t) * (1 if plan.rises else -1), default=None)
         importance = self._importance(done)
         return {
             "metric": plan.metric,
@@ -133,10 +127,10 @@ class StudyFile:
             "study": plan.name,
             "wanted": plan.settings.trials,
             "points": plan.space.points,
-            "best": None if best is None else best.number,
+            "best": self.study.best_trial.number if done else None,
             "parameters": [
-                {"key": p.key, "text": p.text, "importance": importance.get(p.key)}
-                for p in plan.space.parameters
+                {"key": key, "text": parameter_text(one), "importance": importance.get(key)}
+                for key, one in plan.space.parameters.items()
             ],
             "trials": [_as_row(trial, self.folder) for trial in trials],
         }
@@ -162,9 +156,9 @@ class StudyFile:
         sampler = _sampler(settings.sampler, settings.seed + number)
         trial = optuna.trial.create_trial(state=TrialState.RUNNING)
         trial.number = number
-        for key, distribution in _distributions(self.plan.space).items():
+        for key, distribution in self.plan.space.parameters.items():
             value = sampler.sample_independent(self.study, trial, key, distribution)
-            if isinstance(value, float):
+            if isinstance(distribution, FloatDistribution):
                 rounded = float(f"{value:.{DIGITS}g}")
                 value = min(max(rounded, distribution.low), distribution.high)
             proposed[key] = value
@@ -176,9 +170,8 @@ class StudyFile:
             sweep = trial.user_attrs.get(SWEEP)
             lost = sweep is None or (Path(sweep).is_dir() and not is_locked(Path(sweep)))
             if trial.state is TrialState.RUNNING and lost:
-                self.record_end(
-                    Trial(self.study, trial._trial_id), "failed", None, "its process ended"
-                )
+                open_trial = Trial(self.study, trial._trial_id)
+                self.record_end(open_trial, "failed", None, "its process ended")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -187,18 +180,6 @@ class StudyFile:
         with open(name, "ab", opener=for_owners) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def _distributions(space: Space) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for p in space.parameters:
-        if p.choices:
-            made[p.key] = CategoricalDistribution(p.choices)
-        elif p.step:
-            made[p.key] = IntDistribution(int(p.low), int(p.high), p.log, p.step)
-        else:
-            made[p.key] = FloatDistribution(p.low, p.high, p.log)
-    return made
 
 
 def _storage(path: Path) -> Any:
@@ -228,10 +209,6 @@ def _pruner(settings: SearchConfig) -> Any:
 
 def _key(values: Mapping[str, object]) -> str:
     return repr(sorted(values.items()))
-
-
-def _value(trial: FrozenTrial) -> float:
-    return trial.value if trial.value is not None else math.nan
 
 
 def _as_row(trial: FrozenTrial, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Names that people type, mistakes and refusals, and a sweep in which a job fails."""
+"""Names that people type, mistakes and refusals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import yaml
 
 from tests.runs import command
-
-from .conftest import OWN, only, read
 
 CONTRACT = {
     "name": "mine", "seed": 3, "training.steps": 7, "training.batch_size": 8,
@@ -45,7 +43,6 @@ def test_every_name_of_the_contract_is_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "code", "says"),
     [
-        (["optimisation=utlra"], 2, "did you mean optimization=ultra?"),
         (["training.stepz=3"], 2, "training.steps"),
         (["job=predict", "data.path=x.csv"], 2, "checkpoint.resume: job=predict needs a run"),
         (["training.steps=-1"], 2, "training.steps"),
@@ -83,26 +80,3 @@ def test_a_missing_package_is_one_line_with_the_way_to_it(tmp_path: Path) -> Non
     assert done.stderr.startswith("error: omegaconf is not installed for ")
     assert "activate" in done.stderr or "pip install" in done.stderr
     assert done.stderr.count("\n") == 1 and not done.stdout
-
-
-def test_a_sweep_with_a_job_that_fails_ends_with_7_and_compares_all(place: Path) -> None:
-    done = command(
-        place, "-m", *OWN, "name=swept", "training.steps=12", "+model.fault='',raises",
-        "hydra.launcher.jobs=2",
-    )  # fmt: skip
-    assert done.returncode == 7, done.stderr
-    assert "1 of 2 jobs failed" in done.stderr and "told to fail" in done.stderr
-    sweep = only(place, "outputs/sweeps/swept/*")
-    for name in ("comparison.md", "comparison.html"):
-        assert (sweep / name).stat().st_size > 0
-    rows = read(sweep / "comparison.json")["rows"]
-    assert [row["status"] for row in rows] == ["done", "failed"]
-    for row in rows:
-        assert row.keys() >= {
-            "overrides", "status", "reason", "summary", "speedup", "speedup_interval", "parity",
-            "command",
-        }  # fmt: skip
-    assert rows[0]["summary"]["steps"] == 12 and "told to fail" in rows[1]["reason"]
-    jobs = read(sweep / "sweep.json")["jobs"]
-    assert [job["exit_code"] for job in jobs] == [0, 1]
-    assert "Traceback" in (sweep / "1" / "run.log").read_text()

@@ -94,16 +94,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(run: Path, place: Path) 
     assert summaries[0] == summaries[1]
 
 
-def test_evaluating_answers_and_leaves_the_run_alone(run: Path, place: Path) -> None:
-    before = (run / "summary.json").read_bytes()
-    done = command(place, *OWN, "job=evaluate", f"checkpoint.resume={run}")
-    assert done.returncode == 0, done.stderr
-    folder = only(place, "outputs/evaluations/*/*")
-    metrics = read(folder / "summary.json")["metrics"]
-    assert metrics["val/accuracy"] == read(run / "summary.json")["metrics"]["val/accuracy"]
-    assert (run / "summary.json").read_bytes() == before
-
-
 def test_what_is_never_finite_ends_with_4_and_a_replay_names_the_module(place: Path) -> None:
     done = command(place, *OWN, "+model.fault=log", "name=nan", "training.steps=60")
     assert done.returncode == 4, done.stderr
@@ -117,10 +107,3 @@ def test_what_is_never_finite_ends_with_4_and_a_replay_names_the_module(place: P
     done = command(place, "job=replay", f"replay.path={folder}", "security.trusted=[own]")
     assert done.returncode == 0, done.stderr
     assert "part (Log)" in done.stdout and "log" in done.stdout
-
-
-def test_the_doctor_answers(place: Path) -> None:
-    done = command(place, "job=doctor", "device=cpu")
-    assert done.returncode in (0, 2), done.stderr
-    for word in ("torch", "amp", "fused_optimizer"):
-        assert word in done.stdout

@@ -62,41 +62,27 @@ def test_a_runs_folder_means_its_first_capture(path: str) -> None:
 
 def test_from_inside_the_folder_a_path_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = make_capture("mine").absolute()
-    monkeypatch.chdir(capture)
-    assert "name=mine" in ask(path=".")
-    monkeypatch.chdir(capture.parent)
-    assert "name=mine" in ask(path=".")
-    assert "name=mine" in ask(path=capture.name)
+    for folder, path in ((capture, "."), (capture.parent, "."), (capture.parent, capture.name)):
+        monkeypatch.chdir(folder)
+        assert "name=mine" in ask(path=path)
 
 
 WITHOUT_PATH = r"replay\.path: job=replay needs to know which step"
 
 
 @pytest.mark.parametrize(
-    ("typed", "error", "message"),
+    ("path", "error", "message"),
     [
-        (["job=replay", "replay.path=nowhere"], CheckpointError, "no folder nowhere"),
-        (["job=replay"], ConfigError, WITHOUT_PATH),
-        (["job=replay", "replay.path="], ConfigError, WITHOUT_PATH),
-        ([f"replay.path={CAPTURE}"], ConfigError, "add job=replay"),
-        (
-            ["job=replay", f"replay.path={CAPTURE}", "replay.timeout_s=0"],
-            ConfigError,
-            r"replay\.timeout_s",
-        ),
-        (["-m", "job=replay", "replay.path=a,b"], ConfigError, "one at a time"),
-        (["job=replay", "replay.path=healthy"], UsageError, "captured no step"),
-        (
-            ["job=replay", "replay.path=healthy/checkpoints/step_00000003"],
-            UsageError,
-            "is a checkpoint; name a run",
-        ),
-        (["job=replay", "replay.path=photos"], UsageError, "photos is no capture"),
-        (["job=replay", f"replay.path={CAPTURE}0"], CheckpointError, r"manifest\.json: damaged"),
+        ("nowhere", CheckpointError, "no folder nowhere"),
+        ("", ConfigError, WITHOUT_PATH),
+        ("healthy", UsageError, "captured no step"),
+        ("healthy/checkpoints/step_00000003", UsageError, "is a checkpoint; name a run"),
+        ("photos", UsageError, "photos is no capture"),
+        (f"{CAPTURE}0", CheckpointError, r"manifest\.json: damaged"),
     ],
 )
 def test_mistakes_are_answered_with_the_way_out(
-    typed: list[str], error: type[RunnerError], message: str
+    path: str, error: type[RunnerError], message: str
 ) -> None:
     make_capture()
     damaged = make_capture(where=f"{CAPTURE}0") / "manifest.json"
@@ -105,6 +91,21 @@ def test_mistakes_are_answered_with_the_way_out(
     (Path("healthy/checkpoints/step_00000003") / "manifest.json").touch()
     Path("photos").mkdir()
     with pytest.raises(error, match=message):
+        ask(path=path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["job=replay"], WITHOUT_PATH),
+        ([f"replay.path={CAPTURE}"], "add job=replay"),
+        (["job=replay", f"replay.path={CAPTURE}", "replay.timeout_s=0"], r"replay\.timeout_s"),
+        (["-m", "job=replay", "replay.path=a,b"], "one at a time"),
+    ],
+)
+def test_a_replay_is_of_one_named_capture(typed: list[str], message: str) -> None:
+    make_capture()
+    with pytest.raises(ConfigError, match=message):
         check(read_arguments(typed))
 
 
@@ -124,8 +125,9 @@ def test_a_capture_brings_no_trust() -> None:
         ({"model": {"kind": "../../theirs"}}, ConfigError, "theirs"),
         ({"model": {"kind": "mlp", "arguments": {"a=1,b": 2}}}, SecurityError, "is refused"),
         ({"name": "${oc.env:HOME}"}, SecurityError, "is refused"),
+        ({"data": {"kind": "gone"}}, ConfigError, "not one of this version's"),
     ],
-    ids=["hydra", "trust", "path", "argument", "interpolation"],
+    ids=["hydra", "trust", "path", "argument", "interpolation", "version"],
 )
 def test_a_forged_config_is_refused(
     forged: dict[str, Any], error: type[RunnerError], message: str
@@ -156,11 +158,3 @@ def test_the_captured_config_comes_back_whole(overrides: list[str]) -> None:
 def test_a_forged_name_is_left_out(name: str) -> None:
     make_capture(name)
     assert ask() == ["job=replay", f"replay.path={CAPTURE}"]
-
-
-def test_a_config_of_another_version_is_said_to_be_one() -> None:
-    config = plain(runs.config())
-    config["data"]["kind"] = "gone"
-    make_capture(config=config)
-    with pytest.raises(ConfigError, match="not one of this version's"):
-        ask()

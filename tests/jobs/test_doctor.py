@@ -6,14 +6,14 @@ import json
 import os
 import resource
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from runner.device.config import DeviceConfig, DeviceKind
+from runner.config import RunConfig
 from runner.doctor import environment
 from runner.doctor.environment import GIB, MIB, DoctorCheck, Status
 from runner.errors import StorageError
@@ -21,36 +21,24 @@ from runner.jobs.doctor import DoctorReport, examine, main, show
 from runner.record.console import Screen
 from runner.techniques import compiler
 from runner.techniques.config import Optimization
+from tests import runs
 
 
-@dataclass
-class Config:
-    """The two parts of a config that the doctor reads."""
-
-    device: DeviceConfig = field(default_factory=DeviceConfig)
-    optimization: Optimization = field(default_factory=Optimization)
-
-
-def cpu() -> Config:
-    return Config(DeviceConfig(kind=DeviceKind.cpu))
+def config(*overrides: str) -> RunConfig:
+    return runs.config("device=cpu", "optimization=none", *overrides)
 
 
 @pytest.fixture(scope="module")
 def report() -> DoctorReport:
-    config = cpu()
-    config.optimization.amp.enabled = True
-    return examine(config)
+    return examine(config("optimization.amp.enabled=true"))
 
 
-def test_every_technique_has_a_row_with_a_reason_where_it_is_not_available(report):
+def test_every_technique_has_a_row_and_this_environment_is_as_required(report):
     rows = {row.name: row for row in report.techniques}
     assert list(rows) == [name for name, _ in Optimization().techniques()]
     assert not rows["tf32"].available and "TF32" in rows["tf32"].reason
     assert rows["accumulation"].available and rows["accumulation"].reason == ""
     assert rows["amp"].requested and not rows["compile"].requested
-
-
-def test_this_environment_meets_the_projects_requirements(report):
     by_name = {check.name: check for check in report.checks}
     assert by_name["packages"].status is Status.ok, by_name["packages"].finding
     assert by_name["python"].status is Status.ok
@@ -58,7 +46,7 @@ def test_this_environment_meets_the_projects_requirements(report):
 
 
 def test_the_folder_gets_the_report_as_json_and_the_path_is_printed(tmp_path, capsys):
-    report = main(cpu(), tmp_path)
+    report = main(config(), tmp_path)
     path = tmp_path / "doctor.json"
     written = json.loads(path.read_text())
     assert written["status"] == report.status.value
@@ -67,12 +55,12 @@ def test_the_folder_gets_the_report_as_json_and_the_path_is_printed(tmp_path, ca
     out = capsys.readouterr().out
     assert str(path) in out and "techniques" in out
     with pytest.raises(StorageError, match="doctor.json"):
-        main(cpu(), tmp_path / "absent")
+        main(config(), tmp_path / "absent")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_reported():
-    report = examine(Config(DeviceConfig(kind=DeviceKind.cuda)))
+    report = examine(config("device=cuda"))
     failed = [check for check in report.checks if check.status is Status.fail]
     assert [check.name for check in failed] == ["device"]
     assert "built without CUDA" in failed[0].finding
@@ -94,15 +82,11 @@ def test_the_worst_check_is_the_status_and_text_in_brackets_is_shown_as_it_is(re
     assert "[/] found" in lines[at] and lines[at + 1] == "fix: [bold]fix"
 
 
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [((3, 11, 0), Status.ok), ((3, 14, 0), Status.fail), ((3, 10, 9), Status.fail)],
-)
-def test_python_is_compared_with_the_projects_range(version, status):
-    assert environment.python(version, environment.declared()[1]).status is status
-
-
-def test_a_missing_and_a_too_old_package_are_named():
+def test_python_and_packages_are_compared_with_what_the_project_needs():
+    supported = environment.declared()[1]
+    versions = ((3, 11, 0), (3, 14, 0), (3, 10, 9))
+    checks = [environment.python(version, supported).status for version in versions]
+    assert checks == [Status.ok, Status.fail, Status.fail]
     check = environment.packages(["no-such-package-zz>=2", "numpy>=9999", "torch>=2.11"])
     assert check.status is Status.fail
     assert "numpy>=9999 is needed, found" in check.finding
@@ -111,11 +95,10 @@ def test_a_missing_and_a_too_old_package_are_named():
 
 
 def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
+    for name, body in (("works", "echo my compiler 1.2"), ("broken", "exit 3")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
     works, broken = tmp_path / "works", tmp_path / "broken"
-    works.write_text("#!/bin/sh\necho my compiler 1.2\n")
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    for script in (works, broken):
-        script.chmod(0o755)
     good, bad, absent = (
         next(iter(environment.compilers("cpu", environ)))
         for environ in ({"CXX": str(works)}, {"CXX": str(broken)}, {"PATH": str(tmp_path)})

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner import build, compose, train
+from runner import compose
 from runner.data.batch import call, rows
 from runner.errors import ConfigError
 from runner.jobs import evaluate as job
 from runner.techniques.quantization import LEVELS, product_levels
 from runner.training.summary import Summary
+from tests import runs
 
 INT8 = "optimization.quantization.enabled=true"
-QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=2", "training.steps=40"]
 TEXT = ["data=stdlib_parts", "model=classifier", "model.width=64", "model.depth=1",
         "data.validation_samples=24", "training.steps=2", "training.batch_size=8"]  # fmt: skip
 MODELS = '''
@@ -43,33 +43,27 @@ class Branching(nn.Module):
 '''
 
 
-def overrides(folder: Path, *more: str) -> list[str]:
-    return [*QUICK, "job=evaluate", f"checkpoint.resume={folder}", *more]
+def asked(folder: Path, *more: str) -> tuple[str, ...]:
+    return "job=evaluate", f"checkpoint.resume={folder}", "training.steps=40", *more
 
 
 def evaluated(folder: Path, to: Path, *more: str) -> Summary:
-    return job.main(compose(overrides(folder, *more)), to)
-
-
-def row(summary: Summary) -> Any:
-    return next(row for row in summary.techniques if row.name == "quantization")
+    return job.main(runs.config(*asked(folder, *more)), to)
 
 
 @pytest.fixture(scope="module")
 def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of the default model, with averaged weights."""
-    return trained(tmp_path_factory.mktemp("mlp"), "optimizer.ema=0.9")
+    folder = tmp_path_factory.mktemp("mlp")
+    runs.trained("training.steps=40", "optimizer.ema=0.9", folder=folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model whose inputs go by name."""
-    return trained(tmp_path_factory.mktemp("text"), *TEXT)
-
-
-def trained(folder: Path, *more: str) -> Path:
-    with build(compose([*QUICK, *more]), folder) as run:
-        train(run)
+    folder = tmp_path_factory.mktemp("text")
+    runs.trained(*TEXT, folder=folder)
     return folder
 
 
@@ -96,7 +90,7 @@ def test_the_file_holds_the_evaluated_model_for_batches_of_any_size(
     assert Summary.read(tmp_path).export == summary.export
     assert f"exports/{file}" in (tmp_path / "report.md").read_text()
     loaded = load(path)
-    with build(compose(overrides(folder, *more))) as run, torch.no_grad(), run.update.averaged():
+    with runs.opened(*asked(folder, *more)) as run, torch.no_grad(), run.update.averaged():
         inputs = next(run.validation.batches(0))[0]
         assert isinstance(inputs, dict) is (which == "text")
         run.model.eval()
@@ -110,9 +104,9 @@ def test_int8_metrics_stand_in_the_summary_and_the_float_ones_in_the_evidence(
 ) -> None:
     plain = evaluated(mlp, tmp_path / "float", "optimizer.ema=0.9")
     int8 = evaluated(mlp, tmp_path / "int8", "optimizer.ema=0.9", INT8)
-    assert row(int8).engaged
-    assert row(int8).evidence["float_metrics"]["val/loss"] == plain.metrics["val/loss"]
-    assert row(int8).evidence["int8"] == int8.metrics["val/accuracy"]
+    row = runs.status(int8, "quantization")
+    assert row.engaged and row.evidence["int8"] == int8.metrics["val/accuracy"]
+    assert row.evidence["float_metrics"]["val/loss"] == plain.metrics["val/loss"]
     assert int8.metrics["val/loss"] != plain.metrics["val/loss"]
     assert int8.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], rel=0.02)
     assert plain.export == int8.export == {}
@@ -124,7 +118,7 @@ def test_the_quantised_state_is_int8_in_a_safetensors_file(mlp: Path, tmp_path: 
     state = load_file(tmp_path / summary.export["file"])
     assert state["layers.0.quantized"].dtype is torch.int8
     assert summary.export["model"] == "int8"
-    with build(compose(overrides(mlp, "optimizer.ema=0.9"))) as run, run.update.averaged():
+    with runs.opened(*asked(mlp, "optimizer.ema=0.9")) as run, run.update.averaged():
         weight = run.model.get_submodule("layers.0").weight.detach()
         again = state["layers.0.quantized"] * state["layers.0.scale"][:, None]
         bound = 0.01 if product_levels("cpu") == LEVELS else 0.02  # a CPU without VNNI has 64
@@ -145,11 +139,11 @@ def test_a_model_that_cannot_be_exported_is_one_clear_error_and_its_metrics_are_
     (tmp_path / "odd_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(tmp_path)
     odd = ["model._target_=odd_models.Branching", "security.trusted=[odd_models]"]
-    folder = trained(tmp_path / "run", *odd, "training.steps=2")
+    runs.trained(*odd, "training.steps=2", folder=tmp_path / "run")
     for kind, says in (("export", "does not take this model"), ("torchscript", "differ from")):
         to = tmp_path / kind
         with pytest.raises(ConfigError, match=rf"^evaluate\.export: .*{says}") as refused:
-            evaluated(folder, to, *odd, f"evaluate.export={kind}")
+            evaluated(tmp_path / "run", to, *odd, f"evaluate.export={kind}")
         assert "\n" not in str(refused.value)
         kept = Summary.read(to)
         assert kept.status == "done"
@@ -167,16 +161,16 @@ def test_int8_weights_that_there_are_not_are_no_file(mlp: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("typed", "says"),
     [
         (["evaluate.export=onnx"], "train first"),
         (["job=evaluate", "checkpoint.resume=x", "evaluate.export=quantized"], "no quantised"),
         (["job=evaluate", "checkpoint.resume=x", "evaluate.export=onxx"], "onxx"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_by_its_key(asked: list[str], says: str) -> None:
+def test_what_cannot_be_exported_is_refused_by_its_key(typed: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=rf"^evaluate\.export: .*{says}"):
-        compose(asked)
+        compose(typed)
 
 
 def test_onnx_without_its_packages_is_refused_before_anything_is_done(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -146,6 +147,9 @@ def test_a_table_with_gaps_and_unknown_categories_is_answered_as_the_run_does(
         ("tag", "missing"),
     ]
     assert (read["decimal"], read["thousands"]) == ("comma", "point")
+    program = (exports / "pipeline_example.py").read_text(encoding="utf-8")
+    assert not re.search(r"(import|from) runner", program)  # it needs none
+    assert summary["files"] == sorted(path.name for path in exports.iterdir())
     assert "unbekannt" in read["columns"][0]["missing"]
     utf8 = write_orders(tmp_path / "utf8.csv", "utf-8", "OXB", 50)
     new = write_orders(tmp_path / "new.csv", "cp1252", "OXB", 50)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import check
 from runner.composing import compose
 from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
 from runner.findings import Reason, Severity, Trust
@@ -90,24 +92,12 @@ def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder
         ("checkpoint", "CHECKED")
     ]
     assert "1 item, none refused: 1 CHECKED" in found.verdict and found.passed_over == 1
-    os.rename(run, tmp_path / "moved")
-    known = pinned(*(tmp_path / "moved/checkpoints/step_00000007").glob("[ms]*[st]"))
-    assert scan(tmp_path / "moved", folder, "security=strict", known).rows[
-        0
-    ].assessment.trust.name == ("PINNED")
-    one = pinned(tmp_path / "moved/checkpoints/step_00000007/state.pt")
-    model = tmp_path / "moved/checkpoints/step_00000007/state.pt"
-    assert scan(model, folder, "security=strict", one).rows[0].assessment.trust.name == "PINNED"
-
-
-def test_what_strict_would_not_load_is_an_error_that_names_the_digest(tmp_path, folder):
-    path = tmp_path / "a.npy"
-    np.save(path, np.arange(3))
-    with pytest.raises(SecurityError, match=rf"security\.pinned=\[{hash_file(path)[0]}\]"):
-        scan(path, folder, "security=strict")
-    assert scan(path, folder, "security=strict", pinned(path)).verdict.startswith(
-        "1 item, none refused"
-    )
+    moved = tmp_path / "moved"
+    os.rename(run, moved)
+    step = moved / "checkpoints/step_00000007"
+    for path, known in ((moved, step.glob("[ms]*[st]")), (step / "state.pt", [step / "state.pt"])):
+        rows = scan(path, folder, "security=strict", pinned(*known)).rows
+        assert rows[0].assessment.trust.name == "PINNED"
 
 
 def test_a_warning_is_told_and_a_note_is_not_and_strict_says_what_to_type():
@@ -135,38 +125,34 @@ def test_each_file_of_a_dcp_folder_is_refused_with_the_way_out(tmp_path, folder)
         assert "dcp_to_torch_save" in json.dumps(row["reasons"])
 
 
-def test_a_path_with_nothing_there_is_a_usage_error(tmp_path, folder):
+def test_what_holds_nothing_to_load_is_no_pass(tmp_path, folder):
     with pytest.raises(UsageError, match="scan.path: there is nothing at"):
         scan(tmp_path / "gone", folder)
+    with pytest.raises(UsageError, match="there is nothing at"):  # before there is a folder
+        check(read_arguments(["job=scan", "scan.path=gone.pt"]))
     with pytest.raises(ConfigError, match="scan.rows"):
         scan(tmp_path, folder, "scan.rows=-1")
-
-
-def test_a_folder_without_anything_to_load_is_no_pass(tmp_path, folder):
     (tmp_path / "wrong").mkdir()
-    for name in (None, "notes.txt"):
-        if name:
-            (tmp_path / "wrong" / name).write_text("no model")
+    for _ in range(2):
         with pytest.raises(UsageError, match="no model and no array lies in"):
             scan(tmp_path / "wrong", folder)
-    report = json.loads((folder / "scan.json").read_text())
+        (tmp_path / "wrong" / "notes.txt").write_text("no model")
+    report = written(folder)
     assert (report["verdict"], report["passed_over"]) == ("empty", 1)
 
 
-def test_so_many_rows_are_shown_and_the_record_has_all(tmp_path, folder, capsys):
-    for number in range(5):
-        np.save(tmp_path / f"{number}.npy", np.arange(number))
+def test_so_many_rows_are_shown_and_the_record_has_all_and_names_forge_nothing(
+    tmp_path, folder, capsys
+):
+    names = [*map(str, range(4)), "a\n\x1b[31mb|<b>`[x](y)"]
+    for number, name in enumerate(names):
+        np.save(tmp_path / f"{name}.npy", np.arange(number))
     known = pinned(*tmp_path.glob("*.npy"))
     scan(tmp_path, folder, "scan.rows=2", known)
     shown = capsys.readouterr().out
     assert shown.count(".npy") == 2 and "and 3 items more, in scan.json" in shown
     assert len(written(folder)["rows"]) == 5
-
-
-def test_names_of_files_can_forge_nothing(tmp_path, folder, capsys):
-    name = "a\n\x1b[31mb|<b>`[x](y).npy"
-    np.save(tmp_path / name, np.arange(3))
-    scan(tmp_path / name, folder, pinned(tmp_path / name))
+    scan(tmp_path / f"{names[-1]}.npy", folder, known)
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -207,9 +193,6 @@ def test_the_command_refuses_with_3_and_never_imports_torch_itself(tmp_path):
     assert done.returncode == 3, done.stderr
     assert len([line for line in done.stderr.splitlines() if "refused" in line]) == 1
     assert hash_file(tmp_path / "evil.pt")[0] in done.stdout and not (tmp_path / "mark").exists()
-    command[-1] = "scan.path=gone.pt"
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and len(list(tmp_path.glob("outputs/scans/scan/*"))) == 1
 
 
 def test_a_link_is_judged_by_the_name_that_a_loader_would_be_given(tmp_path, folder):

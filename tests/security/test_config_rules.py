@@ -21,7 +21,7 @@ from runner.composing import compose_raw
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security.config import SecurityConfig
 from runner.security.config_files import check_level
-from runner.sweep.job import register_plugins_for_children
+from runner.sweep.cluster_launchers import adapt_launcher
 from tests.security.files.judging import TRAP, hostile_configs, set_traps
 
 OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy", "psutil")
@@ -219,7 +219,7 @@ def test_the_run_says_which_packages_are_trusted() -> None:
 
 
 def test_jobs_that_other_launchers_start_do_not_look_into_the_current_folder(folder: Path) -> None:
-    register_plugins_for_children()
+    adapt_launcher("joblib")
     code = "import sys; print([p for p in sys.path if p in ('', sys.argv[1])])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=folder

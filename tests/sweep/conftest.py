@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ HERE = Path(__file__).parent
 NET = ["model._target_=sweep_package.Net", "security.trusted=[sweep_package]"]
 SHORT = ["data=cancer", "training.steps=5", "optimization=none", "device=cpu"]
 TRAP = "from pathlib import Path\nPath('trapped').touch()\n"
-
-Sweep = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def environment() -> dict[str, str]:
@@ -40,18 +37,18 @@ def own_folder(folder: Path) -> Path:
 
 
 def only(folder: Path) -> Path:
-    """The one sweep that there is in it."""
-    (found,) = (folder / "outputs" / "sweeps").glob("*/*")
-    return found
+    """The one sweep in it."""
+    (place,) = (folder / "outputs" / "sweeps").glob("*/*")
+    return place
 
 
-def told(folder: Path, name: str = "sweep.json") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text())
-    return found
+def read(folder: Path, name: str = "sweep.json") -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / name).read_text())
+    return record
 
 
 def statuses(folder: Path) -> list[str]:
-    return [job["status"] for job in told(folder)["jobs"]]
+    return [job["status"] for job in read(folder)["jobs"]]
 
 
 @pytest.fixture

@@ -1,19 +1,23 @@
-"""A model that can be told how to fail."""
+"""Models that fail on request, and one whose validation loss is a function of a hyper-parameter."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
+
+BEST = 0.3
 
 
 class Net(torch.nn.Module):
     def __init__(self, in_features: int, classes: int, how: str = "fine", work: int = 8) -> None:
         super().__init__()
         print(f"pid {os.getpid()} of {os.getppid()}", flush=True)  # noqa: T201
-        if how == "fail" or (how == "fail_once" and _is_first("failed")):
+        if how == "fail":
             raise ValueError("told to fail")
         if how == "big":
             torch.ones(2**27).sum()  # 512 MiB, for a moment
@@ -29,9 +33,24 @@ class Net(torch.nn.Module):
         return self.layer(x.flatten(1))
 
 
-def _is_first(name: str) -> bool:
-    try:
-        Path(name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+class Planted(torch.nn.Module):
+    """Its output is (x - 0.3)², and 1 more unless `how` is good; it learns nothing."""
+
+    def __init__(self, x: float, how: str = "good", pause_s: float = 0.0) -> None:
+        super().__init__()
+        if how == "fail":
+            raise ValueError("told to fail")
+        self.value = math.nan if how == "lost" else (x - BEST) ** 2 + (how != "good")
+        self.pause_s = pause_s
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(self.pause_s)
+            return self.value + 0 * self.weight + torch.zeros(len(x), 1)
+        return self.value + torch.zeros(len(x), 1)
+
+
+def mean_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that is the model's output."""
+    return output.mean()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from runner.errors import SecurityError, StorageError
 from runner.security.paths import own_trees, resumed_at, roots
 from runner.sweep.child import LOG, Child
 from runner.sweep.plan import archive_job
-from runner.sweep.state import Sweep
+from tests.runs import command
 
-ROOT = Path(__file__).parents[2]
 TYPED = ["-m", "seed=0,1", "training.epochs=1", "device=cpu", "optimization=none"]
 
 
@@ -79,13 +77,6 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(victim: Path
         check(read_arguments(typed))
 
 
-@pytest.mark.parametrize("name", ["/elsewhere", "../elsewhere", "a/../../b", "", "."])
-def test_a_job_s_folder_is_never_outside_of_its_sweep_s(name: str) -> None:
-    a_sweep(Path("handed"), name)
-    with pytest.raises(StorageError, match="damaged"):
-        Sweep.read(Path("handed"))
-
-
 @pytest.mark.parametrize("link", ["0", "a", ".earlier"])
 def test_a_job_is_moved_and_cleared_in_its_sweep_alone(link: str, victim: Path) -> None:
     handed, before = a_sweep(Path("handed")), everything(victim)
@@ -133,10 +124,7 @@ def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path: Path) -> None
 def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path: Path) -> None:
     where = "+optimizer.options.where=inside,../outside"
     typed = [*TYPED[:1], *TYPED[2:], where, "hydra.sweep.subdir=${optimizer.options.where}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *typed], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = command(Path.cwd(), *typed)
     assert done.returncode == 3
     assert "hydra.sweep.subdir: ../outside is refused" in done.stderr
     assert not list(Path().rglob("*side"))

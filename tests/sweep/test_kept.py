@@ -1,4 +1,4 @@
-"""What is left behind: no secrets, nested folders found again, damaged records survived."""
+"""What is left behind: damaged records survived, jobs whose files have changed, job contexts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from runner.sweep.state import Sweep
 from .conftest import environment
 
 JOB = {"number": 0, "overrides": ["seed=0"], "folder": "0"}
+OUTSIDE = ("/elsewhere", "../0", "a/../../b", "", ".", "a\0b", "x" * 5000, "\ud800")
 
 
 @pytest.mark.parametrize("text", ["a\\b", "a\\", "it's", "a\\'b", "${x}", "\\${x}", "a,b", "[1]"])
@@ -33,17 +34,14 @@ def test_any_path_is_read_back_as_it_is(text: str) -> None:
 @pytest.mark.parametrize(
     "jobs",
     [
+        *([JOB | {"folder": name}] for name in OUTSIDE),
         5,
-        [JOB | {"folder": "a\0b"}],
-        [JOB | {"folder": "x" * 5000}],
-        [JOB | {"folder": "../0"}],
-        [JOB | {"folder": "\ud800"}],
         [JOB | {"seconds": "long"}],
         [JOB | {"overrides": "seed=0"}],
         [JOB, JOB],
     ],
 )
-def test_a_record_of_other_things_is_a_damaged_one(tmp_path: Path, jobs: Any) -> None:
+def test_a_record_of_other_things_or_places_is_a_damaged_one(tmp_path: Path, jobs: Any) -> None:
     whole = {"command": "", "hash": "", "started": "", "jobs": jobs}
     (tmp_path / "sweep.json").write_text(json.dumps(whole))
     with pytest.raises(StorageError, match="damaged"):
@@ -88,27 +86,23 @@ def test_a_job_is_another_one_with_another_variable() -> None:
     assert identity.job_hash(config) != identity.job_hash(config, {"TOKEN": "1"})
 
 
-@pytest.mark.parametrize("left", ["garbage", "5", "[]", '{"token": "", "overrides": ["seed=3"]}'])
-def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
-    code = "from runner.sweep.job import take_job_context; print(take_job_context().overrides)"
-    for stdin in (subprocess.DEVNULL, subprocess.PIPE):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], env={**environment(), job.VARIABLE: left}, text=True,
-            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        said, _ = process.communicate(timeout=30)
-        assert (process.returncode, said) == (0, "[]\n")
-
-
-def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe() -> None:
+def context(stdin: int, **variables: str) -> str:
+    """What a process with that stdin takes for its job's."""
     code = "from runner.sweep.job import take_job_context; print(take_job_context())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment() | variables, text=True, stdin=stdin,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return process.communicate(timeout=30)[0]
+
+
+def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe_alone() -> None:
+    for stdin in (subprocess.DEVNULL, subprocess.PIPE):  # of a variable that was left behind
+        assert context(stdin, **{job.VARIABLE: "1"}) == f"{job.JobContext()}\n"
     variables, reads, writes = job.parent_death_pipe(["seed=3"], chosen=False)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment() | variables, text=True, stdin=reads,
-            capture_output=True,
-        )  # fmt: skip
+        assert context(reads) == f"{job.JobContext()}\n"
+        assert context(reads, **variables) == f"{job.JobContext(['seed=3'], chosen=False)}\n"
     finally:
         os.close(reads)
         os.close(writes)
-    assert done.stdout == f"{job.JobContext(['seed=3'], chosen=False)}\n", done.stderr

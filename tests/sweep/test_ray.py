@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import environment, only, told
+from .conftest import environment, only, read
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="hydra-ray-launcher is missing")
@@ -79,7 +79,7 @@ class RaySweep:
 
 
 def rows(folder: Path) -> dict[str, tuple[str, str]]:
-    every = told(only(folder), "comparison.json")["rows"]
+    every = read(only(folder), "comparison.json")["rows"]
     return {row["name"]: (row["status"], row["reason"]) for row in every}
 
 
@@ -102,7 +102,7 @@ def test_a_job_that_ray_begins_again_goes_on_from_its_checkpoint(tmp_path):
     sweep.worker(0).kill()
     code, out = sweep.wait()
     assert code == 0, out
-    summary = told(only(tmp_path) / "0", "summary.json")
+    summary = read(only(tmp_path) / "0", "summary.json")
     assert (summary["status"], summary["steps"]) == ("done", 4000)
     (how,) = (c["reason"] for c in summary["choices"] if c["key"] == "checkpoint.resume")
     assert how.startswith("continues at step") and how != "continues at step 0"

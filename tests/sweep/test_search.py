@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -22,23 +20,33 @@ from runner.composing import compose
 from runner.errors import ConfigError, UsageError
 from runner.overrides.groups import CONF
 from runner.sweep.config import Pruner, Sampler, SearchConfig
-from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
 
-from .conftest import HERE, environment, only, sweep, told
+from .conftest import environment, only, own_folder, read, statuses, sweep
 
 pytest.importorskip("optuna")
+
+from runner.sweep.search_space import (  # noqa: E402
+    SearchPlan,
+    parameter_text,
+    read_space,
+    resolve_metric,
+)
+from runner.sweep.study import StudyFile  # noqa: E402
 
 INTERVAL = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
 SPACE = [INTERVAL, "model.width=choice(32,64)", "model.depth=range(1,5)", "name=x"]
 PLANTED = [
     "experiment=search",
-    "model._target_=search_package.Planted",
-    "objective._target_=search_package.output",
-    "security.trusted=[search_package]",
+    "model._target_=sweep_package.Planted",
+    "objective._target_=sweep_package.mean_output",
+    "security.trusted=[sweep_package]",
     "search.metric=val/loss",
     "search.direction=minimize",
     "stability=off",
 ]
+KINDS = [
+    "+model.how=choice(good,bad,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid",
+]  # fmt: skip
 
 
 def plan(*overrides: str, **settings: Any) -> SearchPlan:
@@ -49,9 +57,9 @@ def plan(*overrides: str, **settings: Any) -> SearchPlan:
 def test_a_space_is_read_in_hydras_sweep_syntax() -> None:
     mine = ["experiment=search", "search.trials=3", "hydra.mode=MULTIRUN", "sweep.resume=none"]
     space = read_space([*mine, *SPACE], SearchConfig(metric="val/f1"))
-    lr, width, depth = space.parameters
-    assert (lr.low, lr.high, lr.log, list(lr.values)) == (1e-4, 1e-1, True, [])
-    assert (list(width.values), list(depth.values)) == (["32", "64"], [1, 2, 3, 4])
+    assert [parameter_text(one) for one in space.parameters.values()] == [
+        "0.0001 to 0.1, by its logarithm", "32, 64", "1 to 4",
+    ]  # fmt: skip
     assert space.shared == ("name=x", "training.monitor=val/f1") and space.points is None
     assert read_space(SPACE[1:], SearchConfig()).points == 8
     assert space.overrides({"optimizer.lr": 0.01, "model.width": "32", "model.depth": 2})[-3:] == [
@@ -102,8 +110,6 @@ def test_the_metric_is_that_of_the_runs_and_its_direction_follows(
 
 def ask_all(folder: Path, given: SearchPlan) -> list[tuple[int, float]]:
     """Trials until there are none, each told a planted value; what each was."""
-    from runner.sweep.study import StudyFile
-
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     with lock(folder):
@@ -158,8 +164,6 @@ print(ask_all(Path(sys.argv[1]), given))
 def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others(
     tmp_path: Path,
 ) -> None:
-    from runner.sweep.study import StudyFile
-
     given = plan("x=interval(-5,5)", trials=3, storage=str(tmp_path / "shared.db"))
     (tmp_path / "gone").mkdir()
     cut_off = StudyFile(given, tmp_path / "gone").ask()
@@ -174,8 +178,6 @@ def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others
 
 @pytest.mark.parametrize("pruner", [Pruner.median, Pruner.halving, Pruner.none])
 def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path: Path, pruner: Pruner) -> None:
-    from runner.sweep.study import StudyFile
-
     given = plan("x=interval(-5,5)", trials=9, pruner=pruner, startup=2, warmup=1)
     study = StudyFile(given, tmp_path)
     reasons = []
@@ -201,22 +203,16 @@ def test_without_optuna_a_search_says_what_to_install(
     assert not list(tmp_path.iterdir())
 
 
-def search(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
-    (folder / "search_package.py").write_text((HERE / "search_package.py").read_text())
-    return sweep(folder, *PLANTED, *typed)
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("mixed")
-    kinds = ["+model.how=choice(good,bad,lost,fail)", "+model.x=choice(0.3,1.3)"]
-    return folder, search(folder, *kinds, "search=grid", "search.parallel=2")
+    folder = own_folder(tmp_path_factory.mktemp("mixed"))
+    return folder, sweep(folder, *PLANTED, *KINDS, "search.parallel=2")
 
 
 def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any]) -> None:
     folder, done = mixed
     place = only(folder)
-    record, compared = told(place, "search.json"), told(place, "comparison.json")
+    record, compared = read(place, "search.json"), read(place, "comparison.json")
     trials = record["trials"]
     assert len(trials) == len(compared["rows"]) == 8
     states = {(t["values"]["+model.arguments.how"], t["status"]) for t in trials}
@@ -241,7 +237,7 @@ def test_the_page_of_a_search_shows_history_importance_best_command_and_trials(
     wanted = ["The best trial", "What failed", "History", "What mattered", "Trials"]
     assert [heading for heading in headings if heading in wanted] == wanted
     assert "Speed" not in headings and "Memory against speed" not in headings
-    importance = {p["key"]: p["importance"] for p in told(place, "search.json")["parameters"]}
+    importance = {p["key"]: p["importance"] for p in read(place, "search.json")["parameters"]}
     assert sum(importance.values()) == pytest.approx(1)
     document = (place / "comparison.md").read_text()
     assert "The best trial again:" in document and "| trial | status |" in document
@@ -251,73 +247,51 @@ def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
     mixed: tuple[Path, Any],
 ) -> None:
     folder, _ = mixed
-    before = told(only(folder), "search.json")["trials"]
-    kinds = ["+model.how=choice(good,bad,lost,fail)", "+model.x=choice(0.3,1.3)"]
-    again = search(folder, *kinds, "search=grid", "search.trials=50", "checkpoint.resume=auto")
+    before = read(only(folder), "search.json")["trials"]
+    more = ["search.trials=50", "checkpoint.resume=auto"]
+    again = sweep(folder, *PLANTED, *KINDS, *more)
     assert "8 of 50 trials are done" in again.stderr and " started" not in again.stderr
-    assert told(only(folder), "search.json")["trials"] == before
+    assert read(only(folder), "search.json")["trials"] == before
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_behind_stops_early_and_cleanly(tmp_path: Path) -> None:
+def test_a_trial_that_is_behind_stops_early_and_cleanly(folder: Path) -> None:
     typed = ["+model.x=choice(0.3,3)", "+model.pause_s=0.02", "training.steps=200"]
     typed += ["training.validate_every=10", "search.startup=1", "search=grid", "search.seed=2"]
-    done = search(tmp_path, *typed, "search.pruner=median")
+    done = sweep(folder, *PLANTED, *typed, "search.pruner=median")
     assert done.returncode == 0, done.stderr
-    good, behind = told(only(tmp_path), "comparison.json")["rows"]
+    good, behind = read(only(folder), "comparison.json")["rows"]
     assert (good["status"], good["summary"]["steps"]) == ("done", 200)
     assert behind["status"] == "stopped" and behind["reason"].startswith("pruned at validation ")
     assert behind["summary"]["steps"] < 200 and behind["summary"]["checkpoint"]["last"]
-    assert told(only(tmp_path), "search.json")["trials"][1]["status"] == "pruned"
-
-
-def start(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
-    (folder / "search_package.py").write_text((HERE / "search_package.py").read_text())
-    variables = {**environment(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "runner", "-m", "data=cancer", "device=cpu", *PLANTED, *typed]
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(p.read_text()) for p in folder.glob("outputs/sweeps/*/*/search.json")]
+    assert read(only(folder), "search.json")["trials"][1]["status"] == "pruned"
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on_with_its_trials(tmp_path: Path) -> None:
+def test_a_search_that_is_killed_goes_on_with_its_trials(folder: Path) -> None:
     typed = ["+model.x=interval(0,1)", "+model.pause_s=0.05", "training.steps=40"]
     typed += ["search.trials=6", "search.parallel=2", "search=random", "search.pruner=none"]
-    typed += ["checkpoint.every=10", "optimization=none"]
-    killed = start(tmp_path, *typed)
+    typed += ["checkpoint.every=10", "optimization=none", "data=cancer", "device=cpu"]
+    variables = {**environment(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "runner", "-m", *PLANTED, *typed]
+    killed = subprocess.Popen(command, cwd=folder, env=variables)
+
+    def trials() -> list[dict[str, Any]]:
+        files = folder.glob("outputs/sweeps/*/*/search.json")
+        return [trial for file in files for trial in json.loads(file.read_text())["trials"]]
+
     until = time.monotonic() + 120
-    while not any(len(r["trials"]) > 3 for r in records(tmp_path)) and time.monotonic() < until:
+    while len(trials()) < 4 and time.monotonic() < until:
         time.sleep(0.05)
-    os.kill(killed.pid, signal.SIGKILL)
+    killed.kill()
     killed.wait()
-    (before,) = records(tmp_path)
-    done = {t["number"]: t for t in before["trials"] if t["status"] == "done"}
-    assert done and len(before["trials"]) < 6
-    assert start(tmp_path, *typed).wait(timeout=300) == 0
-    (after,) = records(tmp_path)
-    assert [t["number"] for t in after["trials"]] == list(range(6))
-    assert {t["status"] for t in after["trials"]} == {"done"}
-    assert {n: t for n, t in enumerate(after["trials"]) if n in done} == done
-    rows = told(only(tmp_path), "comparison.json")["rows"]
-    assert [row["status"] for row in rows] == ["done"] * 6
-    cut_off = [job for job in told(only(tmp_path))["jobs"] if job["tries"] > 1]
-    assert cut_off  # they were taken up, with their values
-    assert {job["status"] for job in told(only(tmp_path))["jobs"]} == {"done"}
-
-
-@pytest.mark.slow
-def test_two_processes_share_one_search(tmp_path: Path) -> None:
-    typed = ["+model.x=interval(0,1)", "+model.pause_s=0.05", "training.steps=20"]
-    typed += ["search.trials=6", "search.storage=shared.db", "search=random", "optimization=none"]
-    both = [start(tmp_path, *typed) for _ in range(2)]
-    assert [process.wait(timeout=300) for process in both] == [0, 0]
-    parts = [told(place)["jobs"] for place in (tmp_path / "outputs" / "sweeps").glob("*/*")]
-    assert len(parts) == 2 and all(parts)
-    values = [job["overrides"][-1] for jobs in parts for job in jobs]
-    assert len(values) == len(set(values)) == 6
-    longest = max(records(tmp_path), key=lambda record: len(record["trials"]))
-    assert [t["number"] for t in longest["trials"]] == list(range(6))
+    done = {t["number"]: t for t in trials() if t["status"] == "done"}
+    assert done and len(trials()) < 6
+    assert subprocess.run(command, cwd=folder, env=variables, timeout=300).returncode == 0
+    assert [t["number"] for t in trials()] == list(range(6))
+    assert {t["status"] for t in trials()} == {"done"}
+    assert {n: t for n, t in enumerate(trials()) if n in done} == done
+    rows = read(only(folder), "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == statuses(only(folder)) == ["done"] * 6
+    # they were taken up, with their values
+    assert any(job["tries"] > 1 for job in read(only(folder))["jobs"])

@@ -1,1 +1,0 @@
-"""The runner's launcher, as a Hydra plugin."""

@@ -1,1 +1,0 @@
-"""The sweeper plugin; Hydra looks for it here."""

@@ -1,0 +1,228 @@
+"""hydra/launcher=submitit_slurm and =ray: jobs that end without a result, and jobs that restart.
+
+submitit learns from `sacct` that a job has ended, which needs a database for accounting: without it
+the launcher waits for ever for one that was killed. `squeue` answers on every cluster. The Ray
+plugin's own loop raises at the first worker that is lost, and Ray would run its job once more in
+the same folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from runner.errors import Interrupted, StorageError, SweepFailed
+from runner.record.console import close_logging, set_up_logging
+from runner.sweep.child import GRACE_S
+from runner.sweep.schedule import write_failed_summary
+from runner.training.signals import Interrupts, signals_unwind
+from runner.training.summary import Summary
+
+log = logging.getLogger("runner")
+
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
+INSIDE = "SUBMITIT_EXECUTOR"  # set in a job
+SLURM_POLL_S = 30  # seconds between two questions to the scheduler, at most
+ENDED = "ENDED"
+CAUSE = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
+
+RAY_INIT = {"include_dashboard": False, "log_to_driver": False}  # each job has a log of its own
+RAY_REMOTE = {"max_retries": 0, "max_calls": 1}  # a fresh process for each job
+RAY_STATUS = {"OutOfMemoryError": "oom", "TaskCancelledError": "interrupted"}
+RAY_POLL_S = 0.5
+
+
+def adapt_launcher(target: str) -> None:
+    """Have the launcher of that class report a failed job when all have ended.
+
+    Processes that it starts can import what unpickling Hydra's plugins needs: their module path
+    lacks the current folder, which `python -m` would put first.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = PLUGINS.parents[1]
+    ours = [PLUGINS, *([root] if root == Path.cwd().resolve() else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *map(str, ours)]))
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if "hydra_submitit_launcher" in target:
+        _watch_queue()
+    elif target.endswith("ray_launcher.RayLauncher"):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        from hydra_plugins.hydra_ray_launcher import _core
+
+        _core.launch = launch_on_ray
+
+
+def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
+    """Write how a job without a result ended, unless its own summary states an end."""
+    with open_dict(config):
+        config.hydra.job.num, config.hydra.job.id = number, id
+    folder = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
+    try:
+        if Summary.read(folder).status != "running":
+            return
+    except StorageError:
+        log.debug("%s has no summary", folder)
+    write_failed_summary(folder, status, reason, "")
+
+
+def _failed(result: JobReturn, reason: str) -> JobReturn:
+    """A failure, which the sweeper raises when all have ended."""
+    result.status, result.return_value = JobStatus.FAILED, SweepFailed(reason)
+    return result
+
+
+# -- SLURM -----------------------------------------------------------------------------------------
+
+
+def _watch_queue() -> None:
+    """Have submitit ask for jobs by squeue."""
+    from submitit.core.core import Job
+    from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+
+    watcher: Any = SlurmInfoWatcher
+    watcher._make_command, watcher.read_info = _ask_queue, _read_queue
+    SlurmJob.watcher = watcher(delay_s=SLURM_POLL_S)
+    job: Any = Job
+    wait = job.results
+    job.results = lambda job: _slurm_results(job, wait)
+    logging.getLogger("submitit").setLevel(logging.ERROR)
+
+
+def _ask_queue(watcher: Any) -> list[str] | None:
+    if not watcher._registered - watcher._finished:
+        return None
+    return ["squeue", "--noheader", "--array", "--me", "--format=%i|%T"]
+
+
+def _read_queue(watcher: Any, answer: bytes | str) -> dict[str, dict[str, str]]:
+    """The state of each job; one that is not in the queue has ended."""
+    text = answer.decode() if isinstance(answer, bytes) else answer
+    states = dict(line.strip().split("|") for line in text.splitlines() if "|" in line)
+    return {job: {"State": states.get(job, ENDED)} for job in watcher._registered}
+
+
+def _slurm_results(job: Any, wait: Any) -> list[Any]:
+    """The results of a job, or a failure that its folder records where the job could not."""
+    try:
+        results: list[Any] = wait(job)
+        return results
+    except Exception as error:
+        causes = CAUSE.findall(job.stderr() or "")
+        reason = f"the scheduler: {causes[-1]}" if causes else "it ended without a result"
+        try:
+            task = job.submission()
+            overrides, _, number, *_ = task.args
+            loader, config = task.function.hydra_context.config_loader, task.function.config
+            config = loader.load_sweep_config(config, overrides)
+            _record_lost_job(config, number, job.job_id, "killed", reason)
+        except Exception:  # the sweep's folder may be gone
+            log.debug("no record of %s", job.job_id, exc_info=True)
+        log.debug("%s", error)
+        return [_failed(JobReturn(), reason)]
+
+
+@contextmanager
+def in_slurm_job(config: DictConfig) -> Iterator[None]:
+    """While entered in a job: its run saves a checkpoint before submitit puts the job back.
+
+    That begins again in the same folder, and continues there.
+    """
+    from submitit import JobEnvironment
+
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and config.checkpoint.resume == "none":
+        config.checkpoint.resume = "auto"
+    number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
+    put_back = signal.signal(number, signal.SIG_DFL)
+    try:
+        with signals_unwind():
+            yield
+    except SystemExit as end:
+        if end.code == 128 + number and callable(put_back):
+            put_back(number, None)  # ends this process
+        raise
+
+
+# -- Ray -------------------------------------------------------------------------------------------
+
+
+def launch_on_ray(
+    launcher: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+) -> list[JobReturn]:
+    """Run the jobs, each in a Ray worker. Raises Interrupted."""
+    import ray
+    from hydra_plugins.hydra_ray_launcher._launcher_util import launch_job_on_ray
+
+    setup_globals()
+    set_up_logging("info", None)
+    try:
+        ray.init(**{**RAY_INIT, **_values(launcher.ray_cfg.init)})
+        remote = OmegaConf.create({**RAY_REMOTE, **_values(launcher.ray_cfg.remote)})
+        task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
+        context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
+        with Interrupts("ending the jobs") as interrupts:  # after init: Ray has handlers of its own
+            for number, overrides in enumerate(job_overrides, initial_job_idx):
+                config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
+                with open_dict(config):
+                    config.hydra.job.num = config.hydra.job.id = number
+                jobs[launch_job_on_ray(context, remote, config, task, state)] = config
+            _wait(ray, list(jobs), interrupts)
+            results = [_ray_result(ray, job, config) for job, config in jobs.items()]
+        if interrupts.received is not None:
+            raise Interrupted(interrupts.received)
+        return results
+    finally:
+        close_logging()
+        ray.shutdown()
+
+
+def _values(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    return values or {}
+
+
+def _run_on_ray(task: Any, config: DictConfig) -> Any:
+    """One job, in its worker; one that Ray begins again continues from its last checkpoint."""
+    begun = any(Path(HydraConfig.get().runtime.output_dir).glob("checkpoints/step_*"))
+    if begun and config.checkpoint.resume == "none":
+        config.checkpoint.resume = "auto"
+    return task(config)
+
+
+def _wait(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
+    """Until all jobs have ended. After a signal they have some time to write a checkpoint."""
+    deadline = float("inf")
+    while jobs and time.monotonic() < deadline:
+        _, jobs = ray.wait(jobs, num_returns=len(jobs), timeout=RAY_POLL_S, fetch_local=False)
+        if interrupts.received is not None and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_S
+            for job in jobs:
+                ray.cancel(job)  # as Ctrl-C is to the job
+    for job in jobs:
+        ray.cancel(job, force=True)
+
+
+def _ray_result(ray: Any, job: Any, config: DictConfig) -> JobReturn:
+    """The result of a job; the loss of its worker is recorded in its folder."""
+    try:
+        result: JobReturn = ray.get(job)
+        return result
+    except ray.exceptions.RayError as error:
+        kind = type(error).__name__
+        reason = f"its Ray worker was lost: {kind}: {str(error).partition(chr(10))[0]}"
+        number = config.hydra.job.num
+        _record_lost_job(config, number, number, RAY_STATUS.get(kind, "killed"), reason)
+        log.error("#%d: %s", number, reason)
+        return _failed(JobReturn(config.hydra.overrides.task, config), reason)
