@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,6 @@ class LazyRun:
     steps: int | None = None
     run: Run | None = None
     closed: bool = False
-    refused: set[str] = field(default_factory=set)  # requested, and not applicable
 
     def __post_init__(self) -> None:
         check_model_arguments(
@@ -79,6 +78,8 @@ class LazyRun:
         level, steps = f"optimization={self.level}", f"training.steps={self.steps or MANY_STEPS}"
         self.config = compose([level, *self._device(), *QUIET, steps, *self.overrides])
         self.objective = loss_objective(self.loss_fn or mean_output)
+        requested = [name for name, t in self.config.optimization.techniques() if t.enabled]
+        self.refused = self.not_applicable.keys() & requested
 
     def build_run(self, inputs: Inputs, target: Any = None) -> Run:
         """The run, built around this batch the first time."""
@@ -114,17 +115,15 @@ class LazyRun:
     def _build(self, inputs: Inputs, target: Any) -> Run:
         n = samples(inputs, f"{self.who}: the batch")
         optimization = replace(self.config.optimization)
-        for name, technique in optimization.techniques():
-            if name in self.not_applicable and technique.enabled:
-                self.refused.add(name)
-                setattr(optimization, name, replace(technique, enabled=False))
+        for name in self.refused:
+            setattr(optimization, name, replace(getattr(optimization, name), enabled=False))
         micro = self.config.training.micro_batch
         training = replace(self.config.training, batch_size=n, micro_batch=micro and min(micro, n))
         config = replace(self.config, training=training, optimization=optimization)
         host, rows = torch.device("cpu"), np.arange(n)
         label = torch.zeros(n, dtype=torch.int64) if target is None else target
-        inputs, label = moved(inputs, host), moved(label, host)
-        data = InMemory(inputs, label, _sizes(inputs), (rows, rows))
+        nests = moved((inputs, label), host)
+        data = InMemory(*nests, Sizes("given"), (rows, rows))
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
         optimizer = self.optimizer or _idle_optimizer(self.model)
         run = build(config, given=Components(self.model, data, self.objective, optimizer))
@@ -165,14 +164,6 @@ def stash_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def run_contexts(run: Run) -> ExitStack:
-    """The run's contexts (autocast), entered."""
-    with ExitStack() as stack:
-        for context in run.contexts:
-            stack.enter_context(context())
-        return stack.pop_all()
-
-
 def loss_objective(loss_fn: Loss) -> Custom:
     """A loss function of the user's own as an objective."""
     return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
@@ -182,12 +173,3 @@ def _idle_optimizer(model: nn.Module) -> Optimizer:
     """An optimizer of nothing, for a model that is not trained."""
     nothing = torch.zeros(1, device=device_of(model), requires_grad=True)
     return torch.optim.SGD([nothing], lr=0.0)
-
-
-def _sizes(inputs: Inputs) -> Sizes:
-    """The sizes that follow from the first tensor of an example."""
-    first = tensors(inputs)[0]
-    if not first.is_floating_point() and first.ndim == 2:
-        return Sizes("given", sequence=first.shape[1])
-    channels = first.shape[1] if first.ndim == 4 else None
-    return Sizes("given", in_features=first[0].numel(), in_channels=channels)

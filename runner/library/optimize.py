@@ -21,12 +21,13 @@ from runner.library.arguments import (
     device_of,
     moved,
 )
-from runner.library.lazy_run import LazyRun, run_contexts
+from runner.library.lazy_run import LazyRun
 from runner.models import modes
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.optim.optimizer import Optimizer
 from runner.random_state import claim_random_state, exclusive_random_state, release_random_state
 from runner.techniques.base import TechniqueStatus
+from runner.techniques.probe import entered
 from runner.training.evidence import build_summary
 from runner.training.hook import Step
 from runner.training.run import Run
@@ -86,10 +87,11 @@ class Optimized(Closeable):
         run = self.lazy.run or self.ready(self._as_inputs(args, kwargs))
         args = tuple(place_inputs(run, value) for value in args)
         kwargs = {name: place_inputs(run, value) for name, value in kwargs.items()}
+        self.called = True
         while True:
             try:
-                with run_contexts(run):
-                    output = self.forward(*args, **kwargs)
+                with entered(run.contexts):
+                    output = run.forward(*args, **kwargs)
                 return tree_map(output, _full_precision) if run.contexts else output
             except Exception as error:  # a compiler failed: a simpler way is tried
                 if not any(recover(run, error) for recover in run.recoveries):
@@ -98,13 +100,6 @@ class Optimized(Closeable):
     def ready(self, inputs: Inputs) -> Run:
         """Apply the techniques, with these inputs as the example, if that was not done yet."""
         return self.lazy.build_run(inputs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The run's own forward, whose contexts the caller has entered."""
-        if self.lazy.run is None:
-            raise UsageError("optimize: it was closed; make another one")
-        self.called = True
-        return self.lazy.run.forward(*args, **kwargs)
 
     def _as_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """The arguments of a call as the inputs of a batch; without tensors they are defaults."""
