@@ -38,7 +38,7 @@ def unavailable(knobs: Quantization, device: Device) -> str | None:
 
 def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
     """Change nothing yet: the copy is made of the trained model."""
-    if candidates(knobs, draft.model, draft.device):
+    if candidates(knobs, draft.model, draft.device.kind):
         return None
     return (
         f"no linear layer with {knobs.min_features} inputs and outputs or more "
@@ -49,7 +49,7 @@ def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
 def engaged(knobs: Quantization, run: Run) -> Evidence:
     """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
     plain = standalone(run)
-    layers = candidates(knobs, plain, run.device)
+    layers = candidates(knobs, plain, run.device.kind)
     float_bytes, quantized = model_bytes(plain), len(layers)
     model = replace_layers(plain, layers, knobs.mode is QuantizationMode.dynamic)
     left_float = sum(linear_weight(module) is not None for module in model.modules())
@@ -193,14 +193,14 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     return weight.t() if conv1d and weight.is_floating_point() else None
 
 
-def candidates(knobs: Quantization, model: nn.Module, device: Device) -> dict[nn.Module, Tensor]:
-    """The linear layers to quantise, with their weights.
+def candidates(knobs: Quantization, model: nn.Module, kind: str) -> dict[nn.Module, Tensor]:
+    """The linear layers to quantise on that kind of device, with their weights.
 
     Not those below `min_features` on a side, nor weights that another module shares: there would
     be two copies.
     """
     dynamic = knobs.mode is QuantizationMode.dynamic
-    multiple = 8 if device.kind == "cuda" and dynamic else 1  # what torch's product takes there
+    multiple = 8 if kind == "cuda" and dynamic else 1  # what torch's product takes there
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     layers: dict[nn.Module, Tensor] = {}
     for module in model.modules():
