@@ -15,12 +15,6 @@ from runner import optimize, train_step
 from runner.errors import UsageError
 
 Batches = list[tuple[Tensor, Tensor]]
-OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.AdamW, {"lr": 1e-3}),
-    (torch.optim.AdamW, {"lr": 1e-3, "fused": False}),
-    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    (torch.optim.RMSprop, {"lr": 1e-3}),
-]
 loss_of = nn.functional.cross_entropy
 
 
@@ -36,7 +30,20 @@ def plain_step(
     return loss.item(), norm.item()
 
 
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def assert_close(net: nn.Module, twin: nn.Module, atol: float = 1e-6) -> None:
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.AdamW, {"lr": 1e-3, "fused": False}),
+        (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.RMSprop, {"lr": 1e-3}),
+    ],
+)
 def test_the_curve_is_that_of_clip_grad_norm_and_step(
     net: nn.Module, twin: nn.Module, batches: Batches, kind: Any, options: dict[str, Any]
 ) -> None:
@@ -49,7 +56,7 @@ def test_the_curve_is_that_of_clip_grad_norm_and_step(
         assert not step.skipped
 
 
-def test_groups_and_a_scheduler_go_on_working_without_a_warning(
+def test_groups_a_scheduler_and_hooks_on_the_optimizer_work_without_a_warning(
     net: nn.Module, twin: nn.Module, batches: Batches
 ) -> None:
     def grouped(model: Any) -> tuple[torch.optim.Optimizer, Any]:
@@ -61,14 +68,16 @@ def test_groups_and_a_scheduler_go_on_working_without_a_warning(
         return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-3, 1e-2], 20)
 
     (ours, mine), (theirs, their) = grouped(net), grouped(twin)
+    seen: list[int] = []
+    ours.register_step_post_hook(lambda *_: seen.append(1))
     for batch in batches[:20]:
         train_step(net, ours, batch, loss_of)
         plain_step(twin, theirs, batch, 1.0)
         mine.step()
         their.step()
         assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    assert len(seen) == 20
+    assert_close(net, twin, atol=1e-5)
 
 
 def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: Batches) -> None:
@@ -78,28 +87,7 @@ def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: Batches) -> No
     assert not next(net.parameters()).isfinite().all()
 
 
-def test_the_state_can_be_saved_and_loaded_between_steps(
-    net: nn.Module, twin: nn.Module, batches: Batches
-) -> None:
-    ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (net, twin))
-    for batch in batches[:5]:
-        train_step(net, ours, batch, loss_of)
-        plain_step(twin, theirs, batch, 1.0)
-    assert {float(s["step"]) for s in ours.state_dict()["state"].values()} == {5.0}
-    file = io.BytesIO()
-    torch.save({"net": twin.state_dict(), "optimizer": theirs.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    net.load_state_dict(saved["net"])
-    ours.load_state_dict(saved["optimizer"])  # of one that was not fused
-    for batch in batches[5:10]:
-        train_step(net, ours, batch, loss_of)
-        plain_step(twin, theirs, batch, 1.0)
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_steps_of_the_callers_own_may_come_between(
+def test_steps_of_the_callers_own_may_come_between_and_the_state_can_be_saved_and_loaded(
     net: nn.Module, twin: nn.Module, batches: Batches
 ) -> None:
     ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (net, twin))
@@ -109,17 +97,16 @@ def test_steps_of_the_callers_own_may_come_between(
         else:
             plain_step(net, ours, batch, 1.0)
         plain_step(twin, theirs, batch, 1.0)
+        if i == 6:
+            assert {float(s["step"]) for s in ours.state_dict()["state"].values()} == {7.0}
+            file = io.BytesIO()
+            torch.save({"net": twin.state_dict(), "optimizer": theirs.state_dict()}, file)
+            file.seek(0)
+            saved = torch.load(file)
+            net.load_state_dict(saved["net"])
+            ours.load_state_dict(saved["optimizer"])  # of one that was not fused
     assert {float(s["step"]) for s in ours.state_dict()["state"].values()} == {12.0}
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_every_call_of_step_is_seen_by_whoever_hooked_it(net: nn.Module, batches: Batches) -> None:
-    optimizer, seen = torch.optim.AdamW(net.parameters()), []
-    optimizer.register_step_post_hook(lambda *_: seen.append(1))
-    for batch in batches[:3]:
-        train_step(net, optimizer, batch, loss_of)
-    assert len(seen) == 3
+    assert_close(net, twin)
 
 
 def test_parameters_added_later_are_trained_too(net: Any, batches: Batches) -> None:
@@ -138,23 +125,21 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
 ) -> None:
     before = copy.deepcopy(net.state_dict())
     (x, y), optimizer = batches[0], torch.optim.AdamW(net.parameters())
-    wrong: Any = net
-    optimized: Any = optimize(net, "none")
-    for call, message in (
-        (lambda: train_step(net, optimizer, x, loss_of), "batch must be .* float32 of shape"),
-        (lambda: train_step(net, optimizer, {"x": x}, loss_of), r"batch must be .* \{x: float32"),
-        (lambda: train_step(net, optimizer, (x, y), wrong.training), "loss_fn must be"),
-        (lambda: train_step(net, optimizer, (x, y), lambda o, t: o), "loss must be a scalar"),
-        (
-            lambda: train_step(net, optimizer, (x, y), lambda o, t: o.detach().sum()),
-            "depends on no weight",
-        ),
-        (lambda: train_step(net, optimizer, (x, y), loss_of, clip_norm=0), "clip_norm must be"),
-        (lambda: train_step(wrong.forward, optimizer, (x, y), loss_of), "model must be"),
-        (lambda: train_step(optimized, optimizer, (x, y), loss_of), "use optimize_training_loop"),
-        (lambda: train_step(net, wrong, (x, y), loss_of), "optimizer must be"),
-        (lambda: train_step(nn.Linear(2, 2), optimizer, (x, y), loss_of), "none of the optim"),
-    ):
+    usual: dict[str, Any] = {"model": net, "optimizer": optimizer, "batch": (x, y)}
+    usual["loss_fn"] = loss_of
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"batch": x}, "batch must be .* float32 of shape"),
+        ({"batch": {"x": x}}, r"batch must be .* \{x: float32"),
+        ({"loss_fn": True}, "loss_fn must be"),
+        ({"loss_fn": lambda o, t: o}, "loss must be a scalar"),
+        ({"loss_fn": lambda o, t: o.detach().sum()}, "depends on no weight"),
+        ({"clip_norm": 0}, "clip_norm must be"),
+        ({"model": net.forward}, "model must be"),
+        ({"model": optimize(net, "none")}, "use optimize_training_loop"),
+        ({"optimizer": net}, "optimizer must be"),
+        ({"model": nn.Linear(2, 2)}, "none of the optim"),
+    ]
+    for change, message in changes:
         with pytest.raises(UsageError, match=message):
-            call()
+            train_step(**usual | change)
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
