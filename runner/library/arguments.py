@@ -129,10 +129,10 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def device_overrides(device: torch.device) -> list[str]:
-    """The overrides that choose this device."""
-    index = [] if device.type != "cuda" or device.index is None else [device.index]
-    return [f"device={device.type}", *(f"device.index={i}" for i in index)]
+def device_overrides(device: str | torch.device) -> list[str]:
+    """The overrides that choose this device, such as `cuda:1` or `auto`."""
+    kind, _, index = str(device).partition(":")
+    return [f"device={kind}", *([f"device.index={index}"] if kind == "cuda" and index else [])]
 
 
 def check_model_arguments(

@@ -75,8 +75,9 @@ class LazyRun:
             overrides=self.overrides,
         )
         # mistakes are answered now, though a batch may come much later
+        where = device_of(self.model) if self.device is None else self.device
         level, steps = f"optimization={self.level}", f"training.steps={self.steps or MANY_STEPS}"
-        self.config = compose([level, *self._device(), *QUIET, steps, *self.overrides])
+        self.config = compose([level, *device_overrides(where), *QUIET, steps, *self.overrides])
         self.objective = loss_objective(self.loss_fn or mean_output)
         requested = [name for name, t in self.config.optimization.techniques() if t.enabled]
         self.refused = self.not_applicable.keys() & requested
@@ -134,20 +135,6 @@ class LazyRun:
         # the random numbers of the caller's own loop are the caller's
         run.device = replace(run.device, reseed=lambda seed: None)
         return run
-
-    def _device(self) -> list[str]:
-        if self.device == "auto":
-            return ["device=auto"]
-        try:
-            device = device_of(self.model) if self.device is None else torch.device(self.device)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise UsageError(
-                f"{self.who}: device must be 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps', "
-                f"got {self.device or device!s}"
-            )
-        return device_overrides(device)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -20,11 +19,6 @@ from runner.replay.findings import StepPhase
 from runner.stability.config import Action, BadStepKind, RecoveryRule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]
-OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.AdamW, {"lr": 1e-3}),
-    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    (torch.optim.RMSprop, {"lr": 1e-3}),
-]
 loss_of = nn.functional.cross_entropy
 
 
@@ -50,52 +44,18 @@ def poisoned(batch: Batch) -> Batch:
     return batch[0] * math.nan, batch[1]
 
 
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
-    net: nn.Module, twin: nn.Module, batches: list[Batch], kind: Any, options: dict[str, Any]
+def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
+    net: nn.Module, batches: list[Batch]
 ) -> None:
-    ours, theirs = kind(net.parameters(), **options), kind(twin.parameters(), **options)
-    seen = [*batches[:3], poisoned(batches[9]), *batches[3:6]]
-    with Stability() as mine, Stability() as other:
-        reports = loop(net, ours, seen, mine)
-        loop(twin, theirs, batches[:6], other)
-        assert [bool(r.skipped) for r in reports] == [i == 3 for i in range(7)]
-        assert same(state(net, ours), state(twin, theirs))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Stability() as stability:
+        reports = loop(net, optimizer, [*batches[:3], poisoned(batches[3])], stability)
     fault = reports[3].faults[0]
     assert (fault.step, fault.kind, fault.action) == (4, "non_finite", "skipped")
-    assert mine.summary().faults == {"non_finite": 1} and mine.summary().skipped == 1
-
-
-def test_a_healthy_loop_learns_what_the_plain_one_does_and_leaves_the_optimizer_as_it_was(
-    net: nn.Module, twin: nn.Module, batches: list[Batch]
-) -> None:
-    ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
-    mine, their = (torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, 31) for o in (ours, theirs))
-    with Stability(["stability.clip_norm=0.5"]) as stability:
-        for x, y in batches[:30]:
-            report = stability.step(net, loss_of(net(x), y), ours)
-            theirs.zero_grad()
-            loss = loss_of(twin(x), y)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-            theirs.step()
-            mine.step()
-            their.step()
-            assert float(report.loss) == pytest.approx(loss.item(), rel=1e-4)
-            assert float(report.grad_norm) == pytest.approx(norm.item(), rel=1e-3)
-            assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-    saved = copy.deepcopy(ours.state_dict())
-    assert {float(s["step"]) for s in saved["state"].values()} == {30.0}
-    theirs.load_state_dict(saved)
-    assert ours.param_groups[0]["fused"] is None
-    assert not ours._optimizer_step_pre_hooks
+    assert stability.summary().faults == {"non_finite": 1} and stability.summary().skipped == 1
+    assert not optimizer._optimizer_step_pre_hooks
     with pytest.raises(UsageError, match="it was closed"):
-        loop(net, ours, batches[:1], stability)
-    x, y = batches[3]
-    loss_of(net(x), y).backward()
-    ours.step()
+        loop(net, optimizer, batches[:1], stability)
 
 
 def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> None:
