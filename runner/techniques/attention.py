@@ -86,7 +86,7 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
 
 
 def _refusal(name: str, forward: Callable[[], object], draft: RunBuilder) -> str | None:
-    """Why this kernel cannot take the model's calls, or None; found out by trying."""
+    """Why this kernel cannot take the model's calls, or None, by trying it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -244,7 +244,7 @@ def use(name: str, model: nn.Module) -> Iterator[None]:
         if name == "plain":
             _replace(DISPATCHED, plain, model, stack)
         else:
-            config: Any = torch.compiler.config  # whose cache's key knows nothing of kernels
+            config: Any = torch.compiler.config  # its cache has no kernel in the key
             stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
             config.cache_key_tag = f"{config.cache_key_tag}attention={name}"
             stack.enter_context(sdpa_kernel([BACKENDS[name]]))

@@ -49,7 +49,7 @@ class MemoryOrder:
 def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
     """Convolutions that read and write NHWC order, of those where it differs from NCHW.
 
-    With its weights in NHWC a convolution writes that order whatever it reads, and copies
+    With its weights in NHWC a convolution writes that order in any case, and copies
     an input in NCHW first.
     """
     orders: dict[nn.Module, list[bool]] = {}

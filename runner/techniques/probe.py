@@ -126,7 +126,7 @@ def saved_bytes(model: nn.Module, step: Callable[[], object], *known: Tensor) ->
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The largest group, by parameters, of two or more modules of one class under one parent.
 
-    In the order that the parent holds them; of blocks within blocks the outermost are found.
+    In the order that the parent holds them; of blocks within blocks the outermost.
     Empty where nothing repeats.
     """
     best: list[nn.Module] = []

@@ -170,7 +170,7 @@ def product_levels(device_type: str) -> int:
     """Levels of a weight on either side of zero with which int8 products are exact.
 
     A CPU without VNNI adds pairs of products in 16 bits, which saturate beyond 64 levels (oneDNN,
-    "Nuances of int8 computations"); found by trying it, as torch does not say.
+    "Nuances of int8 computations"); by trying it, as torch has no flag for it.
     """
     if device_type != "cpu":
         return LEVELS

@@ -30,7 +30,7 @@ TORCHS = (
     "AdamW Adam SGD Adagrad RMSprop Rprop NAdam RAdam Adamax Adadelta ASGD Adafactor Muon "
     "SparseAdam"
 ).split()
-OWN = ["SignedAdamW", "Renamed", "ShrunkSGD", "ShrunkAdam", "PlainInit", "FromScratch"]
+OWN = ["SignedAdamW", "ShrunkSGD", "PlainInit", "FromScratch"]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in TORCHS},
     "SGD momentum": {"name": "SGD", "options": {"momentum": 0.9, "nesterov": True}},

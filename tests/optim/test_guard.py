@@ -1,4 +1,4 @@
-"""A step that is bad leaves no trace, whatever updates the weights; and nobody waits to know it."""
+"""A step that is bad leaves no trace under any optimizer, and the host does not wait to know it."""
 
 from __future__ import annotations
 
@@ -207,11 +207,11 @@ class Between(Hook):
     """How many numbers were read from one step to the next, reports left out."""
 
     def __init__(self, reads: Reads) -> None:
-        self.reads, self.before, self.found = reads, 0, {}  # type: ignore[var-annotated]
+        self.reads, self.before, self.counts = reads, 0, {}  # type: ignore[var-annotated]
 
     def on_step(self, run: Run, step: Step) -> None:
         if step.number > 1 and (step.number - 1) % run.report_every:
-            self.found[step.number] = self.reads.count - self.before
+            self.counts[step.number] = self.reads.count - self.before
         self.before = self.reads.count
 
 
@@ -242,9 +242,9 @@ def test_nothing_is_read_between_reports(
             run.hooks.append(between)
             train(run)
         assert reads.count > 0  # reports do read, so the count counts
-        assert len(between.found) == 20
+        assert len(between.counts) == 20
         made_state = 2 if undone else 0  # the first step reads whether to keep what it made
-        assert {n: c for n, c in between.found.items() if c and n > made_state} == {}
+        assert {n: c for n, c in between.counts.items() if c and n > made_state} == {}
 
 
 def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
@@ -256,7 +256,7 @@ def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
             between = Between(reads)
             run.hooks.append(between)
             train(run)
-        assert set(between.found.values()) == {1}
+        assert set(between.counts.values()) == {1}
 
 
 @pytest.mark.gpu

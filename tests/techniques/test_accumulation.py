@@ -122,6 +122,6 @@ def test_a_batch_of_five_is_three_and_two_for_batchnorm_with_their_exact_gradien
 )
 @pytest.mark.usefixtures("my_package")
 def test_batchnorm_on_one_sample_is_an_error_that_names_the_key(key: str, what: str) -> None:
-    says = rf"training\.{key}: step 1 has a {what}.*BatchNorm needs 2 or more"
-    with pytest.raises(ConfigError, match=says):
+    message = rf"training\.{key}: step 1 has a {what}.*BatchNorm needs 2 or more"
+    with pytest.raises(ConfigError, match=message):
         runs.trained(*NORMED, "training.steps=2", f"training.{key}=1")

@@ -170,7 +170,7 @@ def test_the_evidence_is_the_largest_slice_and_evaluation_and_a_closed_run_know_
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "reason"),
     [
         ([*GPT, "optimization.chunked_loss.min_mb=64"], r"take 0\.2 MB \(min_mb=64\)"),
         ([*GPT, "optimization.chunked_loss.chunk=192"], "192 tokens are one chunk"),
@@ -180,9 +180,9 @@ def test_the_evidence_is_the_largest_slice_and_evaluation_and_a_closed_run_know_
     ids=["small", "one chunk", "capped", "warmed"],
 )
 def test_where_nothing_is_to_be_had_the_reason_is_given_and_the_run_continues(
-    tokens: list[str], overrides: list[str], says: str
+    tokens: list[str], overrides: list[str], reason: str
 ) -> None:
     summary = runs.trained(*tokens, *CHUNKED, *overrides)
     row = runs.status(summary, "chunked_loss")
     assert summary.status == "done" and not row.engaged
-    assert re.search(says, row.reason), row.reason
+    assert re.search(reason, row.reason), row.reason

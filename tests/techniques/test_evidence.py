@@ -405,7 +405,7 @@ def test_under_strict_an_unmeasurable_claim_ends_the_run() -> None:
 
 @dataclass
 class HalfBatch(Technique):
-    """A technique as somebody would add it to the runner."""
+    """A technique as a developer would add it to the runner."""
 
     share: float = 0.5
 

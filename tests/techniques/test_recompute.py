@@ -77,7 +77,7 @@ def test_flops_of_none_selective_and_full() -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         blocks(x)
     forward, none = counter.get_total_flops(), flops(None)
-    # a block's last product is saved by nobody, so recomputing stops before it
+    # a block's last product is not saved, so recomputing stops before it
     last = 2 * tokens * (4 * width) * width * len(blocks)
     assert flops(RecomputePolicy.full) == none + forward - last
     assert flops(RecomputePolicy.selective) == none

@@ -175,7 +175,7 @@ def test_a_number_of_the_model_that_changes_each_step_is_not_frozen() -> None:
     own = ["model._target_=my_package.Cooling", "security.trusted=[my_package]"]
     _, _, expected = trained(*TABLE, "training.steps=14", *own)
     _, summary, losses = trained(*TABLE, "training.steps=14", *WHOLE, *own)
-    assert losses == pytest.approx(expected, rel=1e-4)  # compiled anew, in the end given up
+    assert losses == pytest.approx(expected, rel=1e-4)  # compiled again, in the end given up
     assert summary.status == "done"
 
 
