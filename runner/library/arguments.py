@@ -17,6 +17,7 @@ from runner.data.collate import LABEL_KEYS
 from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import tensors, tree_map
 from runner.errors import RunnerError, UsageError
+from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer, unfit
 from runner.record.text import shorten
 from runner.techniques.base import Choice
@@ -79,6 +80,11 @@ def samples(inputs: Inputs, who: str) -> int:
             f"{who} must be tensors whose first dimension is the sample, got {describe(inputs)}"
         )
     return len(first)
+
+
+def loss_objective(loss_fn: Loss) -> Custom:
+    """A loss function of the user's own as an objective."""
+    return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
 
 
 def take_rows(nest: Any, rows: Any, n: int) -> Any:

@@ -27,9 +27,8 @@ from runner.library.arguments import (
     samples,
     translate_model_errors,
 )
-from runner.library.lazy_run import mean_output, stash_gradients
 from runner.library.memory import table_text
-from runner.library.optimize import Optimized
+from runner.library.optimize import Optimized, mean_output, stash_gradients
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.parity.flops import NAMES, PeakFlops, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
