@@ -17,6 +17,7 @@ from runner.data.collate import LABEL_KEYS
 from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import tensors, tree_map
 from runner.errors import RunnerError, UsageError
+from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer, unfit
 from runner.record.text import shorten
 from runner.techniques.base import Choice
@@ -81,6 +82,11 @@ def samples(inputs: Inputs, who: str) -> int:
     return len(first)
 
 
+def loss_objective(loss_fn: Loss) -> Custom:
+    """A loss function of the user's own as an objective."""
+    return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
+
+
 def take_rows(nest: Any, rows: Any, n: int) -> Any:
     """These rows of a nest of `n` samples; a tensor without a row for each is for all of them."""
     return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == n else t)
@@ -129,10 +135,10 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def device_overrides(device: torch.device) -> list[str]:
-    """The overrides that choose this device."""
-    index = [] if device.type != "cuda" or device.index is None else [device.index]
-    return [f"device={device.type}", *(f"device.index={i}" for i in index)]
+def device_overrides(device: str | torch.device) -> list[str]:
+    """The overrides that choose this device, such as `cuda:1` or `auto`."""
+    kind, _, index = str(device).partition(":")
+    return [f"device={kind}", *([f"device.index={index}"] if kind == "cuda" and index else [])]
 
 
 def check_model_arguments(

@@ -26,8 +26,13 @@ from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import Unguarded, leave_if_imported
 from runner.build import Components
 from runner.errors import UsageError
-from runner.library.arguments import Loss, check_trainable, describe, device_of
-from runner.library.lazy_run import loss_objective
+from runner.library.arguments import (
+    Loss,
+    check_trainable,
+    describe,
+    device_of,
+    loss_objective,
+)
 from runner.library.pipeline import make_dataset, name_of, with_components
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout

@@ -17,7 +17,7 @@ from runner.checks import outputs
 from runner.checks.model import ModelReport
 from runner.checks.model import check_model as check_weights
 from runner.data.batch import Inputs, call
-from runner.data.nested import named_leaves
+from runner.data.nested import named_leaves, tensors, tree_map
 from runner.device import allocator
 from runner.errors import OutOfMemory, UsageError
 from runner.findings import Reason, Severity
@@ -133,24 +133,20 @@ def _smaller(error: Exception, count: int, scope: ExitStack, result: InferenceRe
 
 def _join(parts: list[Any], sizes: list[int]) -> Any:
     """One nest from those of the pieces, tensors concatenated along the sample."""
+    joined = (_concatenate(column, sizes) for column in zip(*map(tensors, parts), strict=True))
+    return tree_map(parts[0], lambda tensor: next(joined)) if len(parts) > 1 else parts[0]
+
+
+def _concatenate(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     first = parts[0]
-    if len(parts) == 1:
+    if all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
+        return torch.cat(parts)
+    if all(torch.equal(part, first) for part in parts[1:]):
         return first
-    if isinstance(first, Tensor):
-        if all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
-            return torch.cat(parts)
-        if all(torch.equal(part, first) for part in parts[1:]):
-            return first
-        raise UsageError(
-            f"{WHO}: the batch had to be cut, and an output of shape {list(first.shape)} has no "
-            "row for each sample; give smaller batches"
-        )
-    if isinstance(first, dict):
-        return type(first)({key: _join([part[key] for part in parts], sizes) for key in first})
-    if isinstance(first, tuple | list):
-        values = [_join(list(column), sizes) for column in zip(*parts, strict=True)]
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
-    return first
+    raise UsageError(
+        f"{WHO}: the batch had to be cut, and an output of shape {list(first.shape)} has no "
+        "row for each sample; give smaller batches"
+    )
 
 
 def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:

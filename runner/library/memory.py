@@ -61,7 +61,7 @@ class Memory:
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
-        overrides = [] if device is None else device_overrides(torch.device(device))
+        overrides = [] if device is None else device_overrides(device)
         with ExitStack() as scope:  # no switch of the process stays flipped
             self.device = select(compose(overrides).device, scope)
         self.phases: dict[str, MemoryPhase] = {}

@@ -33,9 +33,9 @@ from runner.library.arguments import (
     as_batch,
     check_trainable,
     describe,
+    loss_objective,
     samples,
 )
-from runner.library.lazy_run import loss_objective
 from runner.models.config import ModelConfig
 from runner.optim.optimizer import Optimizer
 from runner.report import run as report

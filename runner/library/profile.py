@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.autograd import profiler_legacy
+from torch import nn
 
 from runner.composing import compose
 from runner.data.batch import Inputs, call
@@ -28,13 +27,13 @@ from runner.library.arguments import (
     samples,
     translate_model_errors,
 )
-from runner.library.lazy_run import mean_output, run_contexts, stash_gradients
 from runner.library.memory import table_text
-from runner.library.optimize import Optimized
+from runner.library.optimize import Optimized, mean_output, stash_gradients
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.parity.flops import NAMES, PeakFlops, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
 from runner.report.format import share, size
+from runner.techniques.probe import entered, profiled, saved_bytes
 
 MOST_OPERATORS = 10
 PROFILED_CALLS = 3
@@ -100,8 +99,9 @@ def profile_model(
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments("profile_model", module)
     n = samples(example_input, "profile_model: example_input")
+    contexts: list[Any] = []
     if isinstance(model, Optimized):
-        model.ready(example_input)
+        contexts = model.ready(example_input).contexts
     where = device_of(module)
     with ExitStack() as scope:
         device = select(compose(device_overrides(where)).device, scope)
@@ -118,14 +118,15 @@ def profile_model(
                 measured()
         seconds = _measure_times(measured, device, runs)
         operators = _measure_operators(measured, device)
-        given = [*module.parameters(), *module.buffers(), *tensors(inputs)]
-        memory = {"activations": _activation_bytes(forward, given)}
+        with torch.enable_grad():
+            memory = {"activations": saved_bytes(module, forward, *tensors(inputs))}
         if device.kind == "cuda":
             with peak_memory(device) as held:
                 measured()
             memory["peak"] = held.on_device - held.on_device_before
         flops = call_flops(measured, grad=backward)
-        dtype = _product_dtype(model, module, device)
+        with entered(contexts):
+            dtype = _product_dtype(module, device)
         peak = peak_flops(device, dtype)
     p50, p90, p95, p99 = np.percentile(seconds, [50, 90, 95, 99]).tolist()
     times = {"mean": float(seconds.mean()), "p50": p50, "p90": p90, "p95": p95, "p99": p99}
@@ -161,12 +162,10 @@ def _call(forward: Callable[[], Any], module: nn.Module, backward: bool) -> None
         module.zero_grad()
 
 
-def _product_dtype(model: Any, module: nn.Module, device: Device) -> torch.dtype:
-    """The type that products run in."""
-    run = model.lazy.run if isinstance(model, Optimized) else None
-    with ExitStack() if run is None else run_contexts(run):
-        if torch.is_autocast_enabled(device.kind):
-            return torch.get_autocast_dtype(device.kind)
+def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
+    """The type that products run in, under the contexts of now."""
+    if torch.is_autocast_enabled(device.kind):
+        return torch.get_autocast_dtype(device.kind)
     floats = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floats, torch.float32)
 
@@ -186,28 +185,13 @@ def _measure_times(measured: Callable[[], None], device: Device, runs: int) -> n
 def _measure_operators(measured: Callable[[], None], device: Device) -> dict[str, float]:
     """The slowest operators of a call; on a GPU by the time of their kernels."""
     gpu = device.kind == "cuda"
-    profiler: Any = torch.profiler.profile(acc_events=True) if gpu else profiler_legacy.profile()  # type: ignore[no-untyped-call]  # the other one takes a second
-    with profiler:
+
+    def calls() -> None:
         for _ in range(PROFILED_CALLS):
             measured()
-        device.synchronize()
+
     attribute = "self_device_time_total" if gpu else "self_cpu_time_total"  # µs
-    times = {e.key: getattr(e, attribute) / 1e3 / PROFILED_CALLS for e in profiler.key_averages()}
+    events = profiled(calls, device, kineto=gpu)
+    times = {event.key: getattr(event, attribute) / 1e3 / PROFILED_CALLS for event in events}
     slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
     return {name: ms for name, ms in slowest if ms}
-
-
-def _activation_bytes(forward: Callable[[], Any], given: list[Tensor]) -> int:
-    """Bytes that autograd saves for a backward, beyond weights and inputs."""
-    known = {t.untyped_storage().data_ptr() for t in given}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        forward()
-    return sum(saved.values())

@@ -31,7 +31,7 @@ from runner.library.arguments import (
     moved,
 )
 from runner.library.guarded_optimizer import GuardedOptimizer
-from runner.library.lazy_run import LazyRun
+from runner.library.optimize import LazyRun
 from runner.models.preserved_state import preserve_random_state
 from runner.optim.optimizer import Optimizer
 from runner.optim.user_optimizer import preserve_rates, scaled_rates

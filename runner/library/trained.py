@@ -87,16 +87,11 @@ class Trained(Closeable):
         inputs as the model gets them. Categories that the model does not know are logged.
         """
         with self._opened(data) as source:
-            run = self._built(source)
-            parts = list(predictions(run, self._loader(run, source)))
+            if self._run is None:  # techniques look at samples of the first data
+                run = build_trained(self.config, None, source)
+                self._run = self._scope.enter_context(run)
+            parts = list(predictions(self._run, self._loader(self._run, source)))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def _built(self, source: Dataset) -> Run:
-        """The run, built once; techniques look at samples of the first data."""
-        if self._run is None:
-            run = build_trained(self.config, None, source)
-            self._run = self._scope.enter_context(run)
-        return self._run
 
     def _loader(self, run: Run, source: Dataset) -> Any:
         loader = make_loader(
@@ -116,24 +111,18 @@ class Trained(Closeable):
     @contextmanager
     def _opened(self, data: Any) -> Iterator[Dataset]:
         """The data set, prepared as in training."""
-        columns = self.preprocessing.columns
-        if isinstance(data, Tensor) and self.preprocessing.kind not in TABLES:
+        kind = self.preprocessing.kind
+        if isinstance(data, Tensor) and kind not in TABLES:
             yield self._of_tensor(data)
             return
+        in_memory = not isinstance(data, str | Path)
+        if in_memory and kind not in TABLES:
+            problem = f"{type(data).__name__} for a model of data={kind}"
+            raise UsageError(f"load: {problem}; give a path or a tensor")
         with ExitStack() as stack:
-            if isinstance(data, Tensor):
-                names = list(dict.fromkeys(column.name for column in columns))
-                if data.ndim != 2 or data.shape[1] != len(names):
-                    problem = f"a tensor of shape {list(data.shape)}, and the model was trained on"
-                    raise UsageError(f"load: {problem} the columns {', '.join(names)}")
-                data = dict(zip(names, data.double().cpu().numpy().T, strict=True))
-            in_memory = not isinstance(data, str | Path)
             if in_memory:
-                if self.preprocessing.kind not in TABLES:
-                    kind = self.preprocessing.kind
-                    problem = f"{type(data).__name__} for a model of data={kind}"
-                    raise UsageError(f"load: {problem}; give a path or a tensor")
-                data = _written(data, Path(stack.enter_context(TemporaryDirectory())))
+                columns = self._columns(data) if isinstance(data, Tensor) else data
+                data = _written(columns, Path(stack.enter_context(TemporaryDirectory())))
             look_up = partial(resolve, trusted=self.config.security.names)
             config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
             opening = Opening(self._policy, self.preprocessing, evaluates=True, labelled=False)
@@ -148,6 +137,13 @@ class Trained(Closeable):
                 if choice.key == UNKNOWN:
                     log.warning("%s: %s: %s", choice.key, choice.value, choice.reason)
             yield source
+
+    def _columns(self, data: Tensor) -> dict[str, np.ndarray]:
+        names = list(dict.fromkeys(column.name for column in self.preprocessing.columns))
+        if data.ndim != 2 or data.shape[1] != len(names):
+            problem = f"a tensor of shape {list(data.shape)}, and the model was trained on"
+            raise UsageError(f"load: {problem} the columns {', '.join(names)}")
+        return dict(zip(names, data.double().cpu().numpy().T, strict=True))
 
     def _of_tensor(self, inputs: Tensor) -> Dataset:
         sizes = self.preprocessing.sizes

@@ -33,20 +33,15 @@ def apply(knobs: Accumulation, draft: RunBuilder) -> str | None:
 
 
 def _decide(knobs: Accumulation, draft: RunBuilder) -> tuple[int, str]:
-    if knobs.micro_batch is not None:
-        most = min(knobs.micro_batch, draft.batch_size)
-        return largest_part(draft.batch_size, most), "the accumulation technique"
-    return _fitting(draft)
-
-
-def _fitting(draft: RunBuilder) -> tuple[int, str]:
     """The micro-batch that cuts the batch into the fewest even parts that fit, and why."""
     batch, free, cpu = draft.batch_size, memory.room(draft.device), draft.device.kind == "cpu"
+    if knobs.micro_batch is not None:
+        return largest_part(batch, min(knobs.micro_batch, batch)), "the accumulation technique"
     try:
         fixed, per_sample = _step_bytes(draft)
     except NotRestorable:
         raise
-    except Exception as error:  # whatever a model raises for a few samples
+    except Exception as error:  # such as of a model that takes no few samples
         return batch, f"the memory of a step cannot be estimated ({type(error).__name__}: {error})"
     most = SHARE * free / (HOLES if cpu else 1)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
@@ -58,7 +53,7 @@ def _fitting(draft: RunBuilder) -> tuple[int, str]:
 
 
 def _step_bytes(draft: RunBuilder) -> tuple[int, int]:
-    """What a step allocates whatever its size, and for each sample.
+    """What a step allocates at any size, and for each sample.
 
     A sample's share is counted, not timed, by two small steps: what the larger one saves more for
     its backward.

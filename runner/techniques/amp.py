@@ -8,10 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from runner.device.device import Device
 from runner.techniques.base import Choice, Evidence, RunBuilder
 from runner.techniques.config import Amp, Precision
+from runner.techniques.cost import forward_cost
+from runner.techniques.probe import OperatorObserver, dry_run_step, forward_hooks
 from runner.training.run import Run
 
 KEY = "optimization.amp.dtype"
@@ -21,19 +24,15 @@ ENABLED = "optimization.amp.enabled"
 def unavailable(knobs: Amp, device: Device) -> str | None:
     """`auto` needs a fast 16-bit type; one that is asked for by name only has to work."""
     able = device.capabilities
-    if knobs.dtype is Precision.auto and not (able.bf16_fast or able.fp16_fast):
-        return f"{device.name} has no fast 16-bit matrix product"
-    if knobs.dtype is Precision.bf16 and not able.bf16:
-        return f"{device.name} has no bf16"
-    if knobs.dtype is Precision.fp16 and not able.fp16:
-        return f"{device.name} has no fp16"
-    return None
+    if knobs.dtype is Precision.auto:
+        fast = able.bf16_fast or able.fp16_fast
+        return None if fast else f"{device.name} has no fast 16-bit matrix product"
+    works = able.bf16 if knobs.dtype is Precision.bf16 else able.fp16
+    return None if works else f"{device.name} has no {knobs.dtype.value}"
 
 
 def apply(knobs: Amp, draft: RunBuilder) -> str | None:
     """Enter autocast around forward and loss; fp16 also gets a loss scale."""
-    from runner.techniques.cost import forward_cost
-
     complex_weights = [n for n, p in draft.model.named_parameters() if p.is_complex()]
     if complex_weights:
         return f"there are no 16-bit complex numbers, and {complex_weights[0]} is complex"
@@ -89,9 +88,7 @@ def engaged(knobs: Amp, run: Run) -> Evidence:
 
     A layer is the innermost module of a product of matrices, a convolution or attention.
     """
-    from runner.techniques.layer_evidence import product_dtypes
-
-    products = product_dtypes(run)
+    products = _product_dtypes(run)
     low = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())
     facts: dict[str, Any] = {
         "products": _count(dtype for types in products.values() for dtype in types),
@@ -104,3 +101,27 @@ def engaged(knobs: Amp, run: Run) -> Evidence:
 
 def _count(dtypes: Iterable[torch.dtype]) -> dict[str, int]:
     return dict(Counter(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
+    """The types of each layer's products in a forward."""
+    from torch.utils.flop_counter import flop_registry
+
+    active: list[nn.Module] = []
+    products: dict[nn.Module, set[torch.dtype]] = {}
+
+    def note(operator: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
+        if product and active and isinstance(first, Tensor):
+            products.setdefault(active[-1], set()).add(first.dtype)
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        active.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        active.pop()
+
+    with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(note):
+        dry_run_step(run)
+    return products

@@ -27,7 +27,8 @@ def apply_techniques(
     """
     applied: Named = []
     others: list[TechniqueStatus] = []
-    for name, technique in [*asked.techniques(), *_extra(asked, given, look_up)]:
+    extra = [(target.rpartition(".")[2], _extra(target, given, look_up)) for target in asked.extra]
+    for name, technique in [*asked.techniques(), *extra]:
         if not technique.enabled:
             others.append(TechniqueStatus(name, False, False, "not asked for"))
             continue
@@ -43,40 +44,36 @@ def apply_techniques(
             applied.append((name, technique))
         else:
             others.append(TechniqueStatus(name, True, False, reason, status=status))
-    if asked.strict:
-        _refuse([row for row in others if row.requested])
+    refused = [row for row in others if row.requested]
+    if asked.strict and refused:
+        raise _refusal(refused)
     return applied, others
 
 
 def _extra(
-    asked: Optimization, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
-) -> Named:
-    """The user's own, after ours."""
-    extra: Named = []
-    for target in asked.extra:
-        technique = given.get(target)
-        if technique is None:
-            from runner.security.registry import construct
+    target: str, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
+) -> Technique:
+    """One of the user's own; these come after ours."""
+    technique = given.get(target)
+    if technique is None:
+        from runner.security.registry import construct
 
-            technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
-        if not isinstance(technique, Technique):
-            raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")
-        if technique.enabled and not type(technique).__module__.startswith("runner."):
-            from runner.techniques.fingerprint import MeasuredTechnique
+        technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
+    if not isinstance(technique, Technique):
+        raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")
+    if technique.enabled and not type(technique).__module__.startswith("runner."):
+        from runner.techniques.fingerprint import MeasuredTechnique
 
-            technique = MeasuredTechnique(True, technique=technique)
-        extra.append((target.rpartition(".")[2], technique))
-    return extra
+        return MeasuredTechnique(True, technique=technique)
+    return technique
 
 
-def _refuse(rows: list[TechniqueStatus]) -> None:
-    """Raise ConfigError with the reasons of all that cannot engage, at once."""
-    if not rows:
-        return
+def _refusal(rows: list[TechniqueStatus]) -> ConfigError:
+    """The reasons of all that cannot engage, at once."""
     first, *more = rows
     reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
     off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
-    raise ConfigError(
+    return ConfigError(
         f"optimization.{first.name}",
         f"cannot engage: {reason}",
         f"set {off}, or optimization.strict=false",

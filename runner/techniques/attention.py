@@ -6,18 +6,24 @@ goes by a rule, and leaves torch's choice alone everywhere else.
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from runner.device.device import Device
 from runner.record.text import shorten
-from runner.techniques import kernels, probe
+from runner.techniques import probe
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Attention, Kernel
 from runner.training.run import Run
@@ -49,14 +55,11 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
     """Look at the model's calls, choose, and switch over until the run closes."""
     samples = min(draft.micro_batch, SAMPLES)
     inputs, _ = probe.sample_batch(draft, samples)
-
-    def forward() -> object:
-        return probe.forward(draft, inputs)
-
+    forward = partial(probe.forward, draft, inputs)
     with probe.untouched(draft):
         draft.model.train()
         try:
-            calls = kernels.calls_of(forward, draft.model)
+            calls = calls_of(forward, draft.model)
         except Exception as error:  # such as a model that knows its batch size
             return f"the model does not take {samples} samples ({type(error).__name__})"
         if not calls:
@@ -75,19 +78,19 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
         def turn(run: Run, on: bool) -> None:
             stack.close()
             if on:
-                stack.enter_context(kernels.use(name, run.model))
+                stack.enter_context(use(name, run.model))
 
-        stack.enter_context(kernels.use(name, draft.model))
+        stack.enter_context(use(name, draft.model))
         draft.measure("attention", turn)
     return None
 
 
 def _refusal(name: str, forward: Callable[[], object], draft: RunBuilder) -> str | None:
-    """Why this kernel cannot take the model's calls, or None; found out by trying."""
+    """Why this kernel cannot take the model's calls, or None, by trying it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with kernels.use(name, draft.model):
+            with use(name, draft.model):
                 forward()
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             why = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
@@ -107,12 +110,17 @@ def _choose(device: Device, dtypes: set[torch.dtype], matrix_mb: float) -> tuple
 
 
 def engaged(knobs: Attention, run: Run) -> Evidence:
-    """The kernels that ran in one step, by the operators' names."""
+    """The kernels that ran in one step, by the operators' names; calls forward only."""
     wanted = knobs.kernel.value
     if knobs.kernel is Kernel.auto:
         wanted = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
     seen = probe.operators(run)
-    ran = {name: n for name, start in OPERATORS.items() if (n := _count(seen, start))}
+    forward = {name: n for name, n in seen.items() if not name.endswith("_backward")}
+    counts = {
+        name: sum(n for operator, n in forward.items() if operator.startswith(start))
+        for name, start in OPERATORS.items()
+    }
+    ran = {name: n for name, n in counts.items() if n}
     products = sum(seen.get(name, 0) for name in PRODUCTS)
     apart = 0
     if not ran and wanted in UNFUSED:
@@ -120,28 +128,133 @@ def engaged(knobs: Attention, run: Run) -> Evidence:
         # other layers have products, too, so no more of them count than there are calls
         apart = min(_step_calls(run), products // 2)
     facts: dict[str, Any] = {"kernel": wanted, "ran": ran or ({"bmm": products} if apart else {})}
-    calls = int(run.remarks["attention"]["calls"])
     others = [name for name in ran if name != wanted and wanted != DEFAULT]
     if others:
         return Evidence(False, f"{' and '.join(others)} ran in its place", facts)
-    return _share(sum(ran.values()) or apart, calls, facts)
+    # of the calls that the model made when it was built; recomputed ones run twice a step
+    calls, took = int(run.remarks["attention"]["calls"]), sum(ran.values()) or apart
+    shown = Evidence.of_share(min(took, calls), calls, "calls ran in an attention kernel", **facts)
+    return shown if took else replace(shown, reason="no attention kernel was seen")
 
 
 def _step_calls(run: Run) -> int:
     """Attention calls of a training micro-batch, recomputed ones too; by an uncompiled step."""
     with torch.compiler.set_stance("force_eager"):
-        step = partial(probe.dry_run_step, run, run.micro_batch)
-        return len(kernels.calls_of(step, run.model))
+        return len(calls_of(partial(probe.dry_run_step, run, run.micro_batch), run.model))
 
 
-def _share(ran: int, calls: int, facts: dict[str, Any]) -> Evidence:
-    """Of the calls that the model made when it was built; recomputed ones run twice a step."""
-    shown = Evidence.of_share(min(ran, calls), calls, "calls ran in an attention kernel", **facts)
-    return shown if ran else replace(shown, reason="no attention kernel was seen")
+# -- the kernels -----------------------------------------------------------------------------------
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+ARGUMENTS = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
+Attend = Callable[..., Tensor]
+DISPATCHED: Attend = torch.nn.functional.scaled_dot_product_attention
 
 
-def _count(seen: Mapping[str, int], start: str) -> int:
-    """Calls of the operators that start so, forward only."""
-    return sum(
-        n for name, n in seen.items() if name.startswith(start) and not name.endswith("_backward")
-    )
+class Call(NamedTuple):
+    """One attention call that a model makes."""
+
+    dtype: torch.dtype  # of the query
+    matrix_bytes: int  # of its attention matrices [query, key]
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes every call of scaled_dot_product_attention, however the model got hold of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DISPATCHED:
+            self.note(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Add a call with these arguments."""
+        arguments = dict(zip(ARGUMENTS, args, strict=False)) | dict(kwargs)
+        query, key = arguments["query"], arguments["key"]
+        elements = prod(query.shape[:-1]) * key.shape[-2]
+        self.calls.append(Call(query.dtype, elements * query.element_size()))
+
+    def plain(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`plain`, and noted."""
+        self.note(args, kwargs)
+        return plain(*args, **kwargs)
+
+
+def calls_of(run: Callable[[], object], model: nn.Module) -> list[Call]:
+    """The attention calls in it, in order; those of `plain`, too, where it is in use."""
+    recorder = _Recorder()
+    with ExitStack() as stack, recorder:
+        _replace(plain, recorder.plain, model, stack)
+        run()
+    return recorder.calls
+
+
+def plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Matmul, softmax, matmul: what scaled_dot_product_attention computes, written out.
+
+    The scale goes into the keys. After the product, where it is usually written, inductor would
+    recognise the pattern and put a fused kernel in its place.
+    """
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query, (key * scale).transpose(-2, -1))
+    never = torch.finfo(scores.dtype).min / 2  # Inf would make NaN of a row that sees nothing
+    if is_causal:
+        wall = torch.full(scores.shape[-2:], never, dtype=scores.dtype, device=scores.device)
+        scores.add_(wall.triu(1))  # in place: the backward of a product needs only its factors
+    seen = None
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        seen = attn_mask.any(-1, keepdim=True)
+        scores.masked_fill_(~attn_mask, never)
+    elif attn_mask is not None:
+        seen = (attn_mask > never).any(-1, keepdim=True)
+        scores.add_(attn_mask.clamp(min=never))
+    shares = F.dropout(scores.softmax(-1), dropout_p) if dropout_p else scores.softmax(-1)
+    out = torch.matmul(shares, value)
+    return out if seen is None else out.masked_fill(~seen, 0.0)  # as torch's own
+
+
+@contextmanager
+def use(name: str, model: nn.Module) -> Iterator[None]:
+    """While it is open, attention is computed this way alone, wherever it is called.
+
+    Also in a backward that recomputes, which no context around the forward would reach. A call
+    that the kernel cannot take is a RuntimeError.
+    """
+    with ExitStack() as stack:
+        if name == "plain":
+            _replace(DISPATCHED, plain, model, stack)
+        else:
+            config: Any = torch.compiler.config  # its cache has no kernel in the key
+            stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
+            config.cache_key_tag = f"{config.cache_key_tag}attention={name}"
+            stack.enter_context(sdpa_kernel([BACKENDS[name]]))
+        yield
+
+
+def _replace(old: Attend, new: Attend, model: nn.Module, scope: ExitStack) -> None:
+    """Put it in torch, and in modules of the model's classes that imported torch's by name."""
+    for module in {sys.modules[type(m).__module__] for m in model.modules()} | {F}:
+        for name, value in list(vars(module).items()):
+            if value is old:
+                scope.callback(setattr, module, name, value)
+                setattr(module, name, new)

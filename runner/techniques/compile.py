@@ -36,8 +36,7 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     for the case that the step's graph cannot be made.
     """
     failed = [c.reason for c in draft.choices if c.key == ENABLED and c.value is False]
-    reason = failed[0] if failed else too_short(draft, knobs.min_steps)
-    if reason is not None:
+    if reason := failed[0] if failed else too_short(draft, knobs.min_steps):
         return reason
     from runner.techniques import compiler
     from runner.techniques.probe import repeated_blocks
@@ -47,42 +46,32 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
         return "the model has no repeated blocks to compile one by one"
     compiler.prepare(draft.scope)
     compiler.check_tokens(draft)
-    modes = compiler.modes(knobs.mode.value, draft)
-    draft.compilation = compilation = compiler.Compilation(parts, modes)
+    compilation = compiler.Compilation(parts, compiler.modes(knobs.mode.value, draft))
+    draft.compilation = compilation
     draft.recoveries.append(compilation.recover)
     draft.scope.callback(compilation.stop)
     shared = any(switch.name == "whole_step" for switch in draft.switches)
     if draft.whole_step is None or shared:  # where both are measured, each compiles
-        least = 2 * int(least_steps(draft) or 0) if shared else 0
+        least = 2 * least_steps(draft) if shared else 0
         measured = draft.measure("compile", compilation.turn, first=False, least=least)
         if not measured and draft.whole_step is None:
             compilation.start()
     return None
 
 
-def least_steps(draft: RunBuilder, otherwise: int | None = 0) -> int | None:
+def least_steps(draft: RunBuilder, asked: int | None = 0) -> int:
     """From how many steps on it is tried: as asked for, by a timed step if measured, or by rule."""
-    if otherwise:
-        return otherwise
-    if draft.measures or otherwise is None or KEY in draft.recorded:
-        return int(draft.choose(KEY, lambda: _decide(draft)))
-    return otherwise
+    if asked or not (asked is None or draft.measures or KEY in draft.recorded):
+        return asked or 0
+    from runner.techniques.cost import compile_break_even
+
+    return int(draft.choose(KEY, lambda: compile_break_even(draft)))
 
 
-def _decide(draft: RunBuilder) -> tuple[int, str]:
-    if draft.measures:
-        from runner.techniques.cost import compile_break_even
-
-        return compile_break_even(draft)
-    from runner.techniques.compiler import compile_rule
-
-    return compile_rule(draft)
-
-
-def too_short(draft: RunBuilder, otherwise: int | None = 0) -> str | None:
+def too_short(draft: RunBuilder, asked: int | None = 0) -> str | None:
     """Why a run of so many steps is not compiled, or None."""
-    least, steps = least_steps(draft, otherwise), draft.total_steps
-    if least is None or steps >= least:
+    least, steps = least_steps(draft, asked), draft.total_steps
+    if steps >= least:
         return None
     return f"run too short ({steps:,} steps; it is tried from {least:,} on)"
 
@@ -91,7 +80,7 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     """Graphs, graph breaks with their lines, recompiles and seconds, as dynamo counted them."""
     from runner.record.text import shorten
     from runner.techniques import compiler
-    from runner.techniques.layer_evidence import compiled_layers
+    from runner.techniques.probe import compiled_layers
 
     compilation = run.compilation
     if run.whole is not None:
@@ -104,10 +93,8 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
     graphs = [facts["graphs"]] if run.world is None else run.world.gather(facts["graphs"])
     if not min(graphs):  # agreed upon: all of them or none make the steps below
-        causes = facts.get("failed") or list(
-            filter(None, [compiler.graph_obstacle(run, eager=True)])
-        )
-        return Evidence(False, shorten("; ".join(["no graph", *causes]), 300), facts)
+        causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]
+        return Evidence(False, shorten("; ".join(filter(None, ["no graph", *causes])), 300), facts)
     compiled, layers = compiled_layers(run)
     shown = Evidence.of_share(compiled, layers, "layers in compiled graphs", **facts)
     return replace(shown, reason="; ".join(filter(None, (reason, shown.reason))))

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -32,8 +32,6 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-WORK_FLOP = {"cpu": 4e12}  # of a run that compiling pays in: minutes on a CPU of few cores
-OTHER_WORK_FLOP = 4e15  # and on an accelerator
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
 CALLS = re.compile(
     r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
@@ -50,13 +48,14 @@ TRACER_WARNINGS = (
 """Warnings that torch causes itself, by what its tracer looks at (2.13)."""
 
 
+@dataclass(eq=False)
 class Compilation:
     """The model's parts, compiled; goes down the modes and at last to eager where one fails."""
 
-    def __init__(self, parts: list[nn.Module], modes: list[str]) -> None:
-        self.parts, self.modes = parts, modes
-        self.mode = ""  # eager
-        self.paused: tuple[str, list[Any]] | None = None  # the mode, and what was compiled in it
+    parts: list[nn.Module]
+    modes: list[str]
+    mode: str = ""  # eager
+    paused: tuple[str, list[Any]] | None = None  # the mode, and what was compiled in it
 
     def start(self) -> None:
         """Compile at the next call, in the first mode that is left."""
@@ -73,7 +72,7 @@ class Compilation:
             part._compiled_call_impl = None
 
     def turn(self, run: Run, on: bool) -> None:
-        """Go on compiled, or eagerly for a while; what is compiled stays."""
+        """Continue compiled, or eagerly for a while; what is compiled stays."""
         if on and self.paused is not None:
             self.mode, implementations = self.paused
             self.paused = None
@@ -92,9 +91,8 @@ class Compilation:
         failed = self.mode
         self.start()
         why = summarize_error(error)
-        reason = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
-        run.fallen["compile"] = reason
-        log.warning("optimization.compile: %s", reason)
+        run.fallen["compile"] = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
+        log.warning("optimization.compile: %s", run.fallen["compile"])
         return True
 
 
@@ -150,22 +148,6 @@ def reset_counters() -> None:
     torch._dynamo.utils.clear_compilation_metrics()
 
 
-def compile_rule(draft: RunBuilder) -> tuple[int, str]:
-    """From how many steps on a run is compiled without measuring, and what that rests on.
-
-    By counted operations, so that the same run is always compiled or never.
-    """
-    from runner.techniques.cost import ASSUMED_S, COLD_S, TRY_SHARE, forward_cost
-
-    cost = forward_cost(draft)
-    if cost.unknown:
-        steps = COLD_S / TRY_SHARE / ASSUMED_S
-    else:
-        flop = 3e6 * cost.mflop * draft.batch_size / draft.micro_batch
-        steps = WORK_FLOP.get(draft.device.kind, OTHER_WORK_FLOP) / max(flop, 1.0)
-    return int(float(f"{steps:.1e}")), f"by rule: {cost}"
-
-
 # -- faults and messages ---------------------------------------------------------------------------
 
 
@@ -173,11 +155,10 @@ def is_at_fault(error: Exception) -> bool:
     """Whether it is the compiler that failed, and not what it compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
-    if _passed(error, f"torch{os.sep}_inductor{os.sep}", "codecache"):
-        return True
     # some of its errors are no TorchDynamoException, such as that of too many recompiles
     theirs = type(error).__module__ == TorchDynamoException.__module__
-    return theirs or isinstance(error, TorchDynamoException)
+    theirs = theirs or isinstance(error, TorchDynamoException)
+    return theirs or _passed(error, f"torch{os.sep}_inductor{os.sep}", "codecache")
 
 
 def was_running(error: Exception) -> bool:
@@ -213,20 +194,19 @@ def _shorten_messages(scope: ExitStack) -> None:
 
     TORCH_LOGS, which asks for the messages as they are, leaves them so.
     """
+
+    def log_shortened(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        log.log(record.levelno, "torch.compile: %s", summarize_message(text))
+        log.info("torch.compile: %s", text, extra={"live": True})  # not on the screen
+        return False
+
     if "TORCH_LOGS" in os.environ:
         return
     handlers = [h for name in LOGGERS for h in logging.getLogger(name).handlers]
     for handler in [h for h in handlers if type(h) is logging.StreamHandler]:  # torch's own
-        shortened = partial(_log_shortened)  # of this run: another may be open
-        handler.addFilter(shortened)
-        scope.callback(handler.removeFilter, shortened)
-
-
-def _log_shortened(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    log.log(record.levelno, "torch.compile: %s", summarize_message(text))
-    log.info("torch.compile: %s", text, extra={"live": True})  # not on the screen
-    return False
+        handler.addFilter(log_shortened)
+        scope.callback(handler.removeFilter, log_shortened)
 
 
 # -- counters --------------------------------------------------------------------------------------
@@ -317,9 +297,9 @@ def out_of_range(indices: Any, limit: int) -> bool:
 
 
 def graph_obstacle(run: Run, eager: bool = False) -> str:
-    """What looks at every step, so that none is made in one graph; empty where nothing does.
+    """Which hook looks at every step, so that none is made in one graph; empty where none does.
 
-    With `eager`, what has every step made uncompiled.
+    With `eager`, which one has every step made uncompiled.
     """
     for hook in run.hooks:
         events = ("around", "on_gradients")  # what a step in one graph has no place for
@@ -360,9 +340,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """Why runs cannot keep compiled code in `folder`, which is there, or None.
+    """Why runs cannot keep compiled code in `folder`, which exists, or None.
 
-    What is in it is run, so a folder that the user did not name must be the user's alone to write.
+    Its code is run, so a folder that the user did not name must be the user's alone to write.
     """
     if not os.access(folder, os.W_OK):
         return "cannot be written"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import inf
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from runner.data.batch import call, count
 from runner.models import modes
 from runner.models.preserved_state import NotRestorable
 from runner.techniques import probe
 from runner.techniques.base import ForwardCost, RunBuilder
-from runner.techniques.products import ProductCounter
 from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
@@ -22,6 +24,8 @@ TRY_SHARE = 0.1  # of a run, that it may lose by compiling in vain
 PASSES = 6  # that are timed, on each machine as many; the first ones are never the fastest
 ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
+WORK_FLOP = {"cpu": 4e12}  # of a run that compiling pays in: minutes on a CPU of few cores
+OTHER_WORK_FLOP = 4e15  # and on an accelerator
 
 
 def forward_cost(draft: RunBuilder) -> ForwardCost:
@@ -73,17 +77,34 @@ def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
 def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
     """From how many steps on compiling is tried, and what that rests on.
 
-    What it gains is measured then. A run that is compiled in vain (half a minute, the first time)
-    takes at most TRY_SHARE longer.
+    Where its gain is measured, a timed step decides: a run that is compiled in vain (half a minute,
+    the first time) takes at most TRY_SHARE longer. Elsewhere counted operations do, so that the
+    same run is always compiled or never.
     """
+    if not draft.measures:
+        return _compile_rule(draft)
     try:
         seconds = step_seconds(draft)
         measured = f"forward and backward take some {1e3 * seconds:.3g} ms"
     except NotRestorable as error:
         seconds = ASSUMED_S
         measured = f"the model is not timed, {error}; taken for {1e3 * seconds:.3g} ms a step"
-    steps = int(float(f"{COLD_S / TRY_SHARE / seconds:.1e}"))  # the timing is no better
-    return steps, f"{measured}; {COLD_S:.0f} s of compiling are to be {TRY_SHARE:.0%} of the run"
+    share = f"{COLD_S:.0f} s of compiling are to be {TRY_SHARE:.0%} of the run"
+    return _two_digits(COLD_S / TRY_SHARE / seconds), f"{measured}; {share}"
+
+
+def _compile_rule(draft: RunBuilder) -> tuple[int, str]:
+    cost = forward_cost(draft)
+    if cost.unknown:
+        steps = COLD_S / TRY_SHARE / ASSUMED_S
+    else:
+        flop = 3e6 * cost.mflop * draft.batch_size / draft.micro_batch
+        steps = WORK_FLOP.get(draft.device.kind, OTHER_WORK_FLOP) / max(flop, 1.0)
+    return _two_digits(steps), f"by rule: {cost}"
+
+
+def _two_digits(steps: float) -> int:
+    return int(float(f"{steps:.1e}"))  # what it rests on is no better
 
 
 def step_seconds(draft: RunBuilder) -> float:
@@ -101,12 +122,77 @@ def step_seconds(draft: RunBuilder) -> float:
             try:
                 probe.forward(draft, inputs)
             except Exception as error:
-                if not is_out_of_memory(error):
-                    if seconds:
-                        break  # training will meet it, and say where
+                if is_out_of_memory(error):
+                    release_references(error)
+                    raise NotRestorable("a forward does not fit in memory") from None
+                if not seconds:
                     raise
-                release_references(error)
-                raise NotRestorable("a forward does not fit in memory") from None
+                break  # training will meet it, and say where
             draft.device.synchronize()
             seconds.append(perf_counter() - start)
     return 3 * min(seconds)
+
+
+# -- products of matrices, convolutions and attention, counted by their shapes ---------------------
+
+OPAQUE = {
+    "bilinear", "cdist", "chain_matmul", "einsum", "gru", "gru_cell", "inner", "kron", "lstm",
+    "lstm_cell", "multi_dot", "multi_head_attention_forward", "outer", "rnn_relu", "rnn_relu_cell",
+    "rnn_tanh", "rnn_tanh_cell", "tensordot",
+}  # fmt: skip
+"""Functions that make products inside, where this does not see them."""
+
+
+def _inner(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
+    """`[…, n, k] @ […, k, m]`; the operand with k as its last dimension is that argument."""
+    return lambda args, out: 2 * out.numel() * int(args[operand].shape[-1])
+
+
+def _convolution(args: Sequence[Any], out: Tensor) -> int:
+    return 2 * out.numel() * int(args[1][0].numel())
+
+
+def _transposed(args: Sequence[Any], out: Tensor) -> int:
+    return 2 * int(args[0].numel()) * int(args[1][0].numel())
+
+
+def _attention(args: Sequence[Any], out: Tensor) -> int:
+    query, key, value = args[:3]  # […, length, width]
+    width = query.shape[-1] + value.shape[-1]
+    return 2 * int(query.numel() // query.shape[-1] * key.shape[-2] * width)
+
+
+FLOP: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
+    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _inner(0)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _inner(1)),
+    **{f"conv{n}d": _convolution for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _transposed for n in (1, 2, 3)},
+    "scaled_dot_product_attention": _attention,
+}
+
+
+class ProductCounter(TorchFunctionMode):
+    """While entered, adds up floating-point operations; a multiply-add is two.
+
+    torch's own counter needs a dispatch mode, which imports 800 modules (two seconds, once). This
+    one sees the functions that Python calls, and knows where that is not enough.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flop = self.products = 0
+        self.opaque: set[str] = set()  # functions whose products were not seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if name in OPAQUE:
+            self.opaque.add(name)
+        elif name in FLOP:
+            try:
+                self.flop += FLOP[name](args, result)
+                self.products += 1
+            except (AttributeError, IndexError, TypeError):  # arguments by their names
+                self.opaque.add(name)
+        return result

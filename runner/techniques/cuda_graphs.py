@@ -18,14 +18,13 @@ def unavailable(knobs: CudaGraphs, device: Device) -> str | None:
     return f"CUDA graphs are for GPUs with CUDA, and the device is {device.kind}"
 
 
-def apply(knobs: CudaGraphs, draft: RunBuilder) -> str | None:
+def apply(knobs: CudaGraphs, draft: RunBuilder) -> None:
     """Tell the techniques that compile, which come later: their compiler captures the graphs.
 
     Not by torch.cuda.make_graphed_callables: that takes one shape alone, and an epoch's last batch
     or a ragged micro-batch has another.
     """
     draft.cuda_graphs = True
-    return None
 
 
 def engaged(knobs: CudaGraphs, run: Run) -> Evidence:

@@ -27,29 +27,25 @@ def fingerprint(draft: RunBuilder) -> dict[str, Any]:
     names = {one.name for one in fields(draft)} - SHOWN_IN_A_STEP
     settings = {name: getattr(draft, name) for name in names}
     settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
-    return {**settings, **_state(draft), **_step(draft)}
-
-
-def _state(owner: RunBuilder | Run) -> dict[str, Any]:
-    """The part of it that can be observed in a run, too."""
-    model, kind = owner.model, owner.device.kind
-    with entered(owner.contexts):
+    model, kind = draft.model, draft.device.kind
+    with entered(draft.contexts):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    switches = [
-        autocast,
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.benchmark,
-    ]
     return {
+        **settings,
         "types and layout of weights": {
             name: (weight.dtype, weight.stride(), weight.requires_grad)
             for name, weight in [*model.named_parameters(), *model.named_buffers()]
         },
         "compiled modules": [module._compiled_call_impl is None for module in model.modules()],
-        "compiled forward": hasattr(owner.forward, "_torchdynamo_orig_callable"),
-        "switches of the process": switches,
+        "compiled forward": hasattr(draft.forward, "_torchdynamo_orig_callable"),
+        "switches of the process": [
+            autocast,
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.benchmark,
+        ],
+        **_step(draft),
     }
 
 
@@ -85,7 +81,7 @@ class MeasuredTechnique(Technique):
     """A technique of the user's own, whose evidence is its claim: what it changes is measured."""
 
     technique: Technique = field(kw_only=True)
-    changes: dict[str, Any] = field(default_factory=dict)  # what differs after it, as it was before
+    measured: list[str] = field(default_factory=list)  # names of changes
 
     def unavailable(self, device: Device) -> str | None:
         """As the technique says."""
@@ -98,23 +94,17 @@ class MeasuredTechnique(Technique):
         after = fingerprint(draft)
         for name, value in before.items():
             if not _differ(first.get(name), value) and _differ(value, after.get(name)):
-                self.changes[name] = value
+                self.measured.append(name)
         return reason
 
     def engaged(self, run: Run) -> Evidence:
-        """Its own evidence, compared with what was seen to change and still differs."""
+        """Its own evidence, beside the changes that were measured."""
         evidence = self.technique.engaged(run)
         if not evidence.engaged:
             return evidence
-        now = _state(run)
-        measured = [
-            name
-            for name, before in self.changes.items()
-            if name not in now or _differ(before, now[name])
-        ]
-        facts = {"measured": ", ".join(measured) or "nothing", **evidence.facts}
-        if measured:
-            reason = "; ".join(filter(None, (CLAIM, evidence.reason)))
-            return replace(evidence, reason=reason, facts=facts)
-        what = "its changes were undone" if self.changes else "nothing measurable changed"
-        return Evidence(False, f"claims to be engaged; {what}", facts)
+        facts = {"measured": ", ".join(self.measured) or "nothing", **evidence.facts}
+        if not self.measured:
+            return Evidence(False, "claims to be engaged; nothing measurable changed", facts)
+        return replace(
+            evidence, reason="; ".join(filter(None, (CLAIM, evidence.reason))), facts=facts
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,6 @@ from runner.optim.origin import is_torchs, runs_torchs_step
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import FusedOptimizer
 from runner.training.run import Run
-
-if TYPE_CHECKING:
-    from runner.optim.optimizer_step import OptimizerStep
 
 Options = dict[str, bool]
 
@@ -30,12 +27,13 @@ def apply(knobs: FusedOptimizer, draft: RunBuilder) -> str | None:
 
 def engaged(knobs: FusedOptimizer, run: Run) -> Evidence:
     """The implementation of each group's update, and where clipping and guard are done."""
-    optimizer = run.update.optimizer
+    update, optimizer = run.update, run.update.optimizer
     weights: Counter[str] = Counter()
     for group in optimizer.param_groups:
         weights[_implementation(optimizer, group)] += len(group["params"])
     ran = weights.most_common(1)[0][0]
-    facts = {"implementation": ran, "guard": _guard(run.update)}
+    guard = "host reads a flag" if update.undo is None else "taken back on the device"
+    facts = {"implementation": ran, "guard": "in the kernel" if update.in_kernel else guard}
     of = "weights updated by a fused kernel"
     shown = Evidence.of_share(weights["fused"], weights.total(), of, **facts)
     if weights["fused"]:
@@ -50,12 +48,6 @@ def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     if not runs_torchs_step(optimizer):
         return "its own step()"
     return next((name for name in ("fused", "foreach") if group.get(name)), "loop")
-
-
-def _guard(update: OptimizerStep) -> str:
-    if update.in_kernel:
-        return "in the kernel"
-    return "taken back on the device" if update.undo is not None else "host reads a flag"
 
 
 def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[Options, str | None]:

@@ -12,6 +12,7 @@ from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.data.batch import Batch, Inputs, call, rows
+from runner.device.device import Device
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.techniques.base import RunBuilder
 from runner.training.run import Run
@@ -60,6 +61,9 @@ def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
         yield
 
 
+# -- while a run is built --------------------------------------------------------------------------
+
+
 def sample_batch(draft: RunBuilder, samples: int) -> Batch:
     """So many training samples, laid out as the run's batches will be."""
     batch = draft.sample(samples)
@@ -103,13 +107,14 @@ def trial_step(draft: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor
         return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
-def saved_bytes(model: nn.Module, step: Callable[[], object]) -> int:
-    """Bytes that a step saves for its backward, the model's own left out."""
-    own = {t.untyped_storage()._cdata for t in model.state_dict(keep_vars=True).values()}
+def saved_bytes(model: nn.Module, step: Callable[[], object], *known: Tensor) -> int:
+    """Bytes that a step saves for its backward, the model's own and those `known` left out."""
+    own = [*model.state_dict(keep_vars=True).values(), *known]
+    left_out = {t.untyped_storage()._cdata for t in own}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in own:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in left_out:
             sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -118,28 +123,26 @@ def saved_bytes(model: nn.Module, step: Callable[[], object]) -> int:
     return sum(sizes.values())
 
 
-def operators(run: Run) -> Mapping[str, int]:
-    """The operators and kernels of one step as the run really makes it, by name.
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The largest group, by parameters, of two or more modules of one class under one parent.
 
-    Forward, loss and backward over a training batch, compiled if the run is; the update is not
-    made, so nothing of the run changes. Profiled once and kept; 10 ms and a step.
+    In the order that the parent holds them; of blocks within blocks the outermost.
+    Empty where nothing repeats.
     """
-    if run.operators is None:
-        profiler: Any
-        # the older one loses track of the ranges that fsdp marks around its compiled blocks
-        if run.device.kind == "cuda" or run.shards is not None:
-            profiler = torch.profiler.profile(acc_events=True)
-        else:  # starting the newer one takes a second
-            profiler = profiler_legacy.profile()  # type: ignore[no-untyped-call]
-        with profiler:
-            dry_run_step(run)
-            run.device.synchronize()
-        run.operators = {event.key: event.count for event in profiler.key_averages()}
-        if run.whole is not None:
-            from runner.techniques import compiler
+    best: list[nn.Module] = []
+    most = 0
+    for parent in model.modules():
+        groups: dict[type[nn.Module], list[nn.Module]] = {}
+        for child in parent.children():
+            groups.setdefault(type(child), []).append(child)
+        for group in groups.values():
+            size = sum(p.numel() for block in group for p in block.parameters())
+            if len(group) > 1 and size > most and any(list(b.children()) for b in group):
+                best, most = group, size
+    return best
 
-            run.operators |= compiler.kernels()
-    return run.operators
+
+# -- of a finished run -----------------------------------------------------------------------------
 
 
 def dry_run_step(run: Run, samples: int | None = None) -> None:
@@ -164,20 +167,52 @@ def dry_run_step(run: Run, samples: int | None = None) -> None:
             parameter.grad = gradient
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest group, by parameters, of two or more modules of one class under one parent.
+def profiled(step: Callable[[], object], device: Device, kineto: bool) -> Any:
+    """The profiler's events of a step, by name; torch's older one starts in no time."""
+    profiler: Any
+    if kineto:  # which takes a second
+        profiler = torch.profiler.profile(acc_events=True)
+    else:
+        profiler = profiler_legacy.profile()  # type: ignore[no-untyped-call]
+    with profiler:
+        step()
+        device.synchronize()
+    return profiler.key_averages()
 
-    In the order that the parent holds them; of blocks within blocks the outermost are found.
-    Empty where nothing repeats.
+
+def operators(run: Run) -> Mapping[str, int]:
+    """The operators and kernels of one step as the run really makes it, by name.
+
+    Forward, loss and backward over a training batch, compiled if the run is; the update is not
+    made, so nothing of the run changes. Profiled once and kept; 10 ms and a step.
     """
-    best: list[nn.Module] = []
-    most = 0
-    for parent in model.modules():
-        groups: dict[type[nn.Module], list[nn.Module]] = {}
-        for child in parent.children():
-            groups.setdefault(type(child), []).append(child)
-        for group in groups.values():
-            size = sum(p.numel() for block in group for p in block.parameters())
-            if len(group) > 1 and size > most and any(list(b.children()) for b in group):
-                best, most = group, size
-    return best
+    if run.operators is None:
+        # the older one loses track of the ranges that fsdp marks around its compiled blocks
+        kineto = run.device.kind == "cuda" or run.shards is not None
+        events = profiled(lambda: dry_run_step(run), run.device, kineto)
+        run.operators = {event.key: event.count for event in events}
+        if run.whole is not None:
+            from runner.techniques import compiler
+
+            run.operators |= compiler.kernels()
+    return run.operators
+
+
+def compiled_layers(run: Run) -> tuple[int, int]:
+    """How many layers of a step ran in compiled graphs, and how many ran.
+
+    Compiled code does not call the hooks that a module was given later; a layer that the compiler
+    left out, or took to pieces at a graph break, does.
+    """
+    called: set[nn.Module] = set()
+    layers = [m for m in run.model.modules() if next(m.parameters(recurse=False), None) is not None]
+    hooks = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in layers]
+    try:
+        dry_run_step(run)
+        eager = set(called)
+        with torch.compiler.set_stance("force_eager"):
+            dry_run_step(run)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(called - eager), len(called)

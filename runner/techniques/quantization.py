@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache
 from statistics import median
 from time import perf_counter
@@ -20,6 +19,7 @@ from runner.device.device import Device
 from runner.models import modes
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Quantization, QuantizationMode
+from runner.techniques.probe import entered
 from runner.training.evaluation import evaluate, standalone
 from runner.training.run import Quantized, Run
 
@@ -38,7 +38,7 @@ def unavailable(knobs: Quantization, device: Device) -> str | None:
 
 def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
     """Change nothing yet: the copy is made of the trained model."""
-    if _layers(knobs, draft.model, draft.device):
+    if candidates(knobs, draft.model, draft.device.kind):
         return None
     return (
         f"no linear layer with {knobs.min_features} inputs and outputs or more "
@@ -46,16 +46,10 @@ def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
     )
 
 
-def _layers(knobs: Quantization, model: nn.Module, device: Device) -> dict[nn.Module, Tensor]:
-    dynamic = knobs.mode is QuantizationMode.dynamic
-    multiple = 8 if device.kind == "cuda" and dynamic else 1  # what torch's product takes there
-    return candidates(model, knobs.min_features, multiple)
-
-
 def engaged(knobs: Quantization, run: Run) -> Evidence:
     """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
     plain = standalone(run)
-    layers = _layers(knobs, plain, run.device)
+    layers = candidates(knobs, plain, run.device.kind)
     float_bytes, quantized = model_bytes(plain), len(layers)
     model = replace_layers(plain, layers, knobs.mode is QuantizationMode.dynamic)
     left_float = sum(linear_weight(module) is not None for module in model.modules())
@@ -76,7 +70,7 @@ def engaged(knobs: Quantization, run: Run) -> Evidence:
         "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
         "float_bytes": float_bytes,
         "int8_bytes": model_bytes(model),
-        "latency_ratio": round(latency_ratio(run, model), 3),
+        "latency_ratio": round(_latency_ratio(run, model), 3),
     }
     compared = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
     if not drop <= knobs.max_drop:  # NaN too
@@ -97,16 +91,16 @@ def _relative_drop(before: float, after: float, higher_is_better: bool) -> float
     return lost / abs(before) if before else math.copysign(math.inf, lost)
 
 
-def latency_ratio(run: Run, model: nn.Module) -> float:
+def _latency_ratio(run: Run, model: nn.Module) -> float:
     """The time of a forward in int8 over one in float, both uncompiled; medians of rounds."""
     forwards: tuple[Callable[..., Any], ...] = (model, run.forward)
     times: tuple[list[float], list[float]] = ([], [])
-    with ExitStack() as stack:
-        stack.enter_context(modes.evaluation_mode(run.model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for context in run.contexts:
-            stack.enter_context(context())
+    with (
+        modes.evaluation_mode(run.model),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        entered(run.contexts),
+    ):
         inputs = run.validation.peek()[0]
         for _ in range(ROUNDS + 1):
             for forward, seconds in zip(forwards, times, strict=True):
@@ -176,7 +170,7 @@ def product_levels(device_type: str) -> int:
     """Levels of a weight on either side of zero with which int8 products are exact.
 
     A CPU without VNNI adds pairs of products in 16 bits, which saturate beyond 64 levels (oneDNN,
-    "Nuances of int8 computations"); found by trying it, as torch does not say.
+    "Nuances of int8 computations"); by trying it, as torch has no flag for it.
     """
     if device_type != "cpu":
         return LEVELS
@@ -199,19 +193,21 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     return weight.t() if conv1d and weight.is_floating_point() else None
 
 
-def candidates(model: nn.Module, min_features: int, multiple: int = 1) -> dict[nn.Module, Tensor]:
-    """The linear layers to quantise, with their weights.
+def candidates(knobs: Quantization, model: nn.Module, kind: str) -> dict[nn.Module, Tensor]:
+    """The linear layers to quantise on that kind of device, with their weights.
 
     Not those below `min_features` on a side, nor weights that another module shares: there would
     be two copies.
     """
+    dynamic = knobs.mode is QuantizationMode.dynamic
+    multiple = 8 if kind == "cuda" and dynamic else 1  # what torch's product takes there
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     layers: dict[nn.Module, Tensor] = {}
     for module in model.modules():
         weight = linear_weight(module)
         if weight is None or owners[id(module._parameters["weight"])] > 1:
             continue
-        if min(weight.shape) >= min_features and not any(n % multiple for n in weight.shape):
+        if min(weight.shape) >= knobs.min_features and not any(n % multiple for n in weight.shape):
             layers[module] = weight
     return layers
 

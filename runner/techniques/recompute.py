@@ -58,7 +58,7 @@ def apply(knobs: Recompute, draft: RunBuilder) -> str | None:
             trial_step(draft, min(draft.micro_batch, SAMPLES))
     except NotRestorable:
         raise
-    except Exception as error:  # whatever a model raises whose blocks can run only once
+    except Exception as error:  # such as of a model whose blocks can run only once
         gist = shorten(str(error), 200)
         return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"
     recomputed.wrap(draft.scope)
@@ -89,8 +89,11 @@ def engaged(knobs: Recompute, run: Run) -> Evidence:
     with torch.compiler.set_stance("force_eager"):  # few samples: without it a step may not fit
         held_bytes = count_saved(samples) * run.micro_batch // samples
         again = len(recomputed.again)
-        with recomputed.paused():
+        recomputed.off = True
+        try:
             without = count_saved(samples) * run.micro_batch // samples
+        finally:
+            recomputed.off = False
     facts: dict[str, Any] = {"what": recomputed.what.value}
     if recomputed.what is RecomputePolicy.full:  # what selective holds is not seen by hooks
         facts["held_bytes"] = held_bytes
@@ -110,7 +113,7 @@ class Recomputed:
 
     what: RecomputePolicy
     blocks: list[nn.Module]
-    off: bool = False
+    off: bool = False  # all is held meanwhile
     again: set[nn.Module] = field(default_factory=set, compare=False)  # ran for the backward too
 
     def wrap(self, scope: ExitStack) -> None:
@@ -118,15 +121,6 @@ class Recomputed:
         for block in self.blocks:
             scope.callback(_unwrap, block, vars(block).get("forward"))
             block.forward = self._checkpointed_forward(block, block.forward)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Hold everything meanwhile."""
-        self.off = True
-        try:
-            yield
-        finally:
-            self.off = False
 
     def _checkpointed_forward(
         self, block: nn.Module, forward: Callable[..., Any]

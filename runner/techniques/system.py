@@ -92,29 +92,22 @@ def engaged(knobs: System, run: Run) -> Evidence:
     facts["waiting"] = {key: os.environ[key] for key in WAITING if key in os.environ} or "spin"
     facts["allocator"] = allocator.name()
     facts |= run.remarks.get("system", {})
-    read = _cpu_problems if run.device.kind == "cpu" else _gpu_problems
-    problems = read(knobs, run, facts)
-    return Evidence(not problems, "; ".join(problems), facts)
-
-
-def _cpu_problems(knobs: System, run: Run, facts: dict[str, Any]) -> list[str]:
-    """Settings that were made and are not in force."""
     problems = []
-    chosen = next((c.value for c in run.choices if c.key == "device.threads"), facts["threads"])
-    if chosen != facts["threads"]:
-        problems.append(f"{facts['threads']} threads, not the {chosen} chosen")
-    facts["denormals_are_zero"] = denormals_flushed()
-    if not facts["denormals_are_zero"] and "denormals_left_alone" not in facts:
-        problems.append("denormals are not zero in every thread")
-    return problems
-
-
-def _gpu_problems(knobs: System, run: Run, facts: dict[str, Any]) -> list[str]:
-    facts["memory_fraction"] = run.device.settings["memory_fraction"]
-    facts["cudnn_benchmark"] = wanted = run.device.settings["cudnn_benchmark"]
-    facts["expandable_segments"], facts["segments"] = allocator.expandable_segments()
-    refused = not knobs.cudnn_benchmark or "cudnn_benchmark_left_alone" in facts
-    return [] if wanted or refused else ["cudnn.benchmark is off"]
+    if run.device.kind == "cpu":
+        threads = facts["threads"]
+        chosen = next((c.value for c in run.choices if c.key == "device.threads"), threads)
+        if chosen != threads:
+            problems.append(f"{threads} threads, not the {chosen} chosen")
+        facts["denormals_are_zero"] = denormals_flushed()
+        if not facts["denormals_are_zero"] and "denormals_left_alone" not in facts:
+            problems.append("denormals are not zero in every thread")
+    else:
+        facts |= {key: settings[key] for key in ("memory_fraction", "cudnn_benchmark")}
+        facts["expandable_segments"], facts["segments"] = allocator.expandable_segments()
+        fixed = not knobs.cudnn_benchmark or "cudnn_benchmark_left_alone" in facts
+        if not fixed and not facts["cudnn_benchmark"]:
+            problems.append("cudnn.benchmark is off")
+    return Evidence(not problems, "; ".join(problems), facts)
 
 
 def flush_denormals(scope: ExitStack) -> str | None:

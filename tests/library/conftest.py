@@ -1,4 +1,4 @@
-"""A small model, batches it can learn, and the process as it was found."""
+"""A small model, batches it can learn, and the process as it was."""
 
 from __future__ import annotations
 

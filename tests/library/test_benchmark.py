@@ -54,7 +54,6 @@ def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
     model = net().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    noise = torch.get_rng_state()
     inputs, target = data()
     noise = torch.get_rng_state()
     result = benchmark_optimizations(
@@ -90,7 +89,7 @@ def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
     assert [row.name for row in of_benchmark(result, tmp_path).rows] == ["none", "Waste"]
 
 
-class Odd(nn.Module):
+class Unsendable(nn.Module):
     """Holds what no other process can have."""
 
     def __init__(self) -> None:
@@ -104,7 +103,7 @@ class Odd(nn.Module):
 
 def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
     with pytest.raises(UsageError, match="model cannot be sent.*top of a module"):
-        benchmark_optimizations(Odd(), data(), ["none", "basic"], budget_s=3)
+        benchmark_optimizations(Unsendable(), data(), ["none", "basic"], budget_s=3)
     with pytest.raises(UsageError, match="objective cannot be sent.*no lambda"):
         benchmark_optimizations(
             net(), data(), ["none", "basic"], loss_fn=lambda a, b: a.sum(), budget_s=3
@@ -126,9 +125,9 @@ def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
 def test_a_mistake_is_answered_before_any_process_is_started(
     more: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(Exception, match=message) as found:
+    with pytest.raises(Exception, match=message) as caught:
         benchmark_optimizations(net(), data(), **{"arms": ["none", "basic"], **more})  # type: ignore[arg-type]
-    assert type(found.value).__module__ == "runner.errors"
+    assert type(caught.value).__module__ == "runner.errors"
 
 
 def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(

@@ -19,7 +19,11 @@ def own() -> Debugger:
     return Debugger()
 
 
-def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
+def calls(of: Debugger) -> dict[str, int]:
+    return {row.name: row.calls for row in of.summary().operations}
+
+
+def test_a_plain_loop_shows_where_the_nan_came_from_and_at_which_step() -> None:
     debugger.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -45,17 +49,15 @@ def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
     assert "step/forward" in str(summary) and first.message in str(summary)
 
 
-def test_an_exception_is_recorded_with_its_traceback_and_goes_on_its_way(own: Debugger) -> None:
+def test_an_exception_is_recorded_with_its_traceback_and_raised(own: Debugger) -> None:
     with pytest.raises(ZeroDivisionError), own.context("outer"), own.context("inner"):
         _ = 1 / 0
-    calls = {row.name: row.calls for row in own.summary().operations}
-    assert calls == {"outer": 1, "outer/inner": 1}
+    with own.context("after"):
+        pass
+    assert calls(own) == {"outer": 1, "outer/inner": 1, "after": 1}, "a context was left open"
     first = own.summary().faults[0]
     assert first.message == "outer/inner: ZeroDivisionError: division by zero"
     assert "_ = 1 / 0" in first.traceback
-    with own.context("after"):
-        pass
-    assert "after" in {row.name for row in own.summary().operations}, "no context was left open"
 
 
 @pytest.mark.parametrize(
@@ -69,20 +71,19 @@ def test_an_exception_is_recorded_with_its_traceback_and_goes_on_its_way(own: De
     ],
     ids=["inf", "nest", "number", "complex", "sparse"],
 )
-def test_values_that_are_not_finite_are_recorded_or_raised(
-    value: object, message: str, own: Debugger
+def test_values_that_are_not_finite_are_recorded_or_raised_and_logged_once(
+    value: object, message: str, own: Debugger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert own.check(value, "x") is value
+    for fine in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
+        own.check(fine)
+    with caplog.at_level(logging.WARNING, "runner"):
+        for _ in range(5):
+            assert own.check(value, "x") is value
+        with pytest.raises(NotFinite, match="x"):
+            own.check(value, "x", on="raise")
     (fault,) = own.summary().faults
-    assert message in fault.message
-    with pytest.raises(NotFinite, match="x"):
-        own.check(value, "x", on="raise")
-
-
-def test_finite_values_and_integers_leave_no_trace(own: Debugger) -> None:
-    for value in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
-        own.check(value)
-    assert own.summary().faults == own.summary().operations == []
+    assert message in fault.message and fault.count == 6
+    assert len(caplog.records) == 1
 
 
 def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugger) -> None:
@@ -106,17 +107,6 @@ def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugge
         own.check(1.0, on="stop")
 
 
-def test_a_fault_that_repeats_is_counted_and_logged_once(
-    own: Debugger, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "runner"):
-        for _ in range(50):
-            own.check(torch.tensor(float("nan")), "loss")
-    (fault,) = own.summary().faults
-    assert fault.count == 50
-    assert len(caplog.records) == 1
-
-
 def test_threads_count_together(own: Debugger) -> None:
     def work() -> None:
         for _ in range(100):
@@ -128,8 +118,7 @@ def test_threads_count_together(own: Debugger) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    calls = {row.name: row.calls for row in own.summary().operations}
-    assert calls == {"outer": 600, "outer/inner": 600}
+    assert calls(own) == {"outer": 600, "outer/inner": 600}
 
 
 def test_faults_of_gradients_are_recorded_and_logged(

@@ -1,4 +1,4 @@
-"""`safe_inference`: the model's own output, in pieces where it must be, or what was in the way."""
+"""`safe_inference` and `check_model`: checked answers of a model, and faults of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import optimize, safe_inference
+from runner import check_model, optimize, safe_inference
 from runner.errors import OutOfMemory, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -35,15 +35,6 @@ class Large(nn.Module):
             torch.empty(2**50)
         y = self.layer(x)
         return {"logits": y if scale is None else y * scale, "scale": torch.ones(2)}
-
-
-class Failing(nn.Module):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise self.error
 
 
 class Broken(nn.Module):
@@ -81,11 +72,9 @@ def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(sh
         "out of memory with 11 samples; 6 at a time",
         "out of memory with 6 samples; 3 at a time",
     ]
-
-
-def test_one_sample_that_does_not_fit_is_one_clear_error() -> None:
+    model.most = 0
     with pytest.raises(OutOfMemory, match="safe_inference: out of memory with one sample on cpu"):
-        safe_inference(Large(0), torch.randn(4, 4))
+        safe_inference(model, batch)
 
 
 def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
@@ -106,27 +95,23 @@ def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
     assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
 
 
-def test_an_error_that_stays_is_raised_as_it_is() -> None:
-    error = ValueError("my own mistake")
-    with pytest.raises(ValueError, match="my own mistake") as caught:
-        safe_inference(Failing(error), torch.randn(4, 4))
-    assert caught.value is error
-
-
 def test_random_states_and_modes_are_as_before_also_after_an_error() -> None:
+    error = ValueError("my own mistake")
+
     class Drawing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             random.random()
             if len(x) == 3:
-                raise ValueError
+                raise error
             return x + torch.randn(4)
 
     model = Drawing()
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()
     safe_inference(model, torch.zeros(2, 4))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="my own mistake") as caught:
         safe_inference(model, torch.zeros(3, 4))
+    assert caught.value is error
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert model.training
 
@@ -140,6 +125,7 @@ def test_an_optimized_model_answers_under_its_techniques(net: nn.Module) -> None
         assert result.ok and result.output.dtype is torch.float32
         assert not torch.equal(result.output, expected)  # it was computed in 16 bits
         assert torch.allclose(result.output, expected, atol=0.05)
+        assert check_model(fast, x).ok
     assert net.training
 
 
@@ -153,6 +139,8 @@ def test_a_mistake_names_the_argument(net: nn.Module) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             safe_inference(*arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="check_model: model must be a torch.nn.Module"):
+        check_model(torch.relu)  # type: ignore[arg-type]
 
 
 # under a real limit, in a process of its own
@@ -166,28 +154,50 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 8192), nn.ReLU(), nn.Linear(8192, 16), nn.Linear(16, 4))
 x = torch.randn(8192, 256)
 model(x[:64])  # threads and libraries are there before the limit
+whole = safe_inference(model, x)
 with open("/proc/self/statm") as file:
     held = int(file.read().split()[0]) * memory.PAGE
-if left := int(sys.argv[1]):
-    resource.setrlimit(resource.RLIMIT_AS, (held + (left << 20), resource.RLIM_INFINITY))
-result = safe_inference(model, x)
-print(json.dumps([result.ok, result.pieces, result.output.double().sum().item(), result.problems]))
+resource.setrlimit(resource.RLIMIT_AS, (held + (320 << 20), resource.RLIM_INFINITY))
+results = [whole, safe_inference(model, x)]
+print(json.dumps([[r.ok, r.pieces, r.output.double().sum().item(), r.problems] for r in results]))
 """
 
 
-@pytest.mark.slow  # two processes
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 def test_a_batch_larger_than_the_limit_is_answered_in_pieces() -> None:
-    def answered(mib: int) -> list[Any]:
-        command = [sys.executable, "-c", LIMITED, str(mib)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    ok, pieces, total, problems = answered(0)
-    assert (ok, pieces, problems) == (True, 1, [])
-    limited = answered(320)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    whole, limited = json.loads(done.stdout.splitlines()[-1])
+    assert whole[:2] == [True, 1] and whole[3] == []
     assert limited[0] and limited[1] > 1 and "out of memory with 8192 samples" in limited[3][0]
-    assert limited[2] == pytest.approx(total, rel=1e-5)
+    assert limited[2] == pytest.approx(whole[2], rel=1e-5)
+
+
+# -- the model itself ------------------------------------------------------------------------------
+
+
+def test_a_sound_model_is_ok_and_outputs_for_the_probes_that_are_not_finite_are_a_fault(
+    net: nn.Module, digits: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    report = check_model(net, digits[1][0][:64])
+    assert report.ok and report.reasons == []
+    assert report.facts["parameters"] == sum(p.numel() for p in net.parameters())
+    net[4].weight.data.fill_(3e38)
+    assert check_model(net).ok
+    (reason,) = check_model(net, torch.randn(8, 64)).reasons
+    assert reason.code == "outputs.not_finite" and reason.evidence.endswith("of 80 values")
+
+
+def test_a_report_prints_one_line_a_finding(net: nn.Module) -> None:
+    net[1].weight.data[3, 5] = math.nan
+    net.register_buffer("<script>\n|x", torch.tensor([math.inf]))
+    report = check_model(net)
+    lines = str(report).splitlines()
+    assert not report.ok and sum("weights.not_finite" in line for line in lines) == 2
+    assert any("1.weight: 1 NaN of 2,048 values, the first at [3, 5]" in line for line in lines)
+    assert sum("<script>" in line for line in lines) == 1 and "<script>\\n|x" in str(report)
+    plain = json.loads(json.dumps(report.as_dict()))
+    assert plain["ok"] is False and plain["reasons"][0]["severity"] == "fault"

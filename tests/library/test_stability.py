@@ -1,8 +1,7 @@
-"""`Stability` in a plain loop: a bad step leaves no trace, and what was done about it is said."""
+"""`Stability` in a plain loop: a bad step leaves no trace, and what was done is recorded."""
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -20,11 +19,6 @@ from runner.replay.findings import StepPhase
 from runner.stability.config import Action, BadStepKind, RecoveryRule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]
-OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.AdamW, {"lr": 1e-3}),
-    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    (torch.optim.RMSprop, {"lr": 1e-3}),
-]
 loss_of = nn.functional.cross_entropy
 
 
@@ -46,49 +40,22 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def poisoned(batch: Batch, factor: float = math.nan) -> Batch:
-    return batch[0] * factor, batch[1]
+def poisoned(batch: Batch) -> Batch:
+    return batch[0] * math.nan, batch[1]
 
 
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
-    net: nn.Module, twin: nn.Module, batches: list[Batch], kind: Any, options: dict[str, Any]
+def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
+    net: nn.Module, batches: list[Batch]
 ) -> None:
-    ours, theirs = kind(net.parameters(), **options), kind(twin.parameters(), **options)
-    seen = [*batches[:3], poisoned(batches[9]), *batches[3:6]]
-    with Stability() as mine, Stability() as other:
-        reports = loop(net, ours, seen, mine)
-        loop(twin, theirs, batches[:6], other)
-        assert [bool(r.skipped) for r in reports] == [i == 3 for i in range(7)]
-        assert same(state(net, ours), state(twin, theirs))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Stability() as stability:
+        reports = loop(net, optimizer, [*batches[:3], poisoned(batches[3])], stability)
     fault = reports[3].faults[0]
     assert (fault.step, fault.kind, fault.action) == (4, "non_finite", "skipped")
-    assert mine.summary().faults == {"non_finite": 1} and mine.summary().skipped == 1
-
-
-def test_a_healthy_loop_learns_what_the_plain_one_does(
-    net: nn.Module, twin: nn.Module, batches: list[Batch]
-) -> None:
-    ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
-    mine, their = (torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, 30) for o in (ours, theirs))
-    with Stability(["stability.clip_norm=0.5"]) as stability:
-        for x, y in batches[:30]:
-            report = stability.step(net, loss_of(net(x), y), ours)
-            theirs.zero_grad()
-            loss = loss_of(twin(x), y)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-            theirs.step()
-            mine.step()
-            their.step()
-            assert float(report.loss) == pytest.approx(loss.item(), rel=1e-4)
-            assert float(report.grad_norm) == pytest.approx(norm.item(), rel=1e-3)
-            assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-    saved = copy.deepcopy(ours.state_dict())
-    assert {float(s["step"]) for s in saved["state"].values()} == {30.0}
-    theirs.load_state_dict(saved)
+    assert stability.summary().faults == {"non_finite": 1} and stability.summary().skipped == 1
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(UsageError, match="it was closed"):
+        loop(net, optimizer, batches[:1], stability)
 
 
 def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> None:
@@ -105,7 +72,7 @@ def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> N
     assert "step 21: spike, loss" in str(stability.summary())
 
 
-def test_data_that_is_never_finite_ends_in_giving_up_that_says_what_was_tried(
+def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
     net: nn.Module, batches: list[Batch], tmp_path: Path
 ) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
@@ -149,16 +116,14 @@ def test_a_first_step_that_is_bad_leaves_no_trace_in_buffers_once_they_are_watch
     net: nn.Module, twin: nn.Module, batches: list[Batch]
 ) -> None:
     fresh = {name: t.clone() for name, t in net.state_dict().items()}
-    optimizer = torch.optim.AdamW(net.parameters())
-    with Stability() as stability:
-        stability.watch(net, optimizer)
-        assert loop(net, optimizer, [poisoned(batches[0])], stability)[0].skipped
+    for model, watched in ((net, True), (twin, False)):
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Stability() as stability:
+            if watched:
+                stability.watch(model, optimizer)
+            assert loop(model, optimizer, [poisoned(batches[0])], stability)[0].skipped
     assert all(torch.equal(t, fresh[name]) for name, t in net.state_dict().items())
-
-    # the forward came before anybody could remember: what it did to the statistics stays
-    optimizer = torch.optim.AdamW(twin.parameters())
-    with Stability() as stability:
-        assert loop(twin, optimizer, [poisoned(batches[0])], stability)[0].skipped
+    # its forward came before the buffers were copied: what it did to the statistics stays
     assert twin[2].running_mean.isnan().all()
     assert all(torch.equal(p, fresh[name]) for name, p in twin.named_parameters())
 
@@ -183,9 +148,9 @@ def test_a_captured_step_is_replayed_to_the_module_and_the_line(
     assert folders == ["debug/captures/step_00000002", ""]
     before = torch.get_rng_state()
     weights = [p.clone() for p in model.parameters()]
-    found = replay_step(tmp_path / folders[0], model, loss_of)
-    assert found.phase is StepPhase.forward and (found.module, found.kind) == ("1", "Root")
-    assert found.line is not None and found.line.source.strip() == "return (x - 1).sqrt()"
+    cause = replay_step(tmp_path / folders[0], model, loss_of)
+    assert cause.phase is StepPhase.forward and (cause.module, cause.kind) == ("1", "Root")
+    assert cause.line is not None and cause.line.source.strip() == "return (x - 1).sqrt()"
     assert same(weights, list(model.parameters())) and torch.equal(before, torch.get_rng_state())
     with pytest.raises(CheckpointError, match="does not fit this model"):
         replay_step(tmp_path / folders[0], nn.Linear(2, 2), loss_of)
@@ -201,34 +166,20 @@ def test_numbers_may_be_read_every_so_many_steps(net: nn.Module, batches: list[B
         assert stability.summary().steps == 7
 
 
-def test_what_it_hooked_is_gone_after_closing(net: nn.Module, batches: list[Batch]) -> None:
-    optimizer = torch.optim.AdamW(net.parameters())
-    with Stability() as stability:
-        loop(net, optimizer, batches[:2], stability)
-    assert optimizer.param_groups[0]["fused"] is None
-    assert not optimizer._optimizer_step_pre_hooks
-    with pytest.raises(UsageError, match="it was closed"):
-        loop(net, optimizer, batches[:1], stability)
-    x, y = batches[3]
-    loss_of(net(x), y).backward()
-    optimizer.step()
-
-
 def test_a_mistake_names_the_argument(
     net: nn.Module, twin: nn.Module, batches: list[Batch], caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer, (x, y) = torch.optim.AdamW(net.parameters()), batches[0]
-    stability = Stability()
-    with pytest.raises(UsageError, match=r"loss must be a scalar .* float32 of shape \[32"):
-        stability.step(net, net(x), optimizer)
-    with pytest.raises(UsageError, match="depends on no weight"):
-        stability.step(net, loss_of(net(x), y).detach(), optimizer)
-    with pytest.raises(UsageError, match="another model or optimizer"):
-        stability.step(twin, loss_of(twin(x), y), optimizer)
-    with pytest.raises(UsageError, match="every must be ≥ 1"):
-        Stability(every=0)
-    with pytest.raises(UsageError, match="got a Sequential"):
-        Stability().step(net, loss_of(net(x), y), net)
+    stability, loss = Stability(), loss_of(net(x), y)
+    for call, message in (
+        (lambda: stability.step(net, net(x), optimizer), r"loss must be a scalar .* of shape \[32"),
+        (lambda: stability.step(net, loss.detach(), optimizer), "depends on no weight"),
+        (lambda: stability.step(twin, loss_of(twin(x), y), optimizer), "another model or opt"),
+        (lambda: Stability(every=0), "every must be ≥ 1"),
+        (lambda: Stability().step(net, loss, net), "got a Sequential"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()
     with pytest.raises(ConfigError, match="stability.clip_norm"):
         Stability(["stability.clip_norm=-1"])
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

@@ -22,10 +22,6 @@ class SignedAdamW(torch.optim.AdamW):
                 self.state[weight]["step"] = self.calls  # a number, where torch keeps a tensor
 
 
-class Renamed(torch.optim.SGD):
-    """Only a default differs; yet that its step() is torch's is more than can be relied on."""
-
-
 class ShrunkSGD(torch.optim.SGD):
     """torch's step, after which the weights shrink."""
 
@@ -37,27 +33,13 @@ class ShrunkSGD(torch.optim.SGD):
                 weight.mul_(0.99)
 
 
-class Shrinking:
-    """A mix-in that comes before torch's class."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)  # type: ignore[misc]
-        with torch.no_grad():
-            for group in self.param_groups:  # type: ignore[attr-defined]
-                torch._foreach_mul_(group["params"], 0.99)
-
-
-class ShrunkAdam(Shrinking, torch.optim.Adam):
-    """The mix-in's step, and torch's."""
-
-
 class PlainInit(torch.optim.Adagrad):
     """step() is torch's, and what it collects is the user's: no gradient is taken as it is."""
 
     def _init_group(self, group: dict[str, Any], params: Any, grads: Any, *rest: Any) -> Any:
-        found = super()._init_group(group, params, grads, *rest)
+        collected = super()._init_group(group, params, grads, *rest)
         grads[:] = [grad.clamp(-0.01, 0.01) for grad in grads]
-        return found
+        return collected
 
 
 class FromScratch(torch.optim.Optimizer):

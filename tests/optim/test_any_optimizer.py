@@ -30,7 +30,7 @@ TORCHS = (
     "AdamW Adam SGD Adagrad RMSprop Rprop NAdam RAdam Adamax Adadelta ASGD Adafactor Muon "
     "SparseAdam"
 ).split()
-OWN = ["SignedAdamW", "Renamed", "ShrunkSGD", "ShrunkAdam", "PlainInit", "FromScratch"]
+OWN = ["SignedAdamW", "ShrunkSGD", "PlainInit", "FromScratch"]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in TORCHS},
     "SGD momentum": {"name": "SGD", "options": {"momentum": 0.9, "nesterov": True}},
@@ -45,16 +45,15 @@ EAGER = ["optimization.compile.enabled=false", "optimization.whole_step.enabled=
 LEVELS = {
     "none": [],
     "basic": [],
-    "advanced": EAGER,
     "ultra": EAGER,
     "compiled": ["optimization.whole_step.cpp_wrapper=false"],
 }
 COMPILED = ["AdamW", "SGD momentum", "Adagrad", "NAdam", "SignedAdamW", "ShrunkSGD"]
 SLOW = [pytest.mark.slow]
 COMPILING = [*SLOW, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+FAST = {*OWN, "AdamW", "RAdam", "SGD momentum", "SparseAdam", "transformers"}
 CASES = [
-    *[("basic", name) for name in OPTIMIZERS],
-    *[pytest.param("advanced", name, marks=SLOW) for name in OPTIMIZERS],
+    *[pytest.param("basic", name, marks=() if name in FAST else SLOW) for name in OPTIMIZERS],
     *[pytest.param("ultra", name, marks=SLOW) for name in OPTIMIZERS],
     *[pytest.param("compiled", name, marks=COMPILING) for name in COMPILED],
 ]
@@ -237,9 +236,8 @@ def test_the_summary_says_what_makes_the_update(
     assert guard or f"the step() of {name} is not torch's own" in row.reason
 
 
-@pytest.mark.parametrize("name", ["ShrunkAdam", "FromScratch"])
-def test_a_run_with_an_optimizer_of_ones_own_can_be_resumed(name: str, tmp_path: Path) -> None:
-    settings = config(name, "basic")
+def test_a_run_with_an_optimizer_of_ones_own_can_be_resumed(tmp_path: Path) -> None:
+    settings = config("FromScratch", "basic")
     checkpoint = replace(settings.checkpoint, resume="auto")
     for steps in (2, 4):
         training = replace(settings.training, steps=steps)

@@ -121,24 +121,6 @@ def test_statistics_of_a_layer_of_ones_own_are_watched() -> None:
     assert bool(net.running_top.isfinite())  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_callers_own_step_after_ours_is_as_ever(kind: type[torch.optim.Optimizer]) -> None:
-    net = Net(None, nothing)
-    optimizer = kind(net.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
-    update = OptimizerStep(net, optimizer, StabilityConfig(), None, [1.0])
-    assert step(net, update, math.nan)  # `unused` has no gradient: its own step() is called
-    assert not step(net, update, 100.0)
-    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
-    other = copy.deepcopy(net)
-    plain = kind(other.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for model, mine in ((net, optimizer), (other, plain)):
-        mine.zero_grad()
-        model(torch.ones(4, 6)).square().mean().backward()
-        mine.step()
-    assert torch.equal(net.layer.weight, other.layer.weight)
-
-
 def test_a_lazy_model_is_refused_in_words(tmp_path: Path) -> None:
     lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
     config = compose(["data=cancer", "training.steps=2", "device=cpu", "monitoring.progress=false"])

@@ -124,8 +124,8 @@ def test_shards_and_copies_take_frozen_parts_and_rates_as_one_process_does() -> 
         together = processes.run_together(2, cases)[0]["run"]
         assert (alone.error, together.error) == ("", ""), kind
         assert together.same and together.moved == 0
-        found = processes.distances(together, alone)
-        assert max(found.values()) < 1e-7, found
+        distances = processes.distances(together, alone)
+        assert max(distances.values()) < 1e-7, distances
 
 
 def test_names_that_match_nothing_are_errors_with_the_near_ones() -> None:

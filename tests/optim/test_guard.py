@@ -1,11 +1,10 @@
-"""A step that is bad leaves no trace, whatever updates the weights; and nobody waits to know it."""
+"""A step that is bad leaves no trace under any optimizer, and the host does not wait to know it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -141,25 +140,6 @@ CNN = [
 FUSED_STEP = "optimization.fused_optimizer.enabled=true"
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "RAdam"])
-def test_so_it_is_in_a_real_run(optimizer: str) -> None:
-    average = ["optimizer.ema=0.9", "schedule=cosine", "training.steps=9"]
-    overrides = ["training.micro_batch=4", f"optimizer.name={optimizer}"]
-    results = []
-    for bad in (False, True):
-        with runs.opened(*CNN, FUSED_STEP, *average, *overrides) as run:
-            run.model.train()
-            run.update.set_limits(1000.0, 1000.0)
-            for i, batch in enumerate(islice(run.train.batches(0), 4)):
-                for factor in (math.nan, 1e20) if bad and i in (0, 2) else ():
-                    made, _ = make_step(run, (batch[0] * factor, batch[1]))
-                    assert made.skipped.item() == 1  # 1e20 spoils nothing but buffers
-                    assert math.isfinite(float(made.loss)) == math.isfinite(factor)
-                assert make_step(run, batch)[0].skipped.item() == 0
-            results.append([run.model.state_dict(), run.update.state()])
-    assert_same(*results)
-
-
 def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_infinity() -> None:
     config = runs.config(*CNN, "training.steps=9", "stability.guard=false")
     for guard in (False, True):
@@ -191,29 +171,6 @@ def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> No
         assert float(update.scale.value) == 512.0
         update.set_limits(math.inf, math.inf)
         assert not step(net, update, batch)[1]
-
-
-def test_what_makes_the_host_wait_is_known() -> None:
-    def fits(
-        name: str, scheduled: bool = False, net: nn.Module | None = None, **options: Any
-    ) -> bool:
-        net = net or model(name != "Muon")
-        kind = find_optimizer(name)
-        return RevertibleStep.fits(kind(net.parameters(), **options), net, scheduled)  # type: ignore[call-arg]
-
-    assert not fits("RAdam")
-    assert not fits("Adagrad") and not fits("Adafactor")  # a counter on the host
-    assert fits("RAdam", capturable=True, scheduled=True)
-    assert not fits("RMSprop", capturable=True, foreach=False, scheduled=True)
-    assert fits("SGD", momentum=0.9) and not fits("SGD", scheduled=True)
-    assert fits("Muon")
-    assert not fits("SGD", net=nn.Embedding(4, 2, sparse=True))
-
-    class Own(torch.optim.SGD):
-        pass
-
-    net = model()
-    assert not RevertibleStep.fits(Own(net.parameters(), lr=0.1), net, False)
 
 
 class Reads(TorchDispatchMode):
@@ -250,11 +207,11 @@ class Between(Hook):
     """How many numbers were read from one step to the next, reports left out."""
 
     def __init__(self, reads: Reads) -> None:
-        self.reads, self.before, self.found = reads, 0, {}  # type: ignore[var-annotated]
+        self.reads, self.before, self.counts = reads, 0, {}  # type: ignore[var-annotated]
 
     def on_step(self, run: Run, step: Step) -> None:
         if step.number > 1 and (step.number - 1) % run.report_every:
-            self.found[step.number] = self.reads.count - self.before
+            self.counts[step.number] = self.reads.count - self.before
         self.before = self.reads.count
 
 
@@ -285,9 +242,9 @@ def test_nothing_is_read_between_reports(
             run.hooks.append(between)
             train(run)
         assert reads.count > 0  # reports do read, so the count counts
-        assert len(between.found) == 20
+        assert len(between.counts) == 20
         made_state = 2 if undone else 0  # the first step reads whether to keep what it made
-        assert {n: c for n, c in between.found.items() if c and n > made_state} == {}
+        assert {n: c for n, c in between.counts.items() if c and n > made_state} == {}
 
 
 def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
@@ -299,7 +256,7 @@ def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
             between = Between(reads)
             run.hooks.append(between)
             train(run)
-        assert set(between.found.values()) == {1}
+        assert set(between.counts.values()) == {1}
 
 
 @pytest.mark.gpu
@@ -319,12 +276,3 @@ def test_cuda_raises_nothing_between_reports(optimizer: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert summary.status == "done"
-
-
-def test_without_the_guard_limits_are_for_nothing() -> None:
-    net = model()
-    update = make(net, "AdamW", {}, FUSED, True)
-    update.set_limits(0.0, 0.0)
-    assert step(net, update, batches(1)[0])[1]
-    update.guard = False
-    assert not step(net, update, batches(1)[0])[1]

@@ -66,9 +66,9 @@ def same(one: Any, other: Any) -> bool:
 def test_what_an_optimizer_keeps_fits_it_whole(kind: str) -> None:
     optimizer, _ = updated(kind.split()[0], **OWN[kind])
     saved = deepcopy(optimizer.state_dict())
-    found = compatible_state(optimizer, saved)
-    assert found["param_groups"] == saved["param_groups"]
-    assert same(found["state"], {key: state for key, state in saved["state"].items() if state})
+    fitted = compatible_state(optimizer, saved)
+    assert fitted["param_groups"] == saved["param_groups"]
+    assert same(fitted["state"], {key: state for key, state in saved["state"].items() if state})
     check_optimizer_state(optimizer)
 
 
@@ -97,7 +97,7 @@ def test_an_option_may_be_switched_off_and_what_is_made_when_missed_on(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "says"),
+    ("theirs", "ours", "message"),
     [
         (("AdamW", {}), ("Adafactor", {}), "another optimizer: Adafactor has no .*betas"),
         (("SGD", {"momentum": 0.9}), ("Adam", {}), "another optimizer: Adam has no .*momentum"),
@@ -105,10 +105,10 @@ def test_an_option_may_be_switched_off_and_what_is_made_when_missed_on(
     ],
 )
 def test_the_state_of_another_optimizer_is_refused(
-    theirs: tuple[str, Any], ours: tuple[str, Any], says: str
+    theirs: tuple[str, Any], ours: tuple[str, Any], message: str
 ) -> None:
     saved = updated(theirs[0], **theirs[1])[0].state_dict()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         compatible_state(updated(ours[0], 0, **ours[1])[0], saved)
 
 
@@ -122,7 +122,7 @@ def by_text(state: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "change", "message"),
     [
         ("RMSprop", lambda state: state[1].pop("square_avg"), "square_avg is missing"),
         ("AdamW", lambda state: state[1].pop("step"), "step is missing"),
@@ -137,11 +137,11 @@ def by_text(state: dict[Any, Any]) -> None:
         ("AdamW", lambda state: state.update({99: {}}), "keyed by the numbers of its weights"),
     ],
 )
-def test_what_no_update_leaves_is_refused_by_name(name: str, change: Change, says: str) -> None:
+def test_what_no_update_leaves_is_refused_by_name(name: str, change: Change, message: str) -> None:
     optimizer, _ = updated(name)
     saved = deepcopy(optimizer.state_dict())
     change(saved["state"])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         compatible_state(optimizer, saved)
 
 

@@ -108,7 +108,7 @@ def test_decay_is_kept_off_norms_and_biases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"name": "AdmaW"}, "optimizer.name: .* did you mean AdamW"),
         ({"name": "mine.Lion"}, "write optimizer._target_=mine.Lion"),
@@ -118,9 +118,9 @@ def test_decay_is_kept_off_norms_and_biases() -> None:
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_answered_with_a_way_out(
-    config: dict[str, str], said: str
+    config: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         optimizer_class(OptimizerConfig(**config), model(), partial(resolve, trusted=()))
 
 

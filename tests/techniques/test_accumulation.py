@@ -16,11 +16,15 @@ from runner.errors import ConfigError
 from runner.training.step import forward_backward
 from tests import runs
 
+AUTO = "optimization.accumulation.enabled=true"
 QUICK = [
-    *["training.steps=2", "optimization=none", "data=synthetic", "data.form=tokens"],
+    *["training.steps=2", "optimization=none", "data=synthetic", "data.form=tokens", AUTO],
     *["data.sequence=64", "data.vocab=64", "data.samples=256", "model=gpt", "model.width=32"],
 ]
-AUTO = ["optimization.accumulation.enabled=true"]
+NORMED = [
+    *["data=digits", "model._target_=my_package.Net", *runs.OURS],
+    *["optimization=none", "training.batch_size=8"],
+]
 MIB = 2**20
 
 
@@ -32,23 +36,22 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return room
 
 
-def test_a_batch_that_fits_is_not_cut_and_the_reason_says_the_numbers() -> None:
-    summary = runs.trained(*QUICK, *AUTO)
-    row = runs.status(summary, "accumulation")
-    assert row.requested and not row.engaged
-    assert "already fits" in row.reason and "MiB estimated" in row.reason
-    assert "MiB free" in row.reason
-
-
-def test_the_batch_is_cut_into_fewer_parts_the_more_memory_is_free(free: dict[str, int]) -> None:
+def test_the_batch_is_cut_into_fewer_parts_the_more_memory_is_free_unless_a_size_is_named(
+    free: dict[str, int],
+) -> None:
     sizes = []
     for mib in (16, 24, 40, 4000):
         free["bytes"] = mib * MIB
-        with runs.opened(*QUICK, *AUTO, "training.batch_size=48") as run:
+        with runs.opened(*QUICK, "training.batch_size=48") as run:
             sizes.append(run.micro_batch)
             choice = next(c for c in run.choices if c.key == "training.micro_batch")
             assert choice.value == run.micro_batch and f"{mib:,} MiB free" in choice.reason
+    row = next(row for row in run.engagements if row.name == "accumulation")
+    assert row.requested and "already fits" in row.reason and "MiB estimated" in row.reason
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[-1] == 48
+    for key, size in (("training", 16), ("optimization.accumulation", 8)):
+        with runs.opened(*QUICK, f"{key}.micro_batch={size}") as run:
+            assert run.micro_batch == size
 
 
 @pytest.mark.gpu
@@ -59,7 +62,7 @@ def test_the_micro_batch_that_is_chosen_fits_what_the_gpu_has_free(
     free["bytes"] = 512 * MIB
     data = ["data.form=tokens", "data.sequence=512"] if model == "gpt" else []
     sizes = ["training.batch_size=256", "training.steps=3", "data.validation_samples=1"]
-    asked = ["device=cuda", "data=synthetic", *data, f"model={model}", *sizes, *AUTO]
+    asked = ["device=cuda", "data=synthetic", *data, f"model={model}", *sizes, AUTO]
     with runs.opened("optimization=none", *asked) as run:
         assert run.micro_batch < 256
         memory.reset_peak(run.device)
@@ -68,15 +71,8 @@ def test_the_micro_batch_that_is_chosen_fits_what_the_gpu_has_free(
     assert peaks.peak_device_bytes - base <= free["bytes"]
 
 
-def test_a_size_that_is_named_wins(free: dict[str, int]) -> None:
-    free["bytes"] = MIB
-    for key, size in (("training", 16), ("optimization.accumulation", 8)):
-        with runs.opened(*QUICK, *AUTO, f"{key}.micro_batch={size}") as run:
-            assert run.micro_batch == size
-
-
 def test_a_resumed_run_keeps_what_was_chosen(free: dict[str, int], tmp_path: Path) -> None:
-    overrides = [*QUICK, *AUTO, "checkpoint.resume=auto"]
+    overrides = [*QUICK, "checkpoint.resume=auto"]
     with runs.opened(*overrides, folder=tmp_path) as run:
         train(run)
         size = run.micro_batch
@@ -95,12 +91,6 @@ def test_a_split_is_even_complete_and_of_the_fewest_parts(most: int) -> None:
         assert len(parts) == -(-samples // most)
         assert max(sizes) == sizes[0] == largest_part(samples, most) <= most
         assert max(sizes) - min(sizes) <= 1
-
-
-NORMED = [
-    *["data=digits", "model._target_=my_package.Net", *runs.OURS],
-    *["optimization=none", "training.batch_size=8"],
-]
 
 
 @pytest.mark.usefixtures("my_package")
@@ -127,23 +117,11 @@ def test_a_batch_of_five_is_three_and_two_for_batchnorm_with_their_exact_gradien
             assert torch.allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.usefixtures("my_package")
-def test_an_epoch_with_a_last_batch_of_one_more_is_trained_to_its_end() -> None:
-    sizes = ["training.micro_batch=34", "training.epochs=1", "training.batch_size=61"]
-    with runs.opened(*NORMED, *sizes) as run:
-        assert run.train.samples(run.train.steps_per_epoch - 1) == 35  # 18 + 17
-        assert run.micro_batch == 31  # of a full batch: 31 + 30
-        assert train(run).status == "done"
-
-
 @pytest.mark.parametrize(
-    ("size", "key"),
-    [
-        ("training.micro_batch=1", "training.micro_batch: step 1 has a micro-batch of one"),
-        ("training.batch_size=1", "training.batch_size: step 1 has a batch of one"),
-    ],
+    ("key", "what"), [("micro_batch", "micro-batch of one"), ("batch_size", "batch of one")]
 )
 @pytest.mark.usefixtures("my_package")
-def test_batchnorm_on_one_sample_is_an_error_that_names_the_key(size: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}.*BatchNorm needs 2 or more"):
-        runs.trained(*NORMED, "training.steps=2", size)
+def test_batchnorm_on_one_sample_is_an_error_that_names_the_key(key: str, what: str) -> None:
+    message = rf"training\.{key}: step 1 has a {what}.*BatchNorm needs 2 or more"
+    with pytest.raises(ConfigError, match=message):
+        runs.trained(*NORMED, "training.steps=2", f"training.{key}=1")

@@ -16,14 +16,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner import train
 from runner.build import Components
-from runner.errors import ConfigError
-from runner.techniques import attention, kernels
+from runner.techniques import attention
 from tests import runs
 
+ON = "optimization.attention.enabled=true"
+KERNEL = "optimization.attention.kernel="
 GPT = [
     *["training.steps=2", "data=stdlib_text", "data.sequence=32", "data.validation_samples=8"],
     *["training.batch_size=4", "model=gpt", "model.width=32", "model.heads=2", "model.depth=2"],
-    "optimization.attention.enabled=true",
+    ON,
+]
+TABLE = [
+    *["data=synthetic", "data.form=tabular", "data.features=16", "data.classes=10"],
+    *["training.steps=2", "training.batch_size=32"],
 ]
 BF16 = [
     *["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"],
@@ -47,42 +52,35 @@ def flash_calls(step: Callable[[], object]) -> int:
     return sum("flash_attention" in event.key for event in profiler.key_averages())
 
 
-def masks() -> dict[str, dict[str, Any]]:
+def options() -> dict[str, dict[str, Any]]:
     some = torch.rand(2, 1, 6, 9) > 0.4
     some[0, 0, 2] = False  # a query that may see nothing
     added = torch.zeros(2, 1, 6, 9).masked_fill(~some, float("-inf"))
     return {
-        "none": {},
         "boolean": {"attn_mask": some},
         "added": {"attn_mask": added},
         "learned": {"attn_mask": torch.randn(4, 6, 9, requires_grad=True)},
         "causal": {"is_causal": True},
-        "scaled": {"scale": 0.5, "is_causal": True},
+        "scaled": {"scale": 0.5},
+        "grouped": {"enable_gqa": True, "is_causal": True},
         "keys": {"attn_mask": torch.tensor([[True] * 9, [True] * 4 + [False] * 5])[:, None, None]},
     }
 
 
-@pytest.mark.parametrize("kind", masks())
+@pytest.mark.parametrize("kind", options())
 def test_plain_is_torchs_attention_and_so_are_its_gradients(kind: str) -> None:
-    options = masks()[kind]
-    leaves = [heads(2, 4, 6, 8), heads(2, 4, 9, 8), heads(2, 4, 9, 8)]
-    learned = [m] if (m := options.get("attn_mask")) is not None and m.requires_grad else []
+    chosen, shared = options()[kind], 2 if kind == "grouped" else 4
+    leaves = [heads(2, 4, 6, 8), heads(2, shared, 9, 8), heads(2, shared, 9, 8)]
+    learned = [m] if (m := chosen.get("attn_mask")) is not None and m.requires_grad else []
     with sdpa_kernel([SDPBackend.MATH]):
-        expected = F.scaled_dot_product_attention(*leaves, **options)
-    ours = kernels.plain(*leaves, **options)
+        expected = F.scaled_dot_product_attention(*leaves, **chosen)
+    ours = attention.plain(*leaves, **chosen)
     torch.testing.assert_close(ours, expected)
     upstream = torch.randn_like(ours)
     torch.testing.assert_close(
         torch.autograd.grad(ours, leaves + learned, upstream),
         torch.autograd.grad(expected, leaves + learned, upstream),
     )
-
-
-def test_plain_shares_keys_among_groups_of_queries() -> None:
-    tensors = heads(2, 6, 5, 8), heads(2, 2, 5, 8), heads(2, 2, 5, 8)
-    options: dict[str, Any] = {"enable_gqa": True, "is_causal": True}
-    expected = F.scaled_dot_product_attention(*tensors, **options)
-    torch.testing.assert_close(kernels.plain(*tensors, **options), expected)
 
 
 @needs_compiler
@@ -100,7 +98,7 @@ def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
         return flash_calls(lambda: step(*leaves))
 
     assert compiled(scaled_after)  # it knows the usual spelling, so the next can fail
-    assert not compiled(kernels.plain)
+    assert not compiled(attention.plain)
 
 
 @needs_compiler
@@ -111,24 +109,39 @@ def test_what_was_compiled_for_one_kernel_is_not_taken_from_the_cache_for_anothe
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
     for kernel in ("math", "flash"):
-        with kernels.use(kernel, nn.Identity()):
+        with attention.use(kernel, nn.Identity()):
             torch._dynamo.reset()
             compiled = torch.compile(lambda: F.scaled_dot_product_attention(*leaves))
             compiled()
             assert bool(flash_calls(compiled)) is (kernel == "flash"), kernel
 
 
+def switches() -> list[object]:
+    cuda = torch.backends.cuda
+    return [
+        F.scaled_dot_product_attention,
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        torch.compiler.config.cache_key_tag,
+    ]
+
+
 @pytest.mark.parametrize(
     ("kernel", "ran"), [("flash", {"flash": 2}), ("math", {"math": 2}), ("plain", {"bmm": 12})]
 )
-def test_a_kernel_asked_for_by_name_is_the_one_that_ran(
+def test_a_kernel_asked_for_by_name_is_the_one_that_ran_until_the_run_is_closed(
     kernel: str, ran: Mapping[str, int]
 ) -> None:
-    summary = runs.trained(*GPT, f"optimization.attention.kernel={kernel}")
-    row = runs.status(summary, "attention")
+    before = switches()
+    with runs.opened(*GPT, KERNEL + kernel) as run:
+        assert switches() != before
+        row = runs.status(train(run), "attention")
     assert row.engaged, row.reason
     assert row.evidence["kernel"] == kernel
     assert row.evidence["ran"] == ran  # two layers
+    assert switches() == before
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,7 @@ def test_a_kernel_asked_for_by_name_is_the_one_that_ran(
         ([], 1024, "default", ""),
     ],
 )
-def test_auto_goes_by_a_rule_says_it_keeps_it_on_resume_and_takes_hold(
+def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_takes_hold(
     more: list[str],
     limit: int,
     chosen: str,
@@ -159,34 +172,10 @@ def test_auto_goes_by_a_rule_says_it_keeps_it_on_resume_and_takes_hold(
     assert (choice.value, choice.reason) == (chosen, "as before the run was resumed")
 
 
-def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
-    def switches() -> list[object]:
-        cuda = torch.backends.cuda
-        return [
-            F.scaled_dot_product_attention,
-            cuda.cudnn_sdp_enabled(),
-            cuda.flash_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            torch.compiler.config.cache_key_tag,
-        ]
-
-    before = switches()
-    for kernel in ("plain", "math"):
-        with runs.opened(*GPT, f"optimization.attention.kernel={kernel}"):
-            assert switches() != before
-        assert switches() == before
-
-
-def test_a_kernel_that_cannot_be_had_here_is_a_reason_and_an_error_under_strict() -> None:
-    asked, says = [*GPT, "optimization.attention.kernel=cudnn"], "NVIDIA GPUs only"
-    with runs.opened(*asked) as run:
+def test_a_kernel_that_cannot_be_had_here_has_a_reason() -> None:
+    with runs.opened(*GPT, f"{KERNEL}cudnn") as run:
         row = next(row for row in run.engagements if row.name == "attention")
-    assert says in row.reason
-    strict = ["optimization=basic", *asked, "optimization.strict=true"]
-    with pytest.raises(ConfigError, match=rf"optimization\.attention.*{says}"):
-        with runs.opened(*strict):
-            pass
+    assert "NVIDIA GPUs only" in row.reason
 
 
 class Dropping(nn.Module):
@@ -207,23 +196,20 @@ scaled_dot_product_attention = F.scaled_dot_product_attention
 
 def test_a_function_that_was_imported_by_name_is_replaced_too() -> None:
     model, x = Dropping(0.0), torch.randn(2, 16)
-    assert flash_calls(lambda: model(x))
-    with kernels.use("plain", model):
+    with attention.use("plain", model):
         assert not flash_calls(lambda: model(x))
     assert flash_calls(lambda: model(x))
 
 
-def test_what_a_kernel_cannot_take_is_found_out_by_trying() -> None:
-    asked = ["data=synthetic", "data.form=tabular", "data.features=16", *GPT[-1:]]
-    with runs.opened(
-        *asked, "optimization.attention.kernel=flash", given=Components(Dropping())
-    ) as run:
+def test_what_a_kernel_cannot_take_is_detected_by_trying() -> None:
+    asked = [*TABLE, ON, f"{KERNEL}flash"]
+    with runs.opened(*asked, given=Components(Dropping())) as run:
         row = next(row for row in run.engagements if row.name == "attention")
     assert "flash does not take the model's calls here" in row.reason and "dropout" in row.reason
 
 
-class Products(nn.Module):
-    """Multiplies matrices in `attention`, one of the three ways below."""
+class WrittenByHand(nn.Module):
+    """Multiplies matrices as attention does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,15 +219,10 @@ class Products(nn.Module):
         return self.layer(self.attention(self.first(x).view(-1, 4, 4)).flatten(1))  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor) -> Tensor:
-        return torch.bmm(torch.bmm(x, x).tanh(), x)
-
-
-class WrittenByHand(Products):
-    def attention(self, x: Tensor) -> Tensor:
         return torch.bmm(torch.bmm(x, x.transpose(1, 2)).div(2.0).softmax(-1), x)
 
 
-class OnlyOfFew(Products):
+class OnlyOfFew(WrittenByHand):
     """Calls attention for the samples of the trial, and multiplies matrices in training."""
 
     def attention(self, x: Tensor) -> Tensor:
@@ -250,20 +231,17 @@ class OnlyOfFew(Products):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-EAGER = ["optimization=none", GPT[-1]]
-ULTRA = ("optimization=ultra", "optimization.measure=false")
+ULTRA = ["optimization=ultra", "optimization.measure=false"]
 LEVELS = [
-    pytest.param(EAGER, id="eager"),
-    pytest.param([*ULTRA], id="ultra", marks=[needs_compiler, pytest.mark.slow]),
+    pytest.param(["optimization=none", ON], id="eager"),
+    pytest.param(ULTRA, id="ultra", marks=[needs_compiler, pytest.mark.slow]),
 ]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("model", [Products, WrittenByHand, OnlyOfFew])
+@pytest.mark.parametrize("model", [WrittenByHand, OnlyOfFew])
 def test_products_of_matrices_are_no_attention(model: type[nn.Module], level: list[str]) -> None:
-    data = ["data=synthetic", "data.form=tabular", "data.features=16", "training.steps=2"]
-    sizes = ["training.batch_size=32", "data.classes=10"]
-    with runs.opened(*data, *sizes, *level, given=Components(model())) as run:
+    with runs.opened(*TABLE, *level, given=Components(model())) as run:
         row = runs.status(train(run), "attention")
     assert row.requested and not row.engaged
     if model is OnlyOfFew:

@@ -1,4 +1,4 @@
-"""Compiling says what it did, goes down when it fails, and is left out where it cannot pay."""
+"""Compiling reports what it did, goes down when it fails, and is left out where it cannot pay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPILE = "optimization=compile"
 
 @needs_compiler
 @pytest.mark.usefixtures("my_package")
-def test_a_graph_break_is_told_with_its_line() -> None:
+def test_a_graph_break_is_reported_with_its_line() -> None:
     own = [*TABLE, COMPILE, "model._target_=my_package.Branching", *runs.OURS]
     broken = runs.status(runs.trained(*own), "compile")
     assert broken.engaged
@@ -57,7 +57,7 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
     set_up_logging("info", tmp_path)
     with ExitStack() as scope:
         compiler.prepare(scope)
-        # torch says it once a process, and another test may have had it said
+        # torch warns once a process, and another test may have caused it
         TensorVariable._warn_capture_scalar_outputs.cache_clear()
         torch.compile(item, backend="eager")(torch.ones(3))
         with pytest.raises(Exception, match="branching") as failed:
@@ -72,7 +72,7 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
 
 
 @needs_compiler
-def test_where_the_compiler_fails_the_run_goes_on_without_and_says_why(
+def test_where_the_compiler_fails_the_run_continues_without_it_and_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "g++"
@@ -92,7 +92,7 @@ def test_where_the_compiler_fails_the_run_goes_on_without_and_says_why(
 
 
 @needs_compiler
-def test_the_second_run_finds_what_the_first_compiled(
+def test_the_second_run_uses_what_the_first_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote go through every level; hard ones end in a run or a clear error."""
+"""Models of other authors go through every level; hard ones end in a run or a clear error."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner import optimize_training_loop
 from runner.techniques.base import TechniqueStatus
 from runner.training.summary import Summary
 from tests import runs
 
-COMPILES = shutil.which("g++") is not None
+COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
 STEPS = "training.steps=6"
 TEXT = ["data.sequence=32", "training.batch_size=4", "security.trusted=[transformers]"]
 GPT2 = [
@@ -29,15 +30,14 @@ BERT = [
     "+model.config.max_position_embeddings=32",
     "+model.config.id2label={0:a,1:b,2:c,3:d,4:e,5:f}",
 ]
-TABLE = [
-    *["data=synthetic", "data.form=tabular", "data.features=16", "training.batch_size=32"],
-    *runs.OURS,
-]
+FORM = ["data=synthetic", "data.form=tabular", "data.features=16"]
+OWN = ["training.batch_size=32", *runs.OURS, STEPS]
+ULTRA = ["optimization=ultra", "optimization.measure=false"]
 pytestmark = pytest.mark.usefixtures("my_package")
 
 
-def asked(summary: Summary) -> dict[str, TechniqueStatus]:
-    """The techniques asked for: each either engaged or says why not."""
+def requested(summary: Summary) -> dict[str, TechniqueStatus]:
+    """The techniques that were requested: each either engaged or has a reason."""
     assert summary.status == "done"
     rows = {row.name: row for row in summary.techniques if row.requested}
     for name, row in rows.items():
@@ -47,23 +47,19 @@ def asked(summary: Summary) -> dict[str, TechniqueStatus]:
     return rows
 
 
-ULTRA = ("optimization=ultra", "optimization.measure=false")
-LEVELS = [pytest.param(level, marks=pytest.mark.slow) for level in ("memory_efficient", "advanced")]
-COMPILED = [
-    pytest.param(
-        level,
-        marks=[pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="compiling needs g++")],
-    )
-    for level in ("compile", "ultra", "full")
-]
-
-
-@pytest.mark.parametrize("level", [*LEVELS, *COMPILED])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "level",
+    [
+        *("memory_efficient", "advanced"),
+        *[pytest.param(level, marks=COMPILES) for level in ("compile", "ultra", "full")],
+    ],
+)
 @pytest.mark.parametrize("model", [GPT2, BERT], ids=["gpt2", "bert"])
 def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: str) -> None:
     pytest.importorskip("transformers")
     by_rule = "optimization.measure=false"
-    rows = asked(runs.trained(*model, STEPS, f"optimization={level}", by_rule))
+    rows = requested(runs.trained(*model, STEPS, f"optimization={level}", by_rule))
     if level == "ultra":
         assert rows["whole_step"].engaged, rows["whole_step"].reason
         row = rows["attention"]
@@ -71,17 +67,17 @@ def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: 
         assert row.engaged and row.evidence["ran"] == {"bmm": 12}, (row.reason, row.evidence)
 
 
-@pytest.mark.skipif(not COMPILES, reason="compiling needs g++")
+@COMPILES
 @pytest.mark.parametrize(
     "model", ["Breaking", pytest.param("Mapped", marks=pytest.mark.slow), "Complex"]
 )
-def test_a_hard_model_trains_under_ultra_and_each_technique_says_what_became_of_it(
+def test_a_hard_model_trains_under_ultra_and_each_technique_reports_what_it_did(
     model: str,
 ) -> None:
-    data = ["data._target_=my_package.MappedTable"] if model == "Mapped" else TABLE[:3]
+    data = ["data._target_=my_package.MappedTable"] if model == "Mapped" else FORM
     own = [f"model._target_=my_package.{model}", "optimization.whole_step.cpp_wrapper=false"]
-    summary = runs.trained(*data, *TABLE[3:], STEPS, *own, *ULTRA)
-    rows = asked(summary)
+    summary = runs.trained(*data, *OWN, *own, *ULTRA)
+    rows = requested(summary)
     assert torch.isfinite(torch.tensor(summary.metrics["val/loss"]))
     if model == "Mapped":
         assert rows["whole_step"].engaged, rows["whole_step"].reason
@@ -97,25 +93,20 @@ def test_no_compiler_on_the_path_leaves_the_rest_of_ultra_in_force(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     mlp = ["model=mlp", "model.width=256", "optimization=ultra"]
-    rows = asked(runs.trained(*TABLE, STEPS, *mlp))
-    assert "no C++ compiler" in rows["compile"].reason
-    assert "no C++ compiler" in rows["whole_step"].reason
+    rows = requested(runs.trained(*FORM, *OWN, *mlp))
+    for name in ("compile", "whole_step"):
+        assert "no C++ compiler" in rows[name].reason
     assert rows["fused_optimizer"].engaged
 
 
-def test_a_model_that_knows_its_batch_size_trains_and_what_had_to_look_ahead_says_so() -> None:
-    asked(
-        runs.trained(
-            *[*TABLE, STEPS, "data.drop_last=true", "data.samples=320", "data.validation=0.1"],
-            *["optimization=advanced", "optimization.attention.enabled=true"],
-            *["optimization.compile.enabled=false", "model._target_=my_package.KnowsItsBatch"],
-        )
-    )
+def test_a_model_that_knows_its_batch_size_trains_and_what_had_to_try_it_gives_a_reason() -> None:
+    sizes = ["data.drop_last=true", "data.samples=320", "data.validation=0.1"]
+    asked = ["optimization=advanced", "optimization.attention.enabled=true"]
+    asked += ["optimization.compile.enabled=false", "model._target_=my_package.KnowsItsBatch"]
+    requested(runs.trained(*FORM, *OWN, *sizes, *asked))
 
 
 def test_a_part_that_its_owner_keeps_in_evaluation_mode_stays_in_it() -> None:
-    from runner import optimize_training_loop
-
     backbone = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).eval()
     model = torch.nn.Sequential(backbone, torch.nn.Linear(8, 2))
     model[1].train()

@@ -31,7 +31,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Patient(Hook):
-    """Goes on once every worker has the batch that it owes."""
+    """Continues once every worker has the batch that it owes."""
 
     def on_step(self, run: Run, step: Step) -> None:
         assert all(wait([pipe], 30) for pipe in run.train.pool.sockets)  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def test_a_loop_that_waits_as_long_as_without_workers_is_not_engaged() -> None:
     assert evidence.reason == "0 of 4 batches ready when they were asked for"
 
 
-def test_data_in_memory_needs_no_worker_and_says_so() -> None:
+def test_data_in_memory_needs_no_worker_and_the_reason_is_given() -> None:
     with runs.opened("optimization=custom", "training.steps=2", PIPELINE[1]) as run:
         row = runs.status(train(run), "pipeline")
         evidence = Pipeline(True).engaged(run)
@@ -85,9 +85,8 @@ def test_batches_copied_aside_are_those_copied_in_line() -> None:
 
     cuda = [*PIPELINE, "device=cuda", "data=synthetic", "data.samples=256"]
     with runs.opened(*cuda) as run:
-        row = runs.status(train(run), "pipeline")
+        assert runs.status(train(run), "pipeline").engaged
         aside = some(run)
-    assert row.engaged
     with runs.opened(*cuda, "data.device_prefetch=false") as run:
         in_line = some(run)
     torch.cuda.synchronize()

@@ -39,10 +39,8 @@ def off(ours: Tensor, exact: Tensor) -> float:
     return float((ours.float() - exact).norm() / exact.norm())
 
 
-def rounding(layer: Int8Linear) -> float:
-    """How far the weights may be off, by the levels that this CPU leaves them."""
-    levels = product_levels("cpu") if layer.dynamic else LEVELS
-    return {127: 0.01, 64: 0.02}[levels]
+def quantised(model: nn.Module, dynamic: bool = False) -> nn.Module:
+    return replace_layers(model, candidates(Quantization(), model, "cpu"), dynamic)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_an_int8_layer_puts_out_what_autocast_would_and_takes_16_bit_inputs(dyna
     assert off(large, linear(100 * x).detach()) < 0.05
 
 
-class Odd(nn.Module):
+class Mixed(nn.Module):
     """Tied weights, a layer that is met twice, a subclass, a hook, a small one."""
 
     def __init__(self) -> None:
@@ -115,17 +113,14 @@ class Odd(nn.Module):
 
 
 def test_what_shares_its_weights_or_does_more_than_a_product_stays_float() -> None:
-    model = Odd()
-    layers = candidates(model, 64)
-    assert list(layers) == [model.twice[0]]
+    model = Mixed()
     before = model_bytes(model)
-    replace_layers(model, layers, dynamic=False)
-    assert type(model.twice[0]) is Int8Linear
-    assert model.twice[1] is model.twice[0]
+    quantised(model)
+    int8 = [name for name, m in model.named_modules() if type(m) is Int8Linear]
+    assert int8 == ["twice.0"] and model.twice[1] is model.twice[0]
     assert model.head.weight is model.tokens.weight
     assert model_bytes(model) < before
-    alone = nn.Linear(64, 64)
-    assert type(replace_layers(alone, candidates(alone, 64), False)) is Int8Linear
+    assert type(quantised(nn.Linear(64, 64))) is Int8Linear
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
@@ -141,7 +136,8 @@ def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(
         with run.update.averaged():  # the averaged weights are those that are quantised
             average = live.detach().clone()
         assert isinstance(layer, Int8Linear)
-        limit = rounding(layer)
+        # by the levels that this CPU leaves the weights
+        limit = {127: 0.01, 64: 0.02}[product_levels("cpu") if layer.dynamic else LEVELS]
         assert off(layer.weight, average) < limit < off(layer.weight, live.detach())
     row = runs.status(summary, "quantization")
     facts: dict[str, Any] = row.evidence
@@ -193,7 +189,7 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
         assert all(torch.equal(before[k], v) for k, v in run.model.state_dict().items())
 
 
-def test_a_model_without_a_large_linear_layer_says_so() -> None:
+def test_a_model_without_a_large_linear_layer_gets_the_reason() -> None:
     small = ["model=cnn", "model.width=8"]
     with built(*small) as run:
         row = next(row for row in run.engagements if row.name == "quantization")
@@ -208,8 +204,8 @@ def test_gpt2_of_transformers_is_quantised_though_its_layers_are_no_linear_ones(
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.arange(16)[None]
-    quantised = replace_layers(copy := deepcopy(model), candidates(copy, 64), True)
+    int8 = quantised(deepcopy(model), dynamic=True)
     with torch.no_grad():
-        assert off(quantised(ids).logits, model(ids).logits) < 0.05
-    assert sum(isinstance(m, Int8Linear) for m in quantised.modules()) == 4
-    assert quantised.lm_head.weight is quantised.transformer.wte.weight
+        assert off(int8(ids).logits, model(ids).logits) < 0.05
+    assert sum(isinstance(m, Int8Linear) for m in int8.modules()) == 4
+    assert int8.lm_head.weight is int8.transformer.wte.weight

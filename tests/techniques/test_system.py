@@ -3,67 +3,45 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import train
 from runner.device import process
 from runner.techniques import system
-from runner.techniques.base import Evidence
-from runner.techniques.system import WAITING
 from runner.training.evidence import collect_evidence
-from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
 
-ON = "optimization.system.enabled=true"
-QUICK = ["training.steps=2", "monitoring.progress=false", "optimization=custom", ON]
+AUTO = "device.threads=null"
+QUICK = ["training.steps=2", "optimization=custom", "optimization.system.enabled=true", AUTO]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own count is Linux's")
-
-
-@contextmanager
-def prepared(*overrides: str) -> Iterator[Run]:
-    with build(compose([*QUICK, "device=cpu", *overrides])) as run:
-        yield run
-
-
-def evidence(*overrides: str) -> Evidence:
-    with prepared(*overrides) as run:
-        train(run)
-        return run.evidence["system"]
-
-
-def choices(run: Run) -> dict[str, Any]:
-    return {choice.key: (choice.value, choice.reason) for choice in run.choices}
 
 
 def test_a_model_too_small_to_share_out_gets_one_thread_and_keeps_it_only_while_it_runs() -> None:
     before = torch.get_num_threads()
-    assert evidence("model.width=8").facts["threads"] == 1
+    assert runs.status(runs.trained(*QUICK, "model.width=8"), "system").evidence["threads"] == 1
     assert torch.get_num_threads() == before
 
 
 def test_a_model_large_enough_keeps_torchs_threads_and_deterministic_ones_ask_nobody() -> None:
     before = torch.get_num_threads()
-    with prepared("optimization.system.small_mflop=0", "device.deterministic=true") as run:
-        value, reason = choices(run)["device.threads"]
-    assert value == before
-    assert "device.deterministic: other processes are not considered" in reason
+    asked = ["optimization.system.small_mflop=0", "device.deterministic=true"]
+    with runs.opened(*QUICK, *asked) as run:
+        (choice,) = [choice for choice in run.choices if choice.key == "device.threads"]
+    assert choice.value == before
+    assert "device.deterministic: other processes are not considered" in choice.reason
 
 
 @linux
 def test_threads_that_are_named_stay_and_denormals_are_zero_while_a_run_lasts() -> None:
-    with prepared("device.threads=2", "model.width=8") as run:
+    with runs.opened(*QUICK, "device.threads=2", "model.width=8") as run:
         assert torch.get_num_threads() == 2
-        assert "device.threads" not in choices(run)
+        assert "device.threads" not in {choice.key for choice in run.choices}
         train(run)
         shown = run.evidence["system"]
     assert shown.engaged and shown.facts["denormals_are_zero"] is True
@@ -72,13 +50,13 @@ def test_threads_that_are_named_stay_and_denormals_are_zero_while_a_run_lasts() 
 
 def test_settings_that_the_users_code_takes_back_are_named() -> None:
     threads = torch.get_num_threads()
-    with prepared("model.width=8") as run:
+    with runs.opened(*QUICK, "model.width=8") as run:
         collect_evidence(run)
         assert run.evidence["system"].engaged
         torch.set_num_threads(2)
         collect_evidence(run)
         assert not run.evidence["system"].engaged
-        # what a thread that has started since then does with denormals may be told after it
+        # what a thread that has started since then does with denormals may come after it
         reason = run.evidence["system"].reason.partition("; ")[0]
         assert reason == "2 threads, not the 1 chosen"
     torch.set_num_threads(threads)
@@ -100,41 +78,11 @@ def test_a_core_that_a_neighbour_keeps_busy_is_left_to_him() -> None:
     assert process.free_threads(1, 50.0) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() -> None:
-    code = (
-        "import resource, sys\n"
-        "from runner.techniques.probe import dry_run_step\n"
-        "from tests.techniques.test_system import prepared\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "with prepared(*sys.argv[1:]) as run:\n"
-        "    dry_run_step(run), dry_run_step(run)\n"
-        "    before = faults()\n"
-        "    dry_run_step(run)\n"
-        "    print(faults() - before)\n"
-    )
-    cnn = [
-        *["model=cnn", "data=synthetic", "data.samples=256", "training.batch_size=64"],
-        *["model.width=16", "device.threads=1", "training.validate_every=100"],
-    ]
-    seen = {}
-    for enabled in ("false", "true"):
-        command = [sys.executable, "-c", code, *cnn, f"optimization.system.enabled={enabled}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seen[enabled] = int(done.stdout.split()[-1])
-    if seen["false"] < 2000:
-        pytest.skip("here glibc keeps the memory by itself")
-    assert seen["true"] < seen["false"] / 4
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_segments_grow_and_cudnn_tries_its_kernels_unless_deterministic() -> None:
     cnn = [*QUICK, "model=cnn", "device=cuda", "training.batch_size=64"]
     for more, tries in (([], True), (["device.deterministic=true"], False)):
-        with build(compose([*cnn, *more])) as run:
-            train(run)
-            facts = run.evidence["system"].facts
+        facts = runs.status(runs.trained(*cnn, *more), "system").evidence
         assert facts["cudnn_benchmark"] is tries
         assert ("cudnn_benchmark_left_alone" in facts) is not tries
         assert facts["expandable_segments"] > 0 or "expandable_segments_left_alone" in facts
@@ -143,10 +91,10 @@ def test_on_a_gpu_segments_grow_and_cudnn_tries_its_kernels_unless_deterministic
 @pytest.mark.parametrize(
     "own", [{}, pytest.param({"OMP_WAIT_POLICY": "active"}, marks=pytest.mark.slow)]
 )
-def test_the_command_line_has_threads_sleep_soon_unless_told_otherwise(
+def test_the_command_line_has_threads_sleep_soon_unless_the_user_names_a_policy(
     own: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in WAITING:
+    for name in system.WAITING:
         monkeypatch.delenv(name, raising=False)
     made = runs.command(tmp_path, *QUICK, "device=cpu", "hydra.run.dir=outputs/run", **own)
     assert made.returncode == 0, made.stderr

@@ -13,18 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import build, compose, train
+from runner import train
 from runner.build import Components
 from runner.device import process
 from runner.objectives.custom import Custom
 from runner.techniques import cost, pipeline
 from runner.training.evidence import collect_evidence
 from runner.training.run import Run
+from tests import runs
 
-QUICK = [
-    *["data=digits", "training.batch_size=32", "training.steps=4", "monitoring.progress=false"],
-    "device=cpu",
-]
+QUICK = ["data=digits", "training.batch_size=32", "training.steps=4", "device.threads=null"]
 MIN_STEPS = "optimization.compile.min_steps"
 LEVELS = {
     "default": [],
@@ -49,7 +47,8 @@ class Large(nn.Module):
 
 
 def test_a_trial_that_runs_out_of_memory_does_not_end_the_run() -> None:
-    with build(compose([*QUICK, "optimization=advanced"]), given=Components(model=Large())) as run:
+    given = Components(model=Large())
+    with runs.opened(*QUICK, "optimization=advanced", given=given) as run:
         (choice,) = [c for c in run.choices if c.key == MIN_STEPS]
         assert "a forward does not fit in memory" in choice.reason
         train(run)
@@ -123,32 +122,19 @@ class Busy(nn.Module):
             self.teacher += 1
         return self.layers(x) + 0 * self.tied(x.flatten(1)).mean()  # type: ignore[no-any-return]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> list[Any]:
         """All of it, in values that can be compared."""
-        return {
-            "class": (type(self).total, len(self.shapes)),
-            "attributes": (self.forwards, len(self.outputs), self.cache, sorted(vars(self))),
-            "objects": (self.numbers.forwards, self.slots.count, repr(self.position)),
-            "hooks": (
-                self.times(),
-                self.seen,
-                len(self.extractor.outputs),
-                self.tied.weight._backward_hooks,
-            ),
-            "tensors": {name: value.tolist() for name, value in self.state_dict().items()},
-            "modes": [(module.training, len(module._forward_hooks)) for module in self.modules()],
-            "gradients": [(p.requires_grad, p.grad) for p in self.parameters()],
-            "tied": self.tied.weight is self.layers[1].weight,
-        }
-
-
-def counted(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def called(output: Tensor, target: Tensor) -> Tensor:
-        called.times += 1  # type: ignore[attr-defined]
-        return loss(output, target)
-
-    called.times = 0  # type: ignore[attr-defined]
-    return called
+        return [
+            (type(self).total, len(self.shapes)),
+            (self.forwards, len(self.outputs), self.cache, sorted(vars(self))),
+            (self.numbers.forwards, self.slots.count, repr(self.position)),
+            (self.times(), self.seen, len(self.extractor.outputs)),
+            self.tied.weight._backward_hooks,
+            {name: value.tolist() for name, value in self.state_dict().items()},
+            [(module.training, len(module._forward_hooks)) for module in self.modules()],
+            [(p.requires_grad, p.grad) for p in self.parameters()],
+            self.tied.weight is self.layers[1].weight,
+        ]
 
 
 def chosen(run: Run) -> dict[str, Any]:
@@ -157,22 +143,25 @@ def chosen(run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(level: str) -> None:
-    model, loss = Busy(), counted(nn.functional.cross_entropy)
+    model, losses = Busy(), [0]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        losses[0] += 1
+        return nn.functional.cross_entropy(output, target)
+
     before, noise = model.state(), torch.get_rng_state()
     given = Components(model, objective=Custom(loss, "loss", "loss_fn"))
-    with build(compose([*QUICK, *LEVELS[level]]), given=given) as run:
-        assert model.state() == before
-        assert loss.times == 0  # type: ignore[attr-defined]
+    with runs.opened(*QUICK, *LEVELS[level], given=given) as run:
+        assert model.state() == before and losses == [0]
         assert torch.equal(torch.get_rng_state(), noise)
         collect_evidence(run)
-        assert model.state() == before
-        assert loss.times == 0  # type: ignore[attr-defined]
+        assert model.state() == before and losses == [0]
         assert not any("could not be" in row.reason for row in run.evidence.values())
 
 
 GPT = [
-    *["data=stdlib_text", "data.sequence=16", "data.validation_samples=8", "device=cpu"],
-    *["training.batch_size=4", "training.steps=2", "monitoring.progress=false", "model=gpt"],
+    *["data=stdlib_text", "data.sequence=16", "data.validation_samples=8", "device.threads=null"],
+    *["training.batch_size=4", "training.steps=2", "model=gpt"],
     *["model.width=32", "model.heads=2", "model.depth=2", "optimization=ultra"],
     *["optimization.amp.dtype=bf16", f"{MIN_STEPS}=null", "optimization.measure=false"],
     *["optimization.whole_step.enabled=false", "optimization.accumulation.enabled=true"],
@@ -190,7 +179,7 @@ PINS = {
 def test_what_is_timed_or_predicted_is_noted_and_what_is_pinned_is_not_timed(
     machine: Callable[[Callable[[], float]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with build(compose(GPT)) as run:
+    with runs.opened(*GPT) as run:
         assert PINS.keys() <= chosen(run).keys()
         assert all(choice.reason for choice in run.choices)
 
@@ -199,26 +188,25 @@ def test_what_is_timed_or_predicted_is_noted_and_what_is_pinned_is_not_timed(
 
     machine(never)
     monkeypatch.setattr(process, "busy_cores", never)
-    with build(compose([*GPT, *(f"{key}={value}" for key, value in PINS.items())])) as run:
+    with runs.opened(*GPT, *(f"{key}={value}" for key, value in PINS.items())) as run:
         assert chosen(run).get("data.workers", 0) == 0
         assert not (PINS.keys() - {"data.workers", "training.micro_batch"}) & chosen(run).keys()
         assert run.micro_batch == 2
         assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("what", ["generator", "file"])
-def test_a_model_that_cannot_be_restored_is_not_called_and_the_reason_is_said(
-    what: str, tmp_path: Path
+@pytest.mark.parametrize("held", ["generator", "file"])
+def test_a_model_that_cannot_be_restored_is_not_called_and_the_reason_is_given(
+    held: str, tmp_path: Path
 ) -> None:
     model, first = Busy(), calls
     with ExitStack() as stack:
         model.held = {  # type: ignore[assignment]
             "generator": lambda: (number for number in range(9)),
             "file": lambda: stack.enter_context((tmp_path / "log").open("w")),
-        }[what]()
-        run = stack.enter_context(
-            build(compose([*QUICK, "optimization.amp.dtype=bf16"]), given=Components(model))
-        )
+        }[held]()
+        asked = [*QUICK, "optimization.amp.dtype=bf16"]
+        run = stack.enter_context(runs.opened(*asked, given=Components(model)))
         (choice,) = [c for c in run.choices if c.key == MIN_STEPS]
         assert choice.value == 30_000  # a rule's
         assert "the model is not timed" in choice.reason
@@ -227,17 +215,6 @@ def test_a_model_that_cannot_be_restored_is_not_called_and_the_reason_is_said(
         threads = next(c.reason for c in run.choices if c.key == "device.threads")
         assert "a forward is not counted, it holds" in threads
         assert train(run).status == "done"
-
-
-class Clock:
-    """Stands in for the machine's clock: each reading so many seconds after the one before."""
-
-    def __init__(self, seconds: float) -> None:
-        self.now, self.seconds = 0.0, seconds
-
-    def __call__(self) -> float:
-        self.now += self.seconds
-        return self.now
 
 
 @pytest.fixture
@@ -256,26 +233,13 @@ def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
     level: str, machine: Callable[[Callable[[], float]], None]
 ) -> None:
     called, decided = [], []
-    for seconds in (1e-3, 1.0):
-        machine(Clock(seconds))
+    for seconds in (1e-3, 1.0):  # from one reading of the clock to the next
+        machine(itertools.count(0.0, seconds).__next__)
         first = calls
-        steps = "training.steps=1_000_000"  # so many that a close look could be worth it
-        with build(compose([*QUICK, *LEVELS[level], steps]), given=Components(Busy())) as run:
+        steps = "training.steps=1_000_000"  # so many that compiling could pay
+        with runs.opened(*QUICK, *LEVELS[level], steps, given=Components(Busy())) as run:
             called.append(calls - first)
             decided.append(chosen(run))
     assert called[0] == called[1] > 0
     if level == "default":  # what was timed is noted
         assert decided[0][MIN_STEPS] > decided[1][MIN_STEPS] > 0
-
-
-def test_two_runs_that_are_pinned_alike_are_the_same_to_the_bit(
-    machine: Callable[[Callable[[], float]], None],
-) -> None:
-    pins = ["device.threads=1", f"{MIN_STEPS}=100"]
-    ended = []
-    for seconds in (1e-7, 10.0):
-        machine(Clock(seconds))
-        model = Busy()
-        with build(compose([*QUICK, *pins]), given=Components(model)) as run:
-            ended.append((train(run).metrics, model.state()["tensors"], model.forwards))
-    assert ended[0] == ended[1]

@@ -47,7 +47,7 @@ from runner.parity.trajectory import one_step
 from runner.record import provenance
 from runner.record.storage import replace_text
 from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
-from runner.techniques import kernels
+from runner.techniques.attention import calls_of
 from runner.techniques.base import Choice
 from runner.techniques.config import Optimization
 from runner.training.run import Run
@@ -248,7 +248,7 @@ def _time_steps(run: Run) -> float:
 def _find_reasons(run: Run, config: RunConfig) -> dict[str, str]:
     """Techniques that could not do anything, or must not be tried."""
     with torch.no_grad():
-        attends = kernels.calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
+        attends = calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
     convolves = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
     useless = {
