@@ -13,7 +13,7 @@ from typing import Any
 from runner.device import memory
 from runner.device.resources import Machine
 from runner.errors import Interrupted
-from runner.record import history, hparams, hydra_files, markdown, provenance
+from runner.record import history, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report, Verdict
@@ -96,7 +96,7 @@ class Recording(Hook):
 
     def _introduce(self, run: Run, folder: Path) -> None:
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
-        values, foremost = hparams.hparam_columns(self.settings, typed)
+        values, foremost = hydra_files.hparam_columns(self.settings, typed)
         run.recorder.hparams(_row_name(run.name, folder), values, _metrics(run), foremost)
         config = folder / hydra_files.CONFIG  # environment variables are unresolved in it
         if config.is_file():

@@ -26,7 +26,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import masked
-from runner.record.hparams import Scalar
+from runner.record.hydra_files import Scalar
 from runner.record.storage import RetryingAppender
 
 if TYPE_CHECKING:

@@ -29,6 +29,8 @@ FILE, DOCUMENT, PAGE = "comparison.json", "comparison.md", "comparison.html"
 BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
 """How a job ends that did what it was asked to; any other status is a failure with a reason."""
+METRIC = "metric:"  # before a metric's name, in the key of a column
+BEST = f"{METRIC}best"  # of the monitored one
 DEEPEST = 50  # lists in lists of a record; ours are of five
 OF_SUMMARY = {
     "samples_per_second": ("throughput", "samples_per_second"),
@@ -121,10 +123,12 @@ class Row:
         """What the benchmark measured of its arm, else what the run's summary has; 0 is none there.
 
         `samples_per_second`, `step_ms`, `peak_process_bytes`, `peak_device_bytes` (None on a CPU)
-        and the other fields of `ArmResult`.
+        and the other fields of `ArmResult`; `metric:best`, and `metric:` before a metric's name.
         """
         if key in self.estimates:
             return self.estimates[key].mean
+        if key.startswith(METRIC):
+            return self.best if key == BEST else self.metrics.get(key.removeprefix(METRIC))
         measured = None if self.measured is None else number(vars(self.measured), key)
         if key not in OF_SUMMARY:
             return measured
@@ -209,6 +213,12 @@ class Comparison:
     def replicated(self) -> bool:
         """Whether a configuration ran with several seeds or folds."""
         return self.by_configuration is not self
+
+    @property
+    def row_title(self) -> str:
+        """What a row is: arm, configuration or run."""
+        several = any(row.over for row in self.rows)
+        return "arm" if self.kind == "benchmark" else "configuration" if several else "run"
 
     @property
     def monitor(self) -> str:

@@ -29,6 +29,7 @@ from runner.report.svg import printable
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
+STATUS = {"arm": "verdict", "configuration": "runs", "run": "status"}
 MOST_ARMS = 40  # side by side in the table of techniques
 STATISTICS = (
     "In each block every arm had one turn, in random order, and what is compared is the time per "
@@ -167,13 +168,9 @@ def _context(comparison: Comparison) -> dict[str, Any]:
 
 
 def _table(comparison: Comparison) -> PageTable:
-    names, heading = ["run", "status"], "All numbers"
-    if comparison.kind == "benchmark":
-        names = ["arm", "verdict"]
-    elif any(row.over for row in comparison.rows):
-        names, heading = ["configuration", "runs"], "Configurations"
-    shown = columns(comparison)
-    lines = []
+    title, shown, lines = comparison.row_title, columns(comparison), []
+    header = [title, STATUS[title], *(column.title for column in shown)]
+    heading = "Configurations" if title == "configuration" else "All numbers"
     for row in comparison.rows:
         status = verdicts.status_or_verdict(row, comparison)
         cells = [Cell(row.name, row.name), Cell(status, status, not row.sound)]
@@ -181,7 +178,7 @@ def _table(comparison: Comparison) -> PageTable:
             failed = column.key == "parity" and row.parity == "FAIL"
             cells.append(Cell(column.text(row), column.number(row), failed))
         lines.append(cells)
-    return PageTable(heading, names + [column.title for column in shown], lines)
+    return PageTable(heading, header, lines)
 
 
 def _trials(search: SearchRecord) -> PageTable:

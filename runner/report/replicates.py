@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 from runner.benchmark.statistics import CONFIDENCE, t_quantile
 from runner.record.hydra_files import overrides_by_key
-from runner.report.comparison import OF_SUMMARY, Comparison, Row
+from runner.report.comparison import METRIC, OF_SUMMARY, Comparison, Row
 from runner.report.naming import names
 
 KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
@@ -107,7 +107,7 @@ def _estimates(rows: list[Row]) -> dict[str, MeanEstimate]:
     metrics = [{**row.metrics, **({} if row.best is None else {"best": row.best})} for row in rows]
     for name in metrics[0]:
         if all(name in others for others in metrics):
-            estimates[f"metric:{name}"] = MeanEstimate.of([others[name] for others in metrics])
+            estimates[METRIC + name] = MeanEstimate.of([others[name] for others in metrics])
     ratios = [ratio for row in rows if (ratio := row.speedup or 0.0) > 0]
     if len(ratios) > 1:
         estimates["speedup"] = MeanEstimate.of_positive(ratios)

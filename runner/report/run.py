@@ -6,17 +6,17 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.text import Text
 
 from runner.errors import StorageError
 from runner.record import history
 from runner.record import markdown as md
-from runner.record.console import plain_text
+from runner.record.console import facts_table, plain_text
 from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
@@ -67,17 +67,12 @@ class EndTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from (Text(), self.title)
         longest = max((len(name) for _, rows in self.sections for name, _ in rows), default=0)
-        column = min(max(longest, MIN_NAME), MAX_NAME)
-        room = max(options.max_width - column - 4, 1)
+        width = min(max(longest, MIN_NAME), MAX_NAME)
         for heading, rows in self.sections:
+            best = "bold green" if heading == "result" else ""
+            facts = [(name, value, best if "best" in value else "") for name, value in rows]
             yield from (Text(), Text(heading, "bold cyan"))
-            for name, value in rows:
-                style = "bold green" if heading == "result" and "best" in value else ""
-                names = plain_text(name).wrap(console, column, overflow="fold")
-                values = plain_text(value).wrap(console, room, overflow="fold")
-                for left, right in zip_longest(names, values, fillvalue=Text()):
-                    cell = Text("  " + left.plain.ljust(column + 2), "dim")
-                    yield cell.append(right.plain, f"not dim {style}") if right else cell
+            yield Padding(facts_table(facts, width), (0, 0, 0, 2), expand=False)
         yield Text()
         for name, command in self.commands:
             line = (name, "dim"), escape_control_chars(command)
@@ -236,8 +231,7 @@ def _column_kinds(summary: Summary) -> str:
     """How many columns were taken for what: `5 numbers, 1 date`."""
     kinds = Counter(row.taken_for.partition(":")[0] for row in summary.columns)
     more = {"category": "categories", "left out": "left out"}
-    counts = [f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items()]
-    return ", ".join(counts)
+    return ", ".join(f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items())
 
 
 def _test(summary: Summary, full: bool) -> Rows:

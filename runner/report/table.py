@@ -63,9 +63,7 @@ def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOpt
 
 def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    title = "arm" if comparison.kind == "benchmark" else "run"
-    title = "configuration" if any(row.over for row in comparison.rows) else title
-    table.add_column(title, header_style="dim", max_width=name, overflow="fold")
+    table.add_column(comparison.row_title, header_style="dim", max_width=name, overflow="fold")
     for column in chosen:
         table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
     table.add_column("", header_style="dim", overflow="fold")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.benchmark.result import BenchmarkResult
-from runner.report.comparison import Comparison, Row
+from runner.report.comparison import BEST, Comparison, Row
 from runner.report.format import MOST_NAMES, interval, listed, metric, seconds, share, times
 from runner.report.naming import about_speed
 
@@ -263,9 +263,7 @@ def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
     A configuration that ran once is not compared: which seed it had may be all that it shows.
     """
-    named = {
-        x.name: x.estimates["metric:best"] for x in grouped.rows if "metric:best" in x.estimates
-    }
+    named = {x.name: x.estimates[BEST] for x in grouped.rows if BEST in x.estimates}
     if not named:
         return []
     ordered = sorted(named.items(), key=lambda item: item[1].mean)

@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from runner.record.hparams import SHOWN_FIRST, hparam_columns
-from runner.record.hydra_files import overrides_by_key, read_flat_config, recorded_overrides
+from runner.record.hydra_files import (
+    SHOWN_FIRST,
+    hparam_columns,
+    overrides_by_key,
+    read_flat_config,
+    recorded_overrides,
+)
 
 
 def test_usual_keys_and_typed_ones_are_columns_where_they_have_a_value() -> None:
