@@ -53,7 +53,10 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
     damaged summary is a row that says so.
     """
     for folder in folders:
-        _check_folder(folder)
+        try:
+            os.listdir(folder)
+        except OSError as error:
+            raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
     first, *others = folders
     if (first / BENCHMARK).exists() and not others:
         return of_benchmark(BenchmarkResult.read(first), first)
@@ -74,27 +77,11 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
     reference, rows = "", _named(rows, home)
     if search is None:  # whose trials differ in what they train
         reference, rows = _with_ratios(rows, notes)
-    dated = home.name[:1].isdigit() and home.parent.name  # outputs/sweeps/<title>/<time>-<id>
-    return Comparison(
-        (home.parent.name if dated else home.name) or kind,
-        rows,
-        kind=kind,
-        reference=reference,
-        notes=list(dict.fromkeys(notes)),
-        command=command,
-        home=home,
-        search=search,
-    )
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        if not folder.is_dir():
-            problem = "not a folder" if folder.exists() else "no such folder"
-            raise UsageError(f"{folder}: {problem}")
-        os.listdir(folder)  # says why it cannot be read
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
+    title = home.name or kind
+    if title[:1].isdigit():  # outputs/sweeps/<title>/<time>-<id>
+        title = home.parent.name or title
+    notes = list(dict.fromkeys(notes))
+    return Comparison(title, rows, kind, reference, notes, command, None, search, home)
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -125,7 +112,7 @@ def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
         elif _is_sweep(folder):
             yield from _sweep_rows(folder, notes)
         elif _is_run(folder):
-            yield _run_row(folder, recorded_overrides(folder))
+            yield _run_row(folder)
         elif depth:
             for inside in _folders(folder):
                 yield from _rows(inside, notes, depth - 1)
@@ -154,19 +141,12 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
         yield row
     for path in _folders(folder):
         if str(path) not in known and _is_run(path):
-            yield _run_row(path, recorded_overrides(path))
+            yield _run_row(path)
 
 
-def _job_row(index: int, job: dict[str, Any], sweep: Path) -> Row:
-    """A job as its sweep tells of it, with what its run says."""
-    listed = job.get("overrides")
-    typed = [str(item) for item in listed] if isinstance(listed, list) else []
-    name = text(job, "folder") or str(index)
-    return _guarded(sweep / name, typed, lambda: _read_job(sweep, name, job, typed))
-
-
-def _run_row(folder: Path, typed: list[str]) -> Row:
+def _run_row(folder: Path) -> Row:
     """A run's folder; one whose record is missing or damaged says so."""
+    typed = recorded_overrides(folder)
     return _guarded(folder, typed, lambda: _read_run(folder, typed))
 
 
@@ -178,6 +158,14 @@ def _guarded(folder: Path, typed: list[str], make: Callable[[], Row]) -> Row:
         reason = f"its folder cannot be read: {why or type(error).__name__}"
         place = str(folder) if isinstance(error, PermissionError) else ""
         return Row(typed, "failed", reason, folder=place, command=_command(typed))
+
+
+def _job_row(index: int, job: dict[str, Any], sweep: Path) -> Row:
+    """A job as its sweep tells of it, with what its run says."""
+    listed = job.get("overrides")
+    typed = [str(item) for item in listed] if isinstance(listed, list) else []
+    name = text(job, "folder") or str(index)
+    return _guarded(sweep / name, typed, lambda: _read_job(sweep, name, job, typed))
 
 
 def _read_job(sweep: Path, name: str, job: dict[str, Any], typed: list[str]) -> Row:

@@ -289,4 +289,4 @@ def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path
     for name in ("rich", "hydra", "yaml", "omegaconf"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
     done = command("nowhere", cwd=tmp_path, path=f"{ROOT}:")
-    assert done.returncode == 2 and "no such folder" in done.stderr
+    assert done.returncode == 2 and "cannot be read" in done.stderr
