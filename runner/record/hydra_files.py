@@ -23,27 +23,10 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's: ten times a
 DEEPEST = 50  # nested values; ours are of six
 LARGEST = 2**18  # bytes; the overrides of two thousand jobs
 Scalar = bool | int | float | str
-SHOWN_FIRST = (
-    "data.kind",
-    "model.kind",
-    "optimization.level",
-    "optimizer.lr",
-    "training.batch_size",
-)
-COLUMNS = (
-    *SHOWN_FIRST,
-    "seed",
-    "model.width",
-    "model.depth",
-    "model.dropout",
-    "optimizer.name",
-    "optimizer.weight_decay",
-    "optimizer.ema",
-    "schedule.kind",
-    "schedule.warmup",
-    "stability.clip_norm",
-    "training.micro_batch",
-)
+SHOWN_FIRST = "data.kind model.kind optimization.level optimizer.lr training.batch_size".split()
+COLUMNS = [*SHOWN_FIRST, "seed", "model.width", "model.depth", "model.dropout", "optimizer.name"]
+COLUMNS += ["optimizer.weight_decay", "optimizer.ema", "schedule.kind", "schedule.warmup"]
+COLUMNS += ["stability.clip_norm", "training.micro_batch"]
 """Of the whole config, what always gets a column in HParams; the rest is in the Text tab."""
 NOT_OF_THE_RUN = ("checkpoint", "hydra", "job", "monitoring", "name", "security", "sweep")
 
@@ -143,4 +126,4 @@ def hparam_columns(
         for key, value in values.items()
         if isinstance(value, Scalar) and (not isinstance(value, float) or math.isfinite(value))
     }
-    return columns, [key for key in own if key in columns] or list(SHOWN_FIRST)
+    return columns, [key for key in own if key in columns] or SHOWN_FIRST

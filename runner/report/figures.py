@@ -16,7 +16,6 @@ from runner.benchmark.result import Effect
 from runner.report import format, verdicts
 from runner.report.comparison import Comparison, Row
 from runner.report.curves import POINTS, Curve, read_curves, thin_curve
-from runner.report.search import SearchRecord, label
 from runner.report.svg import (
     HEIGHT,
     WIDTH,
@@ -61,7 +60,7 @@ class Bar:
     """A bar: where it ends, the interval around that, and the text beside it."""
 
     label: str
-    value: float | None  # None: nothing is drawn, and the text says why
+    value: float | None
     ends: tuple[float, float] | None
     text: str
     kind: str = "plain"  # reference | faster | slower | plain | hint | unclear | fail: its fill
@@ -70,28 +69,20 @@ class Bar:
 def figures(comparison: Comparison) -> dict[str, list[Figure]]:
     """By section name, the figures that there are numbers for."""
     floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
-    search = comparison.search
+    search = comparison.search  # whose trials differ in what they train
     return {
         "speed": [] if search else list(_speed(comparison.by_configuration, floor)),
         "attribution": list(_attribution(comparison, floor)),
         "memory": [] if search else list(_memory(comparison.by_configuration)),
         "validation": list(_validation(comparison)),
         "losses": list(_losses(comparison)),
-        "search": list(_search(search)) if search else [],
     }
 
 
-def draw_bars(
-    bars: Sequence[Bar],
-    start: float,
-    described: str,
-    floor: float = 0.0,
-    unit: str = "×",
-    one: bool = True,
-) -> Markup:
-    """Bars from `start` to each value, with their intervals; 1 ± `floor` is shaded.
+def draw_bars(bars: Sequence[Bar], start: float, described: str, floor: float = 0.0) -> Markup:
+    """Ratios as bars from `start`, with their intervals; a line at 1, and 1 ± `floor` is shaded.
 
-    With `one` there is an upright line at 1. Positions are per cent: charts stretch with the page.
+    Positions are per cent: charts stretch with the page.
     """
     values = [x for bar in bars for x in (*(bar.ends or ()), bar.value) if x is not None]
     values = [x for x in values if x < 1e6]
@@ -103,7 +94,7 @@ def draw_bars(
             "li",
             tag("span", bar.label, class_="label"),
             tag("span", bar.text, class_="value"),
-            _bar(bar, start, floor, scale, one),
+            _bar(bar, start, floor, scale),
             class_=f"bar {bar.kind}",
         )
         for bar in bars
@@ -112,14 +103,13 @@ def draw_bars(
     for tick in scale.ticks():
         at = scale(tick)
         anchor = "start" if at < 0.06 else "end" if at > 0.94 else "middle"
-        text = f"{tick_label(tick)}{unit}"
-        marks.append(tag("text", text, x=f"{at:.3%}", y=15, text_anchor=anchor))
+        marks.append(tag("text", f"{tick_label(tick)}×", x=f"{at:.3%}", y=15, text_anchor=anchor))
     axis = tag("svg", *marks, class_="axis", height=22, **HIDDEN)
     listed = tag("ul", *items, class_="bars", aria_label=described)
     return join(listed, tag("div", axis, class_="bar-axis"))
 
 
-def _bar(bar: Bar, start: float, floor: float, scale: Scale, one: bool) -> Markup:
+def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
     middle, value = BAR_HEIGHT / 2, bar.value or 0.0
 
     def line(kind: str, x1: float, x2: float, y1: float = 0, y2: float = BAR_HEIGHT) -> Markup:
@@ -132,8 +122,7 @@ def _bar(bar: Bar, start: float, floor: float, scale: Scale, one: bool) -> Marku
 
     parts = [line("grid", tick, tick) for tick in scale.ticks()]
     parts += [box("floor", max(1 - floor, 0.0), 1 + floor, 0)] if floor else []
-    parts.append(box("fill", start, value, 9))
-    parts += [line("one", 1.0, 1.0)] if one else []
+    parts += [box("fill", start, value, 9), line("one", 1.0, 1.0)]
     if bar.ends is not None:
         parts.append(line("whisker", *bar.ends, middle, middle))
         parts += [line("whisker", end, end, middle - 6, middle + 6) for end in bar.ends]
@@ -336,35 +325,3 @@ def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
     kind = "unclear" if not outside else "faster" if value > 1 else "slower"
     text = format.times_interval(value, ends)
     return Bar(effect.name.replace("_", " "), value, ends, text, kind)
-
-
-def _search(search: SearchRecord) -> Iterator[Figure]:
-    """The history of the best value, and the importance of each parameter."""
-    if len(search.best_so_far) > 1:
-        about = f"The best {search.metric} after each trial, and the value of each trial."
-        if search.count("pruned"):
-            about += " A pruned trial shows its last value, as a triangle."
-        yield Figure("History", about, [("", "", _history(search))])
-    known = {p: p.importance for p in search.parameters if p.importance is not None}
-    if len(known) > 1:
-        about = (
-            "How much of the difference between good and other trials goes with each parameter "
-            "(PED-ANOVA). It says where to look, not which value is right."
-        )
-        bars = [
-            Bar(label(p.key), 100 * share, None, f"{format.share(share)}, over {p.text}")
-            for p, share in sorted(known.items(), key=lambda item: -item[1])
-        ]
-        drawing = draw_bars(bars, 0.0, "importance of each parameter", unit=" %", one=False)
-        yield Figure("What mattered", about, [("", "", drawing)])
-
-
-def _history(search: SearchRecord) -> Markup:
-    line = Series("best so far", search.best_so_far, 0, format.metric(search.best_so_far[-1][1]))
-    series = [line]
-    for style, (status, name) in enumerate({"done": "a trial", "pruned": "pruned"}.items(), 1):
-        ended = [trial for trial in search.trials if trial.status == status]
-        points = [(t.number, t.value) for t in ended if t.value is not None]
-        if points:
-            series.append(Series(name, points, style, scattered=True))
-    return draw_series(series, "trial", search.metric, curve_scales(series))

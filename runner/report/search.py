@@ -66,17 +66,6 @@ class SearchRecord:
         sign = 1 if self.direction == "maximize" else -1
         return max(done, key=lambda t: sign * (t.value or 0.0), default=None)
 
-    @property
-    def best_so_far(self) -> list[tuple[float, float]]:
-        """After each trial that is done, the best value until then."""
-        choose = max if self.direction == "maximize" else min
-        points: list[tuple[float, float]] = []
-        for trial in self.trials:
-            if trial.status == "done" and trial.value is not None:
-                last = points[-1][1] if points else trial.value
-                points.append((trial.number, choose(trial.value, last)))
-        return points
-
     def count(self, status: str) -> int:
         """How many trials are of that status."""
         return sum(trial.status == status for trial in self.trials)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from runner.benchmark.result import BenchmarkResult
 from runner.report.comparison import BEST, Comparison, Row
 from runner.report.format import MOST_NAMES, interval, listed, metric, seconds, share, times
 from runner.report.naming import about_speed
-
-if TYPE_CHECKING:
-    from runner.report.search import SearchRecord
+from runner.report.search import SearchRecord, label
 
 WIDE = 0.05  # a noise floor above it belongs beside every ratio
 BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
@@ -211,7 +208,11 @@ def _of_search(search: SearchRecord) -> list[str]:
     if best is None:
         return [f"No trial has a value of {search.metric} yet.", how]
     text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
-    return [f"{text}: {best.title}.", how]
+    shares = {label(p.key): p.importance for p in search.parameters if p.importance is not None}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    known = ", ".join(f"{name} {share(part)}" for name, part in ordered)
+    mattered = [f"What mattered, by PED-ANOVA: {known}."] if len(shares) > 1 else []
+    return [f"{text}: {best.title}.", *mattered, how]
 
 
 def _fastest_of_pairs(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
