@@ -80,9 +80,9 @@ def _merge(name: str, shared: tuple[str, ...], runs: list[Row]) -> Row:
         row.over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
     if over:
         row.estimates = _estimates(finished)
-        speedup = row.estimates.get("speedup")
-        row.speedup = speedup and speedup.mean
-        row.speedup_interval = speedup and speedup.interval
+        row.speedup = row.speedup_interval = None
+        if mean_ratio := row.estimates.get("speedup"):
+            row.speedup, row.speedup_interval = mean_ratio.mean, mean_ratio.interval
     return row
 
 

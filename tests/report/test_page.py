@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -63,25 +62,6 @@ def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, widt
     a, b, c = drawn["points"]
     assert c["x"] - a["x"] == pytest.approx(2 * (b["x"] - a["x"]), rel=0.02)  # 1×, 2×, 3×
     assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 1000, 750 MiB
-
-
-def test_loss_curves_are_those_of_the_runs(tmp_path: Path) -> None:
-    for name, top in (("none", 4.0), ("basic", 2.0)):
-        (tmp_path / name).mkdir()
-        lines = [
-            {"step": step, "split": split, "loss": top - step / 100}
-            for step in range(10, 110, 10)
-            for split in ("train", "val")
-        ]
-        text = "\n".join(json.dumps(line) for line in lines)
-        (tmp_path / name / "metrics.jsonl").write_text(text + '\n{"step": 5, "spl')
-    found = html_of(result(reference(), arm("basic", 1.2)), tmp_path)
-    drawn = re.findall(r'<polyline points="([^"]*)"', found)
-    ends = [[point.split(",") for point in curve.split()] for curve in drawn]
-    assert [len(curve) for curve in ends] == [10, 10]
-    first, second = (float(curve[0][1]) for curve in ends)
-    drop = float(ends[0][-1][1]) - first  # 0.9 of loss, downwards
-    assert second - first == pytest.approx(drop * 2.0 / 0.9, rel=0.01)
 
 
 def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
