@@ -18,7 +18,7 @@ from runner.debug.config import DebugConfig, enabled_tools
 from runner.device.resources import Machine
 from runner.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.hooks.progress import ProgressDisplay
-from runner.hooks.recording import Faults, Recording
+from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
 from runner.training.hook import Hook
 from runner.training.run import Run
@@ -46,8 +46,7 @@ def build_hooks(
         sinks = make_sinks(config.monitoring.sinks, look_up)
         hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
     if folder is not None:
-        hooks.append(Recording(config.monitoring, settings, machine=machine))
-        hooks.append(Faults(empty=bool(tools)))
+        hooks.append(Recording(config.monitoring, settings, machine, empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
     if config.security.limits.any:

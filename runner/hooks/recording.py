@@ -13,7 +13,7 @@ from typing import Any
 from runner.device import memory
 from runner.device.resources import Machine
 from runner.errors import Interrupted
-from runner.record import history, hparams, hydra_files, markdown, provenance
+from runner.record import history, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report, Verdict
@@ -30,9 +30,10 @@ MOST_CLASSES = 24  # of the confusion matrix; more could not be read
 
 
 class Recording(Hook):
-    """Rows of metrics, the config as text, and the confusion matrix.
+    """Rows of metrics, the config as text, the confusion matrix, and the history of faults.
 
-    `settings` is the config, flat: `optimizer.lr` and so on.
+    `settings` is the config, flat: `optimizer.lr` and so on. With `empty`, a run without a fault
+    leaves history.json and anomalies.json that say so.
     """
 
     monitors = True
@@ -42,13 +43,15 @@ class Recording(Hook):
         config: MonitoringConfig,
         settings: Mapping[str, Any],
         machine: Machine | None = None,
+        empty: bool = False,
     ) -> None:
         self.config = config
         self.machine = machine or Machine(every_s=config.system_every_s)
         self.settings = settings
+        self.empty = empty
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
-        self.row_due = self.load_due = 0.0
+        self.row_due = self.load_due = self.history_due = 0.0
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -65,10 +68,15 @@ class Recording(Hook):
             status = "interrupted"
             raise
         finally:
+            self._write_faults(run)
             self._conclude(run, status)
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
         """A train row at the stretch's last step; now and then a row on the system."""
+        now = time.monotonic()
+        if now >= self.history_due:
+            self.history_due = now + HISTORY_S
+            run.history.write()
         values = {
             "loss": _mean(report.loss),
             "grad_norm": _mean(report.grad_norm),
@@ -81,7 +89,7 @@ class Recording(Hook):
         self.samples += report.samples
         self.steps += len(report.loss)
         self.last_step = report.last
-        if time.monotonic() >= self.row_due:
+        if now >= self.row_due:
             self._write_system_row(run)
         return _stop_where_asked(run)
 
@@ -96,7 +104,7 @@ class Recording(Hook):
 
     def _introduce(self, run: Run, folder: Path) -> None:
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
-        values, foremost = hparams.hparam_columns(self.settings, typed)
+        values, foremost = hydra_files.hparam_columns(self.settings, typed)
         run.recorder.hparams(_row_name(run.name, folder), values, _metrics(run), foremost)
         config = folder / hydra_files.CONFIG  # environment variables are unresolved in it
         if config.is_file():
@@ -129,46 +137,20 @@ class Recording(Hook):
         run.recorder.scalars(self.last_step, "system", values)
         self.seconds, self.samples, self.steps = 0.0, 0, 0
 
+    def _write_faults(self, run: Run) -> None:
+        run.history.unwritten |= self.empty
+        run.guardian.anomalies.unwritten |= self.empty
+        run.history.write()
+        run.guardian.anomalies.write(run.folder)
+        if faults := list(run.history.faults.values()):
+            run.recorder.text("faults/history", history.fault_table(faults), run.progress.step)
+
     def _conclude(self, run: Run, status: str) -> None:
         if self.steps:
             self._write_system_row(run)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
         best = {} if value is None else {name: value}
         run.recorder.end(status, run.progress.step, best)
-
-
-class Faults(Hook):
-    """Keeps debug/history.json up to date; shows it in TensorBoard when the run ends.
-
-    With `empty`, a run without a fault leaves history.json and anomalies.json that say so.
-    """
-
-    monitors = True
-
-    def __init__(self, empty: bool = False) -> None:
-        self.empty = empty
-        self.written = 0.0
-
-    @contextmanager
-    def session(self, run: Run) -> Iterator[None]:
-        """Write what there was, also of a run that failed."""
-        try:
-            yield
-        finally:
-            run.history.unwritten |= self.empty
-            run.guardian.anomalies.unwritten |= self.empty
-            run.history.write()
-            run.guardian.anomalies.write(run.folder)
-            if faults := list(run.history.faults.values()):
-                table = history.fault_table(faults)
-                run.recorder.text("faults/history", table, run.progress.step)
-
-    def on_report(self, run: Run, report: Report) -> None:
-        """Write the history now and then."""
-        now = time.monotonic()
-        if now - self.written > HISTORY_S:
-            self.written = now
-            run.history.write()
 
 
 def _stop_where_asked(run: Run) -> Verdict | None:

@@ -106,7 +106,7 @@ def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Tab
     """Names and values side by side; the third of each row is the style of its value."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=width, max_width=32, overflow="fold")
-    table.add_column(ratio=1, overflow="fold")
+    table.add_column(overflow="fold")
     for name, value, style in rows:
         cell = value if isinstance(value, Text | Group) else plain_text(value, style)
         table.add_row(plain_text(name), cell)

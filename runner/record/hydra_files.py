@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's: ten times as fast
 DEEPEST = 50  # nested values; ours are of six
 LARGEST = 2**18  # bytes; the overrides of two thousand jobs
+Scalar = bool | int | float | str
+SHOWN_FIRST = "data.kind model.kind optimization.level optimizer.lr training.batch_size".split()
+COLUMNS = [*SHOWN_FIRST, "seed", "model.width", "model.depth", "model.dropout", "optimizer.name"]
+COLUMNS += ["optimizer.weight_decay", "optimizer.ema", "schedule.kind", "schedule.warmup"]
+COLUMNS += ["stability.clip_norm", "training.micro_batch"]
+"""Of the whole config, what always gets a column in HParams; the rest is in the Text tab."""
+NOT_OF_THE_RUN = ("checkpoint", "hydra", "job", "monitoring", "name", "security", "sweep")
 
 
 def read_overrides(folder: Path) -> list[str]:
@@ -56,12 +65,11 @@ def check_events(data: bytes) -> None:
     """Refuse what would cost much before any value is made of it."""
     depth = 0
     for event in yaml.parse(data, LOADER):
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases", event.start_mark)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise yaml.composer.ComposerError(None, None, "nested too deep", event.start_mark)
+        if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
+            problem = "nested too deep" if depth > DEEPEST else "aliases"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
 def overrides_by_key(overrides: Iterable[str]) -> dict[str, str]:
@@ -100,3 +108,22 @@ def read_flat_config(folder: Path) -> dict[str, Any]:
     except StorageError:
         return {}
     return flat
+
+
+def hparam_columns(
+    settings: Mapping[str, Any], typed: Mapping[str, str]
+) -> tuple[dict[str, Scalar], list[str]]:
+    """The columns of a run's row in HParams, and which of them are shown first: what was typed.
+
+    `settings` is its config, flat; a key that is no setting is a group, such as `optimization`,
+    and has the value that was typed. Keys without a value have no column.
+    """
+    own = [key for key in typed if key.partition(".")[0] not in NOT_OF_THE_RUN]
+    values = {key: settings.get(key, typed.get(key)) for key in (*COLUMNS, *own)}
+    values = {key: x.value if isinstance(x, Enum) else x for key, x in values.items()}
+    columns = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, Scalar) and (not isinstance(value, float) or math.isfinite(value))
+    }
+    return columns, [key for key in own if key in columns] or SHOWN_FIRST

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
-INK, GREY = "#212529", "#6c757d"
+GREY = "#6c757d"
 STYLE: Any = {
     "text.parse_math": False,
     "font.size": 11,
@@ -28,24 +28,16 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#dee2e6",
+    "axes.grid.axis": "x",
     "axes.axisbelow": True,
+    "grid.color": "#dee2e6",
     "axes.edgecolor": "#dee2e6",
-    "text.color": INK,
+    "axes.titlesize": 12,
+    "axes.titlecolor": GREY,
     "xtick.color": GREY,
-    "ytick.color": INK,
+    "ytick.major.size": 0,
 }
 NAME = 28  # letters of a name
-
-
-def _power(value: float, position: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def _shorten(name: str) -> str:
-    """A name without its middle: first and last part tell modules apart."""
-    half = NAME // 2
-    return name if len(name) <= NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def gradient_flow(
@@ -61,7 +53,8 @@ def gradient_flow(
     RGB [height, width, 3], 640 wide. Names are shown as they are, without mathematics in them. The
     dashed line is an update of a thousandth of the weight, the rule of thumb of CS231n.
     """
-    with rc_context(STYLE):
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about letters that the font has not
         size = (SIDE / DPI, (170 + 32 * len(names)) / DPI)
         figure = Figure(figsize=size, dpi=DPI, layout="constrained")
         canvas: Any = FigureCanvasAgg(figure)
@@ -69,18 +62,21 @@ def gradient_flow(
         both: Any = figure.subplots(1, 2, sharey=True)
         panels = (("gradient norm", norms, None), ("update / weight", updates, 1e-3))
         for axes, (title, values, mark) in zip(both, panels, strict=True):
-            axes.set_title(title, fontsize=12, color=GREY)
+            axes.set_title(title)
             _logarithmic_bars(axes, values, colours, mark)
         both[0].set_yticks(range(len(names)), [_shorten(name) for name in names])
         both[0].set_ylim(len(names) - 0.4, -0.6)
         colours_by_name = {**legend, "0.001: a rule of thumb": GREEN}
         handles = [Patch(color=colour, label=name) for name, colour in colours_by_name.items()]
-        look: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 11}
-        figure.legend(handles=handles, **look)
-        with warnings.catch_warnings():  # about letters that the font has not
-            warnings.simplefilter("ignore")
-            canvas.draw()
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+        canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _shorten(name: str) -> str:
+    """A name without its middle: first and last part tell modules apart."""
+    half = NAME // 2
+    return name if len(name) <= NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _logarithmic_bars(
@@ -91,7 +87,7 @@ def _logarithmic_bars(
     axes.set_xscale("log")
     axes.set_xlim(low, 2 * high)
     axes.xaxis.set_major_locator(LogLocator(numticks=4))
-    axes.xaxis.set_major_formatter(_power)
+    axes.xaxis.set_major_formatter("{x:.0e}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
         if value is None or value == 0:
@@ -102,5 +98,3 @@ def _logarithmic_bars(
             axes.text(low, i, " not finite", color="white", va="center", fontsize=9)
     if mark is not None:
         axes.axvline(mark, color=GREEN, linestyle="--")
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)

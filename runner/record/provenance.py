@@ -22,15 +22,7 @@ from typing import Any
 from runner import __version__
 from runner.record.storage import read_record, replace_text
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
-    "safetensors",
-    "tensorboard",
-    "triton",
-)
+PACKAGES = "torch numpy hydra-core omegaconf safetensors tensorboard triton".split()
 COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # sha1 or sha256
 REFERENCE = re.compile(r"ref: (refs(/[^./\s][^/\s]*)+)")  # no "..", so it stays in the folder
 LARGEST_PACK = 2**26  # bytes of packed-refs

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from runner.record.hparams import Scalar
+    from runner.record.hydra_files import Scalar
     from runner.record.sinks.writer import SinkWriter
     from runner.record.tensorboard import TensorBoard
 

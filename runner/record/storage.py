@@ -72,64 +72,22 @@ class HashedFile:
 MOST_WAITING = 2**24  # bytes
 
 
-class Appender:
-    """Appends records to a file; one that cannot be written whole is taken back.
+class RetryingAppender:
+    """Appends records to a file; those that the disk refuses are tried again at the next write.
 
-    Nothing is buffered in the process, so what `write` returned from survives a kill; a small
-    write costs about a microsecond. Every failure is an OSError, a deleted file included.
-    """
-
-    def __init__(self, path: Path, *, new: bool = False) -> None:
-        self.path, self.new = path, new
-        self.descriptor, self.size = -1, 0
-        self.open()
-
-    def open(self) -> None:
-        """Open the file, or raise OSError."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.new else 0)
-        flags |= NO_LINK | NO_WAIT  # a folder that is resumed may be another's work
-        self.descriptor = os.open(self.path, flags, 0o644)
-        self.size = os.fstat(self.descriptor).st_size
-
-    def write(self, record: bytes) -> None:
-        """Append `record`, or raise OSError and leave the file as it was."""
-        if os.fstat(self.descriptor).st_nlink == 0:  # writing to it would succeed, into nothing
-            raise FileNotFoundError(errno.ENOENT, "deleted while the run went on", str(self.path))
-        try:
-            written = os.write(self.descriptor, record)
-            while written < len(record):  # the disk took a part: the next try says what is wrong
-                written += os.write(self.descriptor, record[written:])
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self.descriptor, self.size)
-            raise
-        self.size += len(record)
-
-    def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        if self.descriptor >= 0:
-            descriptor, self.descriptor = self.descriptor, -1
-            os.close(descriptor)
-
-
-class RetryingAppender(Appender):
-    """An Appender that keeps the records which the disk refuses and tries them at the next write.
-
-    At most `MOST_WAITING` bytes of them: of more, the oldest are lost. A file that cannot be opened
-    is tried again as well; each time `place` makes its folder ready and says where it is.
+    Nothing is buffered in the process, so what is in the file survives a kill; a small write costs
+    about a microsecond. Every failure is an OSError, a deleted file included. At most
+    `MOST_WAITING` bytes wait: of more, the oldest are lost. A file that cannot be opened is tried
+    again as well; each time `place` makes its folder ready and says where it is.
     """
 
     def __init__(self, place: Callable[[], Path], *, new: bool = False) -> None:
+        self.place, self.new, self.path = place, new, Path()
+        self.descriptor, self.size, self.closed = -1, 0, False
         self.waiting: deque[bytes] = deque()
         self.lost = self.waiting_bytes = 0
-        self.place, self.closed = place, False
         with suppress(OSError):  # `write` says it
-            super().__init__(Path(), new=new)
-
-    def open(self) -> None:
-        """Find the file's place and open it, or raise OSError."""
-        self.path = self.place()
-        super().open()
+            self._open()
 
     def write(self, record: bytes) -> None:
         """Append what waits and `record`; OSError where they wait on."""
@@ -141,23 +99,46 @@ class RetryingAppender(Appender):
         self._write_waiting()
 
     def close(self) -> None:
-        """Try what waits a last time, and close the file."""
+        """Try what waits a last time, and close the file; a second time does nothing."""
         with suppress(OSError):  # they are counted as unwritten
             self._write_waiting()
-        super().close()
         self.closed = True
-
-    def _write_waiting(self) -> None:
-        if self.waiting and self.descriptor < 0 and not self.closed:
-            self.open()
-        while self.waiting:
-            super().write(self.waiting[0])
-            self.waiting_bytes -= len(self.waiting.popleft())
+        if self.descriptor >= 0:
+            descriptor, self.descriptor = self.descriptor, -1
+            os.close(descriptor)
 
     @property
     def unwritten(self) -> int:
         """Records that are not in the file."""
         return self.lost + len(self.waiting)
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.new else 0)
+        flags |= NO_LINK | NO_WAIT  # a folder that is resumed may be another's work
+        self.path = self.place()
+        self.descriptor = os.open(self.path, flags, 0o644)
+        self.size = os.fstat(self.descriptor).st_size
+
+    def _write_waiting(self) -> None:
+        if self.waiting and self.descriptor < 0 and not self.closed:
+            self._open()
+        while self.waiting:
+            self._append(self.waiting[0])
+            self.waiting_bytes -= len(self.waiting.popleft())
+
+    def _append(self, record: bytes) -> None:
+        """Write all of a record, or raise OSError and leave the file as it was."""
+        if os.fstat(self.descriptor).st_nlink == 0:  # writing to it would succeed, into nothing
+            raise FileNotFoundError(errno.ENOENT, "deleted while the run went on", str(self.path))
+        try:
+            written = os.write(self.descriptor, record)
+            while written < len(record):  # the disk took a part: the next try says what is wrong
+                written += os.write(self.descriptor, record[written:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self.descriptor, self.size)
+            raise
+        self.size += len(record)
 
 
 def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:

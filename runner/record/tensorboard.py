@@ -26,7 +26,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import masked
-from runner.record.hparams import Scalar
+from runner.record.hydra_files import Scalar
 from runner.record.storage import RetryingAppender
 
 if TYPE_CHECKING:
@@ -37,8 +37,12 @@ PREFIX = "events.out.tfevents."
 FIRST = ("train", "val", "test", "about", "comparison", "_hparams_")
 """Groups of tags that keep their names. TensorBoard sorts by name and opens at the first; all other
 groups (usage, gradients, memory, faults, …) are `watch_…`, below these."""
-KINDS = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
-"""The types of columns of HParams; all others are numbers."""
+KINDS = {
+    bool: (api_pb2.DATA_TYPE_BOOL, "bool_value"),
+    str: (api_pb2.DATA_TYPE_STRING, "string_value"),
+}
+"""Types of HParams' columns, and the field of a protobuf `Value`; all others are numbers."""
+NUMBER = (api_pb2.DATA_TYPE_FLOAT64, "number_value")
 
 
 class TensorBoard:
@@ -48,23 +52,22 @@ class TensorBoard:
         self.file = RetryingAppender(place, new=True)
         self.tags: dict[tuple[str, str], str] = {}
         with suppress(OSError):  # what comes next says it
-            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._write(file_version="brain.Event:2")
 
     def purge(self, step: int) -> None:
         """What earlier files say about that step and later ones is void."""
-        start = SessionLog(status=SessionLog.START)
         with suppress(OSError):
-            self._write(Event(wall_time=time.time(), step=step, session_log=start))
+            self._write(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """All of a row's values in one event, under `<split>/<name>`."""
-        event = Event(wall_time=time.time(), step=step)
+        summary = Summary()
         for name, value in values.items():
             tag = self.tags.get((split, name))
             if tag is None:
                 tag = self.tags[split, name] = board_tag(f"{split}/{name}")
-            event.summary.value.add(tag=tag, simple_value=value)
-        self._write(event)
+            summary.value.add(tag=tag, simple_value=value)
+        self._write(step=step, summary=summary)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Markdown, for the Text tab."""
@@ -93,23 +96,21 @@ class TensorBoard:
         latest values become columns. TensorBoard shows five columns unasked: those said to differ,
         `foremost`, come first.
         """
+        kinds = {name: KINDS.get(type(value), NUMBER) for name, value in values.items()}
         infos = [
-            api_pb2.HParamInfo(
-                name=_clean(name),
-                type=KINDS.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
-                differs=name in foremost,
-            )
-            for name, value in values.items()
+            api_pb2.HParamInfo(name=_clean(name), type=kind, differs=name in foremost)
+            for name, (kind, _) in kinds.items()
         ]
         names = [api_pb2.MetricName(tag=board_tag(tag)) for tag in metrics]
-        experiment = api_pb2.Experiment(
-            hparam_infos=infos, metric_infos=[api_pb2.MetricInfo(name=name) for name in names]
-        )
+        columns = [api_pb2.MetricInfo(name=name) for name in names]
+        experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
         self._hparams("experiment", experiment=experiment)
-        group = _clean(session)
-        start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=time.time())
-        for key, value in values.items():
-            _set(start.hparams[_clean(key)], value)
+        start = plugin_data_pb2.SessionStartInfo(
+            group_name=_clean(session), start_time_secs=time.time()
+        )
+        for name, value in values.items():
+            value = _clean(value) if isinstance(value, str) else value
+            setattr(start.hparams[_clean(name)], kinds[name][1], value)
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
@@ -135,14 +136,12 @@ class TensorBoard:
     def _tensor(self, step: int, tag: str, plugin: str, tensor: Any, content: bytes = b"") -> None:
         data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
         metadata = SummaryMetadata(plugin_data=data)
-        event = Event(wall_time=time.time(), step=step)
         value = Summary.Value(tag=board_tag(tag), metadata=metadata, tensor=tensor)
-        event.summary.value.append(value)
-        self._write(event)
+        self._write(step=step, summary=Summary(value=[value]))
 
-    def _write(self, event: Any) -> None:
+    def _write(self, **content: Any) -> None:
         """Append a record as in TFRecord files: length, its checksum, data, its checksum."""
-        data = event.SerializeToString()
+        data = Event(wall_time=time.time(), **content).SerializeToString()
         length = struct.pack("<Q", len(data))
         self.file.write(length + _checksum(length) + data + _checksum(data))
 
@@ -175,16 +174,6 @@ def _shape(*sizes: int) -> Any:
 
 def _strings(*values: bytes, shape: Sequence[int] = ()) -> Any:
     return TensorProto(dtype=DT_STRING, tensor_shape=_shape(*shape), string_val=values)
-
-
-def _set(slot: Any, value: Scalar) -> None:
-    """Fill a protobuf `Value`, which knows no integers."""
-    if isinstance(value, bool):
-        slot.bool_value = value
-    elif isinstance(value, str):
-        slot.string_value = _clean(value)
-    else:
-        slot.number_value = value
 
 
 def board_tag(tag: str) -> str:

@@ -23,7 +23,6 @@ from runner.masking import masked
 T = TypeVar("T")
 _types = cache(get_type_hints)  # a comparison reads hundreds of records
 
-BREAKS = re.compile(r"([\n\t])")
 CONTROL = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -36,18 +35,16 @@ INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "pl
 
 def escape_control_chars(text: str) -> str:
     """`text` on one line: control characters, line ends and direction marks are escaped."""
-    return CONTROL.sub(
-        lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text
-    )
+    return CONTROL.sub(_escape, text)
 
 
 def escape_lines(text: str) -> str:
     """The same for a text of many lines: line ends and tabs stay."""
-    if CONTROL.search(text) is None:
-        return text
-    return "".join(
-        part if part in "\n\t" else escape_control_chars(part) for part in BREAKS.split(text)
-    )
+    return CONTROL.sub(lambda match: match[0] if match[0] in "\n\t" else _escape(match), text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape", "surrogatepass").decode()
 
 
 def shorten(text: str, most: int) -> str:

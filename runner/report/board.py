@@ -16,8 +16,7 @@ from tempfile import TemporaryDirectory
 
 from runner.errors import UsageError
 from runner.masking import masked
-from runner.record.hparams import NOT_OF_THE_RUN
-from runner.record.hydra_files import recorded_overrides
+from runner.record.hydra_files import NOT_OF_THE_RUN, recorded_overrides
 from runner.record.text import escape_control_chars
 from runner.report.comparison import BOARD
 from runner.report.naming import names
@@ -58,8 +57,7 @@ def link_runs(folders: Sequence[Path], home: Path) -> list[str]:
     for path, below, links in os.walk(home, topdown=False):
         for name in (*below, *links):
             link = Path(path, name)
-            known = wanted.get(str(link.relative_to(home)))
-            if link.is_symlink() and known != link.readlink():
+            if link.is_symlink() and wanted.get(str(link.relative_to(home))) != link.readlink():
                 link.unlink()
             elif not link.is_symlink() and not os.listdir(link):
                 link.rmdir()
@@ -85,41 +83,34 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
     for run in runs:
         own = run.name != BOARD and not run.name[:1].isdigit()  # hydra.run.dir=outputs/tuned
         groups.setdefault(run if own else run.parent, []).append(run)
-    titles = {parent: _title(parent) for parent in groups}
+    # the experiment of `outputs/runs/<name>`, `outputs/sweeps/<name>/<time>-<id>`, a run's own
+    titles = {x: x.parent.name if x.name[:1].isdigit() else x.name for x in groups}
     often = Counter(titles.values())
     wanted = {}
     for parent, members in groups.items():
         title = titles[parent]
         if often[title] > 1:
             title += f" {parent.name if parent.name != title else parent.parent.name}"
-        for run, name in zip(members, _labels(members), strict=True):
-            wanted[_file_name(title) + (f"/{_file_name(name)}" if name else "")] = run
+        for run, name in _labels(members).items():
+            wanted["/".join(map(_file_name, filter(None, (title, name))))] = run
     return wanted
 
 
-def _title(parent: Path) -> str:
-    """The experiment: `outputs/runs/<name>`, `outputs/sweeps/<name>/<time>-<id>`, or a run's own
-    folder."""
-    return parent.parent.name if parent.name[:1].isdigit() else parent.name
-
-
-def _labels(members: Sequence[Path]) -> list[str]:
+def _labels(members: Sequence[Path]) -> dict[Path, str]:
     """What differs between the runs of an experiment; "" for one by itself."""
-    if len(members) == 1:
-        return [""]
-    if any(run.name == BOARD for run in members):
-        rest = [run for run in members if run.name != BOARD]
-        labels = iter(_labels(rest) if len(rest) > 1 else [rest[0].name] if rest else [])
-        return [BOARD if run.name == BOARD else next(labels) for run in members]
+    rest = [run for run in members if run.name != BOARD]
     typed = [
-        [text for text in recorded_overrides(run) if _key(text).split(".")[0] not in NOT_OF_THE_RUN]
-        for run in members
+        [text for text in recorded_overrides(run) if _group(text) not in NOT_OF_THE_RUN]
+        for run in rest
     ]
-    return names(typed, [run.name for run in members])
+    alone = len(members) == 1
+    made = [""] * len(rest) if alone else names(typed, [run.name for run in rest])
+    boards = {run: "" if alone else BOARD for run in members if run.name == BOARD}
+    return {**dict(zip(rest, made, strict=True)), **boards}
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
+def _group(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition(".")[0]
 
 
 def _file_name(name: str) -> str:

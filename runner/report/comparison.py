@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
-from runner.record.storage import replace_text
+from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
+from runner.report.format import finite
 from runner.report.naming import about_speed
 from runner.security.paths import keep_within
 
@@ -29,6 +29,9 @@ FILE, DOCUMENT, PAGE = "comparison.json", "comparison.md", "comparison.html"
 BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
 """How a job ends that did what it was asked to; any other status is a failure with a reason."""
+METRIC = "metric:"  # before a metric's name, in the key of a column
+BEST = f"{METRIC}best"  # of the monitored one
+DEEPEST = 50  # lists in lists of a record; ours are of five
 OF_SUMMARY = {
     "samples_per_second": ("throughput", "samples_per_second"),
     "step_ms": ("throughput", "step_ms", "p50"),
@@ -36,6 +39,20 @@ OF_SUMMARY = {
     "peak_device_bytes": ("memory", "peak_device_bytes"),
 }
 """Where a summary has the numbers that a benchmark measures, too."""
+
+
+def read_json(path: Path) -> Any:
+    """The values in a record; None where it is damaged, or deeper than any of ours."""
+    try:
+        tree = json.loads(read_record(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return tree if _is_shallow(tree, DEEPEST) else None
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inside)
 
 
 def value_at(tree: Any, *path: str) -> Any:
@@ -47,13 +64,7 @@ def value_at(tree: Any, *path: str) -> Any:
 
 def number(tree: Any, *path: str) -> float | None:
     """The number at a path; None where there is no finite one."""
-    value = value_at(tree, *path)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer of hundreds of digits
-        return None
+    return finite(value_at(tree, *path))
 
 
 def text(tree: Any, *path: str) -> str:
@@ -82,14 +93,16 @@ class Row:
     measured: ArmResult | None = None  # of a benchmark
     judged_on: str = ""  # data, and for a loss its objective: metrics of others do not compare
     work: str = ""  # device, data and model: only runs of the same work have a ratio
-    over: str = ""  # of what it is the mean: `3 seeds`; "" for one run
+    # of a configuration that ran several times; see `Comparison.by_configuration`
+    over: str = ""  # of what it is the mean: `3 seeds`
+    members: list[str] = field(default_factory=list)  # names of its runs
     estimates: dict[str, MeanEstimate] = field(default_factory=dict)  # by the key of a column
 
     @property
     def finished(self) -> bool:
         """Whether it came to its end as it should, or had been measured when Ctrl-C came."""
-        cut = self.status == "interrupted" and self.measured is not None
-        return self.status in FINISHED or (cut and bool(self.measured and self.measured.blocks))
+        measured = self.measured is not None and self.measured.blocks > 0
+        return self.status in FINISHED or (self.status == "interrupted" and measured)
 
     @property
     def sound(self) -> bool:
@@ -110,10 +123,12 @@ class Row:
         """What the benchmark measured of its arm, else what the run's summary has; 0 is none there.
 
         `samples_per_second`, `step_ms`, `peak_process_bytes`, `peak_device_bytes` (None on a CPU)
-        and the other fields of `ArmResult`.
+        and the other fields of `ArmResult`; `metric:best`, and `metric:` before a metric's name.
         """
         if key in self.estimates:
             return self.estimates[key].mean
+        if key.startswith(METRIC):
+            return self.best if key == BEST else self.metrics.get(key.removeprefix(METRIC))
         measured = None if self.measured is None else number(vars(self.measured), key)
         if key not in OF_SUMMARY:
             return measured
@@ -136,7 +151,7 @@ class Row:
         """The final metrics, those that are finite."""
         final = self.summary.get("metrics")
         values = (
-            {str(key): number(x) for key, x in final.items()} if isinstance(final, dict) else {}
+            {str(key): finite(x) for key, x in final.items()} if isinstance(final, dict) else {}
         )
         return {key: value for key, value in values.items() if value is not None}
 
@@ -187,6 +202,24 @@ class Comparison:
         """Whether what sets the rows apart is what they learn, not how they compute it."""
         return self.kind != "benchmark" and not about_speed(row.overrides for row in self.rows)
 
+    @cached_property
+    def by_configuration(self) -> Comparison:
+        """One row for the seeds and folds of each configuration; itself where none ran twice."""
+        from runner.report.replicates import merge_replicates
+
+        return merge_replicates(self)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether a configuration ran with several seeds or folds."""
+        return self.by_configuration is not self
+
+    @property
+    def row_title(self) -> str:
+        """What a row is: arm, configuration or run."""
+        several = any(row.over for row in self.rows)
+        return "arm" if self.kind == "benchmark" else "configuration" if several else "run"
+
     @property
     def monitor(self) -> str:
         """The metric that all finished rows are judged by; "" where they differ or have none."""
@@ -202,7 +235,7 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
             arm.status,
             arm.reason,
             dict(arm.summary),
-            number(arm.speedup) or None,
+            finite(arm.speedup) or None,
             arm.speedup_interval,
             arm.parity,
             arm.command,
@@ -238,28 +271,39 @@ def moved(comparison: Comparison, folder: Path) -> Comparison:
 
 def as_json(comparison: Comparison) -> str:
     """All of it; the rows say no number twice, NaN is null, and no path is of this machine."""
-    from runner.report.replicates import find_replicates
-
     benchmark = comparison.benchmark
     tree = asdict(replace(comparison, home=None, benchmark=None))
     tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
     unneeded = ((tree, "home"), (tree["benchmark"] or {}, "arms"), (tree["search"] or {}, "trials"))
     for part, key in unneeded:  # the trials are in search.json
         part.pop(key, None)
-    replicates = {name: x for x in find_replicates(comparison) for name in x.rows}
-    for row in tree["rows"]:
-        for key in ("work", "over", "estimates"):  # of rows of several runs, which are not here
-            del row[key]
-        (row["measured"] or {}).pop("summary", None)
-        of_row = replicates.get(row["name"])
-        row["replicates"] = of_row and {
-            "over": of_row.over,
-            "runs": len(of_row.rows),
-            "metrics": {name: asdict(estimate) for name, estimate in of_row.metrics.items()},
-            "speed": {name: asdict(estimate) for name, estimate in of_row.speed.items()},
-            "speedup": of_row.speedup and asdict(of_row.speedup),
-        }
+    merged = {name: row for row in comparison.by_configuration.rows for name in row.members}
+    finished = {row.name for row in comparison.rows if row.finished}
+    for row, entry in zip(comparison.rows, tree["rows"], strict=True):
+        for key in ("work", "over", "members", "estimates"):  # of rows of several runs
+            del entry[key]
+        (entry["measured"] or {}).pop("summary", None)
+        configuration = merged.get(row.name) if row.finished else None
+        entry["replicates"] = configuration and _replicates_entry(configuration, finished)
     return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
+
+
+def _replicates_entry(row: Row, finished: set[str]) -> dict[str, Any] | None:
+    """Mean, spread and interval of a configuration's metrics and speed; None where it ran once."""
+    if not row.estimates:
+        return None
+    estimates = {key: asdict(estimate) for key, estimate in row.estimates.items()}
+    return {
+        "over": row.over.partition(";")[0],
+        "runs": len(finished.intersection(row.members)),
+        "metrics": {
+            key.removeprefix("metric:"): x
+            for key, x in estimates.items()
+            if key.startswith("metric:")
+        },
+        "speed": {key: x for key, x in estimates.items() if key in OF_SUMMARY},
+        "speedup": estimates.get("speedup"),
+    }
 
 
 def write(comparison: Comparison, folder: Path) -> list[Path]:
@@ -270,20 +314,20 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     """
     from runner.report import page
 
-    here = moved(comparison, folder)
+    comparison = moved(comparison, folder)
     keep_within(folder, BOARD)
-    makers: dict[str, Callable[[], object]] = {
-        FILE: lambda: replace_text(folder / FILE, as_json(here)),
-        DOCUMENT: lambda: replace_text(folder / DOCUMENT, page.document(here)),
-        PAGE: lambda: replace_text(folder / PAGE, page.html(here)),
-        BOARD: lambda: _write_board(page.document(here), folder / BOARD),
+    makers: dict[str, Callable[[Path], None]] = {
+        FILE: lambda path: replace_text(path, as_json(comparison)),
+        DOCUMENT: lambda path: replace_text(path, page.document(comparison)),
+        PAGE: lambda path: replace_text(path, page.html(comparison)),
+        BOARD: lambda path: _write_board(page.document(comparison), path),
     }
     written = []
     with suppress(OSError):  # each file says it by itself
         folder.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():
         try:
-            make()
+            make(folder / name)
             written.append(folder / name)
         except OSError as error:
             log.warning("no %s: %s", folder / name, error.strerror or error)

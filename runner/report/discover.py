@@ -1,29 +1,44 @@
-"""What lies in finished folders, as rows: a run, a sweep, a benchmark, or runs and sweeps."""
+"""What lies in finished folders, as rows: a run, a sweep, a benchmark, or runs and sweeps.
+
+A folder may be damaged, another user's, or from anywhere: its row says so.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.benchmark.result import BenchmarkResult
-from runner.errors import UsageError
-from runner.record.hydra_files import overrides_by_key
-from runner.report.comparison import Comparison, Row, number, of_benchmark, text
+from runner.checkpoint.lock import is_locked
+from runner.data.config import LOADING
+from runner.errors import StorageError, UsageError
+from runner.record.hydra_files import (
+    OVERRIDES,
+    overrides_by_key,
+    read_flat_config,
+    recorded_overrides,
+)
+from runner.report.comparison import Comparison, Row, number, of_benchmark, read_json, text
 from runner.report.naming import names
-from runner.report.read_run import TROUBLE, is_run, of_job, of_run, read_json
 from runner.report.replicates import configuration, replicate
 from runner.report.search import read_search
 from runner.training.summary import FILE as SUMMARY
+from runner.training.summary import Summary
 
 SWEEP = "sweep.json"
 RATE = "samples_per_second"
 DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
 NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
 SHORTEST = 10  # steps of a run whose speed says something; the first three are not counted
+ENDS = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", "skipped")
+"""What the status of a row can be, beside `running`."""
+TROUBLE = (OSError, ValueError, AttributeError, RecursionError)
+"""What reading an untrusted folder may raise."""
 ONE_RUN_EACH = "one run each, not interleaved: read it as a hint; job=benchmark measures"
 IN_PAIRS = (
     "speed-ups are of runs of the same seed or fold, which were not interleaved: whatever the "
@@ -38,7 +53,10 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
     damaged summary is a row that says so.
     """
     for folder in folders:
-        _check_folder(folder)
+        try:
+            os.listdir(folder)
+        except OSError as error:
+            raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
     first, *others = folders
     if (first / BENCHMARK).exists() and not others:
         return of_benchmark(BenchmarkResult.read(first), first)
@@ -59,31 +77,30 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
     reference, rows = "", _named(rows, home)
     if search is None:  # whose trials differ in what they train
         reference, rows = _with_ratios(rows, notes)
-    dated = home.name[:1].isdigit() and home.parent.name  # outputs/sweeps/<title>/<time>-<id>
-    return Comparison(
-        (home.parent.name if dated else home.name) or kind,
-        rows,
-        kind=kind,
-        reference=reference,
-        notes=list(dict.fromkeys(notes)),
-        command=command,
-        home=home,
-        search=search,
-    )
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        if not folder.is_dir():
-            problem = "not a folder" if folder.exists() else "no such folder"
-            raise UsageError(f"{folder}: {problem}")
-        os.listdir(folder)  # says why it cannot be read
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
+    title = home.name or kind
+    if title[:1].isdigit():  # outputs/sweeps/<title>/<time>-<id>
+        title = home.parent.name or title
+    notes = list(dict.fromkeys(notes))
+    return Comparison(title, rows, kind, reference, notes, command, None, search, home)
 
 
 def _is_sweep(folder: Path) -> bool:
     return (folder / SWEEP).exists() or (folder / "multirun.yaml").exists()
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it is one that trains or evaluates: other jobs leave no summary, nor need to.
+
+    Another user's may be one: its row says that it cannot be read.
+    """
+    try:
+        if (folder / SUMMARY).exists():
+            return True
+        begun = (folder / OVERRIDES).exists()
+    except PermissionError:
+        return True
+    typed = overrides_by_key(recorded_overrides(folder)) if begun else {"job": "none"}
+    return typed.get("job", "train") in ("train", "evaluate")
 
 
 def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
@@ -94,8 +111,8 @@ def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
             notes.append(f"{folder.name} is a benchmark, which is compared by itself: left out")
         elif _is_sweep(folder):
             yield from _sweep_rows(folder, notes)
-        elif is_run(folder):
-            yield of_run(folder)
+        elif _is_run(folder):
+            yield _run_row(folder)
         elif depth:
             for inside in _folders(folder):
                 yield from _rows(inside, notes, depth - 1)
@@ -119,12 +136,120 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
         notes.append(f"{SWEEP} is damaged: the jobs are those whose folders are there")
     known = set()
     for i, job in enumerate(jobs if isinstance(jobs, list) else []):
-        row = of_job(i, job if isinstance(job, dict) else {}, folder)
+        row = _job_row(i, job if isinstance(job, dict) else {}, folder)
         known.add(row.folder)
         yield row
     for path in _folders(folder):
-        if str(path) not in known and is_run(path):
-            yield of_run(path)
+        if str(path) not in known and _is_run(path):
+            yield _run_row(path)
+
+
+def _run_row(folder: Path) -> Row:
+    """A run's folder; one whose record is missing or damaged says so."""
+    typed = recorded_overrides(folder)
+    return _guarded(folder, typed, lambda: _read_run(folder, typed))
+
+
+def _guarded(folder: Path, typed: list[str], make: Callable[[], Row]) -> Row:
+    try:
+        return make()
+    except TROUBLE as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        reason = f"its folder cannot be read: {why or type(error).__name__}"
+        place = str(folder) if isinstance(error, PermissionError) else ""
+        return Row(typed, "failed", reason, folder=place, command=_command(typed))
+
+
+def _job_row(index: int, job: dict[str, Any], sweep: Path) -> Row:
+    """A job as its sweep tells of it, with what its run says."""
+    listed = job.get("overrides")
+    typed = [str(item) for item in listed] if isinstance(listed, list) else []
+    name = text(job, "folder") or str(index)
+    return _guarded(sweep / name, typed, lambda: _read_job(sweep, name, job, typed))
+
+
+def _read_job(sweep: Path, name: str, job: dict[str, Any], typed: list[str]) -> Row:
+    if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
+        raise ValueError("it cannot be in the sweep's")
+    status, reason, running = text(job, "status"), text(job, "reason"), is_locked(sweep)
+    if status == "running" and not running:
+        status, reason = "killed", "the sweep ended before it did"
+    elif status == "waiting":
+        status, reason = "skipped", "its turn has not come yet" if running else "never begun"
+    elif status not in ("", "running", *ENDS):
+        status, reason = "failed", f"no status that a job can have: {status}"
+    folder = sweep / name
+    if not _is_run(folder):
+        row = Row(typed, status or "skipped", reason or "never begun", folder=str(folder))
+        return replace(row, command=_command(typed))
+    row = _read_run(folder, typed)
+    if row.finished and status == "killed":  # the sweep ended before it could note the job's end
+        return row
+    if status and status not in ("running", row.status):
+        row = replace(row, status=status, reason=reason or row.reason)
+    return row
+
+
+def _read_run(folder: Path, typed: list[str]) -> Row:
+    row = Row(typed, "failed", folder=str(folder), command=_command(typed))
+    if not (folder / SUMMARY).exists():
+        if is_locked(folder):
+            return replace(row, status="running", reason="it has not come to a summary yet")
+        return replace(row, status="killed", reason=f"no {SUMMARY}: it ended before it wrote one")
+    try:
+        Summary.read(folder)  # says what is wrong with it
+    except StorageError as error:
+        return replace(row, reason=str(error).replace(str(folder) + "/", ""))
+    summary = read_json(folder / SUMMARY)
+    if not isinstance(summary, dict):
+        return replace(row, reason=f"{SUMMARY}: nested too deeply")
+    status, reason = text(summary, "status") or "failed", text(summary, "reason")
+    if status == "running" and not is_locked(folder):
+        steps = number(summary, "steps") or 0
+        status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
+    settings = read_flat_config(folder) or {
+        "data.name": text(summary, "name"),
+        **overrides_by_key(typed),
+    }
+    return replace(
+        row,
+        status=status,
+        reason=reason,
+        summary=summary,
+        command=text(summary, "command") or row.command,
+        judged_on=_judged_on(settings, text(summary, "monitor")),
+        work=_work(settings, summary),
+    )
+
+
+def _judged_on(settings: Mapping[str, Any], monitor: str) -> str:
+    """What is the same for runs whose monitored metrics can be compared."""
+
+    def chosen(group: str) -> Any:
+        named = (settings.get(f"{group}.{key}") for key in ("_target_", "kind"))
+        return next(filter(None, named), None) or settings.get(group)
+
+    parts = [chosen("data"), settings.get("data.path"), settings.get("data.target")]
+    objective = chosen("objective"), settings.get("objective.loss")
+    named = [name for name in objective if name not in (None, "auto")]
+    if monitor == "val/loss" and named:  # the loss depends on it
+        parts += ["with", *named]
+    return " ".join(str(part) for part in parts if part)
+
+
+def _work(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """What there was to compute: samples of something else take another time."""
+    device = text(summary, "device", "kind"), text(summary, "device", "name")
+    parts = {
+        key: str(value)
+        for key, value in sorted(settings.items())
+        if key.partition(".")[0] in ("data", "model") and key.removeprefix("data.") not in LOADING
+    }
+    return f"{device} {parts}"
+
+
+def _command(overrides: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "runner", *overrides])
 
 
 def _named(rows: list[Row], home: Path) -> list[Row]:
@@ -156,15 +281,12 @@ def _with_ratios(rows: list[Row], notes: list[str]) -> tuple[str, list[Row]]:
     reference = (plain or same)[0]
     shared = configuration(reference)
     partners = {replicate(row): row.number(RATE) for row in same if configuration(row) == shared}
-    ratios = {
-        id(row): (row.number(RATE) or 0.0) / rate
-        for row in same
-        if (rate := partners.get(replicate(row)))
-    }
+    for row in same:
+        if rate := partners.get(replicate(row)):
+            row.speedup = (row.number(RATE) or 0.0) / rate
     notes.append(ONE_RUN_EACH if len(partners) < 2 else IN_PAIRS)
     if len(same) < len(long):
         notes.append(f"of another data set, model or device than {reference.name}: no speed-up")
     if len(long) < len(timed):
         notes.append(f"fewer than {SHORTEST} steps: no speed-up")
-    rows = [replace(row, speedup=ratios.get(id(row), row.speedup)) for row in rows]
     return reference.name, rows

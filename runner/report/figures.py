@@ -1,4 +1,7 @@
-"""The figures of a comparison: the numbers that are drawn, and what is written above each."""
+"""The figures of a comparison: bars with intervals, points and curves, and the text above each.
+
+Numbers are text as well, so nothing depends on a colour or a length alone.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,27 @@ from markupsafe import Markup
 
 from runner.benchmark.result import Effect
 from runner.report import format, verdicts
-from runner.report.charts import Bar, draw_bars, draw_curves, draw_points
-from runner.report.comparison import Comparison, Row, number
+from runner.report.comparison import Comparison, Row
 from runner.report.curves import POINTS, Curve, read_curves, thin_curve
-from runner.report.replicates import by_configuration, configuration
-from runner.report.svg import Series
+from runner.report.svg import (
+    HEIGHT,
+    WIDTH,
+    Scale,
+    Series,
+    curve_scales,
+    draw_key,
+    draw_plot,
+    join,
+    tag,
+    tick_label,
+)
 
 DIVERGED = 100  # times as high as where the runs begin
 MOST_CURVES = 12  # at once: more cannot be told apart
 ALIKE = 1.05  # peaks of memory that differ by less say nothing
 MOST_BARS = 40  # of a chart of rows: the fastest and the slowest
+BAR_HEIGHT = 34  # pixels, with the room around it
+HIDDEN = {"aria_hidden": "true", "focusable": "false"}
 KINDS = {
     "reference": "reference",
     "faster": "faster",
@@ -41,22 +55,97 @@ class Figure:
     charts: list[tuple[str, str, Markup]]  # heading, note, drawing
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A bar: where it ends, the interval around that, and the text beside it."""
+
+    label: str
+    value: float | None
+    ends: tuple[float, float] | None
+    text: str
+    kind: str = "plain"  # reference | faster | slower | plain | hint | unclear | fail: its fill
+
+
 def figures(comparison: Comparison) -> dict[str, list[Figure]]:
     """By section name, the figures that there are numbers for."""
     floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
+    search = comparison.search  # whose trials differ in what they train
     return {
-        "speed": list(_speed(comparison, floor)),
+        "speed": [] if search else list(_speed(comparison.by_configuration, floor)),
         "attribution": list(_attribution(comparison, floor)),
-        "memory": list(_memory(comparison)),
+        "memory": [] if search else list(_memory(comparison.by_configuration)),
         "validation": list(_validation(comparison)),
         "losses": list(_losses(comparison)),
     }
 
 
+def draw_bars(bars: Sequence[Bar], start: float, described: str, floor: float = 0.0) -> Markup:
+    """Ratios as bars from `start`, with their intervals; a line at 1, and 1 ± `floor` is shaded.
+
+    Positions are per cent: charts stretch with the page.
+    """
+    values = [x for bar in bars for x in (*(bar.ends or ()), bar.value) if x is not None]
+    values = [x for x in values if x < 1e6]
+    low, high = min([start, max(1 - floor, 0.0), *values]), max([1 + floor, 1.0, *values])
+    room = 0.04 * (high - low)
+    scale = Scale(low if low == start == 0 else low - room, high + room)
+    items = [
+        tag(
+            "li",
+            tag("span", bar.label, class_="label"),
+            tag("span", bar.text, class_="value"),
+            _bar(bar, start, floor, scale),
+            class_=f"bar {bar.kind}",
+        )
+        for bar in bars
+    ]
+    marks = []
+    for tick in scale.ticks():
+        at = scale(tick)
+        anchor = "start" if at < 0.06 else "end" if at > 0.94 else "middle"
+        marks.append(tag("text", f"{tick_label(tick)}×", x=f"{at:.3%}", y=15, text_anchor=anchor))
+    axis = tag("svg", *marks, class_="axis", height=22, **HIDDEN)
+    listed = tag("ul", *items, class_="bars", aria_label=described)
+    return join(listed, tag("div", axis, class_="bar-axis"))
+
+
+def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
+    middle, value = BAR_HEIGHT / 2, bar.value or 0.0
+
+    def line(kind: str, x1: float, x2: float, y1: float = 0, y2: float = BAR_HEIGHT) -> Markup:
+        return tag("line", x1=f"{scale(x1):.3%}", x2=f"{scale(x2):.3%}", y1=y1, y2=y2, class_=kind)
+
+    def box(kind: str, x1: float, x2: float, above: float) -> Markup:
+        left, right = sorted((scale(x1), scale(x2)))
+        size = {"x": f"{left:.3%}", "width": f"{right - left:.3%}", "y": above}
+        return tag("rect", **size, height=BAR_HEIGHT - 2 * above, class_=kind)
+
+    parts = [line("grid", tick, tick) for tick in scale.ticks()]
+    parts += [box("floor", max(1 - floor, 0.0), 1 + floor, 0)] if floor else []
+    parts += [box("fill", start, value, 9), line("one", 1.0, 1.0)]
+    if bar.ends is not None:
+        parts.append(line("whisker", *bar.ends, middle, middle))
+        parts += [line("whisker", end, end, middle - 6, middle + 6) for end in bar.ends]
+    return tag("svg", *parts, height=BAR_HEIGHT, **HIDDEN)
+
+
+def draw_series(
+    series: Sequence[Series], x_title: str, y_title: str, scales: tuple[Scale, Scale]
+) -> Markup:
+    """Curves and points, told apart by colour, dashes and shape, and a legend below."""
+    described = "; ".join(f"{one.label}: {one.text}" for one in series)
+    about = {"role": "img", "aria_label": described, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
+    plot = tag("svg", draw_plot(series, scales, (y_title, x_title)), class_="plot", **about)
+    legend = [
+        tag("li", draw_key(one), tag("span", one.label), tag("span", one.text, class_="value"))
+        for one in series
+    ]
+    return join(plot, tag("ul", *legend, class_="legend"))
+
+
 def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
-    comparison = by_configuration(comparison) or comparison
     rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
-    if len(rows) < 2 or comparison.search is not None:
+    if len(rows) < 2:
         return
     reference = comparison.reference or "its reference"
     about = f"How many times as fast as {reference}; the upright line is as fast."
@@ -73,10 +162,10 @@ def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += f" The {MOST_BARS // 2} fastest and as many of the slowest of {len(rows)}."
         rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)
         rows = rows[: MOST_BARS // 2] + rows[-MOST_BARS // 2 :]
-    said = {row.name: verdicts.verdict(row, comparison) for row in rows}
-    if comparison.reference in said:
-        said[comparison.reference] = "reference"
-    bars = [_speed_bar(row, said[row.name]) for row in rows]
+    verdict_of = {row.name: verdicts.verdict(row, comparison) for row in rows}
+    if comparison.reference in verdict_of:
+        verdict_of[comparison.reference] = "reference"
+    bars = [_speed_bar(row, verdict_of[row.name]) for row in rows]
     yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
 
 
@@ -88,16 +177,14 @@ def _speed_bar(row: Row, verdict: str) -> Bar:
 
 
 def _memory(comparison: Comparison) -> Iterator[Figure]:
-    if comparison.search is not None:
-        return
-    comparison = by_configuration(comparison) or comparison
     points = []
     for style, row in enumerate(comparison.rows):
         rate, of_device = row.number("samples_per_second"), row.number("peak_device_bytes")
         peak = of_device or row.number("peak_process_bytes")
         if row.finished and rate is not None and peak is not None:
             values = f"{format.rate(rate)} samples/s, {format.size(peak)}"
-            points.append(Series(row.name, [(rate, peak / 2**20)], style, values))
+            place = [(rate, peak / 2**20)]
+            points.append(Series(row.name, place, style, values, scattered=True))
     peaks = [one.points[0][1] for one in points]
     if len(points) < 2 or max(peaks) < ALIKE * min(peaks):
         return
@@ -109,7 +196,9 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
     if len(points) > MOST_BARS:
         about += f" The {MOST_BARS} fastest of {len(points)}."
         points = sorted(points, key=lambda one: one.points[0][0], reverse=True)[:MOST_BARS]
-    drawing = draw_points(points, "samples per second", "MiB at the peak")
+    xs, ys = zip(*(one.points[0] for one in points), strict=True)
+    scales = Scale(0.0, 1.08 * max(xs)), Scale(0.0, 1.15 * max(ys))
+    drawing = draw_series(points, "samples per second", "MiB at the peak", scales)
     yield Figure("Memory against speed", about, [("", "", drawing)])
 
 
@@ -125,8 +214,9 @@ def _validation(comparison: Comparison) -> Iterator[Figure]:
     }
     series = _series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
     if series:
+        shown = series[:MOST_CURVES]
+        drawing = draw_series(shown, "step", monitor, curve_scales(shown))
         about = f"{monitor} at each validation.{_about_series(series)}"
-        drawing = draw_curves(series[:MOST_CURVES], "step", monitor)
         yield Figure("Validation", about, [("", "", drawing)])
 
 
@@ -141,28 +231,13 @@ def _about_series(series: Sequence[Series]) -> str:
 
 def _series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]:
     """A curve for each row, or for each configuration that ran with several seeds or folds."""
-    groups: dict[str, list[Curve]] = {}
-    grouped = by_configuration(comparison)
-    labels = dict(zip([row.name for row in comparison.rows], _labels(comparison), strict=True))
-    for name, curve in curves.items():
-        groups.setdefault(labels[name], []).append(curve)
-    order = [row.name for row in (grouped or comparison).rows]
     series = []
-    for label, members in groups.items():
-        points, band = average_curves(members)
+    for style, row in enumerate(comparison.by_configuration.rows):
+        points, band = average_curves([curves[x] for x in row.members or [row.name] if x in curves])
         if points:
             text = f"to {format.metric(points[-1][1])}"
-            series.append(Series(label, points, order.index(label), text, band))
+            series.append(Series(row.name, points, style, text, band))
     return series
-
-
-def _labels(comparison: Comparison) -> list[str]:
-    """For each row the name of its curve."""
-    grouped = by_configuration(comparison)
-    if grouped is None:
-        return [row.name for row in comparison.rows]
-    made = {tuple(row.overrides): row.name for row in grouped.rows}
-    return [made[configuration(row)] for row in comparison.rows]
 
 
 def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, float, float]]]:
@@ -173,7 +248,7 @@ def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, fl
     if len(curves) == 1:
         return thin_curve(curves[0]), []
     values = [dict(curve) for curve in curves]
-    shared = sorted(set.intersection(*map(set, values)))
+    shared = sorted(set.intersection(*map(set, values))) if values else []
     shared = shared[:: math.ceil(len(shared) / POINTS) or 1]
     if len(shared) < 2:
         return [], []
@@ -183,19 +258,45 @@ def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, fl
 
 
 def _losses(comparison: Comparison) -> Iterator[Figure]:
-    curves = read_losses(comparison)
-    if not curves:
+    series = _series(comparison, read_losses(comparison))
+    if not series:
         return
-    series = _series(comparison, curves)
-    shown = {one.label: list(one.points) for one in series[:MOST_CURVES]}
-    top = axis_top(by_configuration(comparison) or comparison, shown)
+    shown = series[:MOST_CURVES]
+    curves = {one.label: list(one.points) for one in shown}
+    top = axis_top(comparison.by_configuration, curves)
     about = "Training loss by step, to the last step of each run. "
     about += f"Arms that train the same lie on one another.{_about_series(series)}"
-    beyond = [name for name, curve in shown.items() if any(loss > top for _, loss in curve)]
+    beyond = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
     if beyond:
         about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
-    drawing = draw_curves(series[:MOST_CURVES], "step", "loss", top)
+    drawing = draw_series(shown, "step", "loss", curve_scales(shown, top))
     yield Figure("Training loss", about, [("", "", drawing)])
+
+
+def read_losses(comparison: Comparison) -> dict[str, Curve]:
+    """The training loss by step, for each row that has one of two steps or more."""
+    curves = {row.name: _row_curve(row, comparison.home) for row in comparison.rows}
+    return {name: curve for name, curve in curves.items() if len(curve) > 1}
+
+
+def _row_curve(row: Row, home: Path | None) -> Curve:
+    if home is not None and row.folder:
+        if curve := read_curves(home / row.folder).get("train/loss"):
+            return curve
+    first = row.measured.losses if row.measured else []  # of the first steps
+    return [(i, loss) for i, loss in enumerate(first, 1) if format.finite(loss) is not None]
+
+
+def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
+    """The highest loss of the curves that did not diverge; infinite where none did."""
+    sound = {row.name for row in comparison.rows if row.sound}
+    starts = sorted(abs(curve[0][1]) for name, curve in curves.items() if name in sound)
+    if not starts:
+        return math.inf
+    limit = DIVERGED * starts[(len(starts) - 1) // 2]
+    tops = [max(loss for _, loss in curve) for curve in curves.values()]
+    below = [top for top in tops if top <= limit]
+    return max(below) if 0 < len(below) < len(tops) else math.inf
 
 
 def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
@@ -224,29 +325,3 @@ def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
     kind = "unclear" if not outside else "faster" if value > 1 else "slower"
     text = format.times_interval(value, ends)
     return Bar(effect.name.replace("_", " "), value, ends, text, kind)
-
-
-def read_losses(comparison: Comparison) -> dict[str, Curve]:
-    """The training loss by step, for each row that has one of two steps or more."""
-    curves = {row.name: _row_curve(row, comparison.home) for row in comparison.rows}
-    return {name: curve for name, curve in curves.items() if len(curve) > 1}
-
-
-def _row_curve(row: Row, home: Path | None) -> Curve:
-    if home is not None and row.folder:
-        if curve := read_curves(home / row.folder).get("train/loss"):
-            return curve
-    first = row.measured.losses if row.measured else []  # of the first steps
-    return [(i, loss) for i, loss in enumerate(first, 1) if number(loss) is not None]
-
-
-def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
-    """The highest loss of the curves that did not diverge; infinite where none did."""
-    sound = {row.name for row in comparison.rows if row.sound}
-    starts = sorted(abs(curve[0][1]) for name, curve in curves.items() if name in sound)
-    if not starts:
-        return math.inf
-    limit = DIVERGED * starts[(len(starts) - 1) // 2]
-    tops = [max(loss for _, loss in curve) for curve in curves.values()]
-    below = [top for top in tops if top <= limit]
-    return max(below) if 0 < len(below) < len(tops) else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
 
 NONE = "–"  # where there is no number
 MOST_NAMES = 4  # in a sentence; what is beyond is counted
+
+
+def finite(value: Any) -> float | None:
+    """A finite number of a record; None for anything else."""
+    try:
+        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
 
 
 def _none_as_dash(show: Callable[[float], str]) -> Callable[[float | None], str]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -18,39 +18,19 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from runner.benchmark.result import Effect
+from runner.benchmark.result import Attribution
 from runner.record import markdown
 from runner.report import format, verdicts
-from runner.report.columns import ReportColumn, columns
+from runner.report.columns import columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
-from runner.report.replicates import by_configuration
-from runner.report.search import SearchRecord, label, search_figures
+from runner.report.search import SearchRecord, label
 from runner.report.svg import printable
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
-LONG_SENTENCE = 160  # letters, from which on it is set smaller
-LONG_NAME = 20
+STATUS = {"arm": "verdict", "configuration": "runs", "run": "status"}
 MOST_ARMS = 40  # side by side in the table of techniques
-
-
-def _ratio(key: str) -> Callable[[Effect], str]:
-    return lambda effect: format.times_interval(
-        getattr(effect, key), getattr(effect, f"{key}_interval")
-    )
-
-
-EFFECTS: dict[str, Callable[[Effect], str]] = {
-    "technique": lambda effect: effect.name.replace("_", " "),
-    "added alone": _ratio("added"),
-    "within the level": _ratio("removed"),
-    "interaction": _ratio("interaction"),
-    "memory, added": lambda effect: format.size(effect.added_memory_bytes),
-    "memory, within": lambda effect: format.size(effect.removed_memory_bytes),
-    "note": lambda effect: effect.note or format.NONE,
-}
-"""The columns of the table of techniques, with the text of a cell."""
 STATISTICS = (
     "In each block every arm had one turn, in random order, and what is compared is the time per "
     "sample of its median step (with data workers the mean one) as a ratio to the reference's in "
@@ -67,15 +47,12 @@ ONE_RUN = (
     "meanwhile is in these numbers, so a ratio here has no interval and is a hint. "
     "job=benchmark measures the same arms in randomised blocks, with intervals."
 )
-
-
 PAIRS = (
     "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
     "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the mean of "
     "the ratios of runs of the same seed or fold. The runs were not interleaved: what the machine "
     "did meanwhile is in these numbers. job=benchmark measures in randomised blocks."
 )
-NUMBERS = "All numbers"
 
 
 def html(comparison: Comparison) -> str:
@@ -83,40 +60,22 @@ def html(comparison: Comparison) -> str:
     style, script = (
         (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
-    template = _environment().get_template("comparison.html")
-    return template.render(
-        **_context(comparison),
-        policy=_policy(style, script),
-        style=Markup(style),  # noqa: S704  # a file of ours
-        script=Markup(script),  # noqa: S704  # a file of ours
-        figures=figures(comparison),
-        search_figures=list(search_figures(comparison.search)) if comparison.search else [],
-        long_names=any(len(row.name) > LONG_NAME for row in comparison.rows),
-        long_lead=len(verdicts.conclusion(comparison)[0].text) > LONG_SENTENCE,
+    return (
+        _environment()
+        .get_template("comparison.html")
+        .render(
+            **_context(comparison),
+            policy=_policy(style, script),
+            style=Markup(style),  # noqa: S704  # a file of ours
+            script=Markup(script),  # noqa: S704  # a file of ours
+            figures=figures(comparison),
+        )
     )
 
 
 def document(comparison: Comparison) -> str:
     """`comparison.md`, with tables as GitHub shows them."""
-    context = _context(comparison)
-    engagement = context["engagement"] or {"lines": []}
-    return (
-        _environment()
-        .get_template("comparison.md")
-        .render(
-            **context,
-            numbers=[
-                (
-                    heading,
-                    [what, stands, *(column.title for column in shown)],
-                    [[row.name, stood, *(c.text(row) for c in shown)] for row, stood in rows],
-                )
-                for heading, what, stands, shown, rows in context["tables"]
-            ],
-            failed=[(row.name, row.status, row.reason) for row in comparison.failures],
-            engaged=[[name, *map("".join, cells)] for name, cells in engagement["lines"]],
-        )
-    )
+    return _environment().get_template("comparison.md").render(**_context(comparison))
 
 
 def _policy(style: str, script: str) -> str:
@@ -159,76 +118,93 @@ def _keep_units(text: str) -> str:
     return re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", text)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table: its text, what sorts the column, and a number that refers to a reason."""
+
+    text: str
+    sort: float | str | None = None
+    failed: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        return self.text + self.note
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table under its heading; `kind` is how the page shows it."""
+
+    heading: str
+    header: list[str]
+    lines: list[list[Cell]]
+    kind: str = "sortable numbers"
+
+
 def _context(comparison: Comparison) -> dict[str, Any]:
     """What both templates show."""
-    rows = comparison.rows
-    lead, *remarks = verdicts.conclusion(comparison)
+    grouped, search = comparison.by_configuration, comparison.search
     attribution = comparison.benchmark.attribution if comparison.benchmark else None
-    commands = [(row.name, row.command) for row in rows if row.command]
+    commands = [(row.name, row.command) for row in comparison.rows if row.command]
     if comparison.command:
         commands.insert(0, ("all of it", comparison.command))
-    measured = comparison.kind == "benchmark"
-    grouped = by_configuration(comparison)
-    method = STATISTICS if measured else PAIRS if grouped else ONE_RUN
+    method = PAIRS if comparison.replicated else ONE_RUN
     return {
         "comparison": comparison,
         "kind": KINDS[comparison.kind],
-        "lead": lead,
-        "remarks": remarks,
+        "sentences": verdicts.conclusion(comparison),
         "about": _about(comparison),
-        "tables": [_table(comparison)]
-        if grouped is None
-        else [_table(grouped), _table(comparison)],
-        "search": comparison.search and _search_table(comparison.search),
+        "tables": [_table(x) for x in ([grouped] if comparison.replicated else []) + [comparison]],
+        "failed": [(row.name, row.status, row.reason) for row in comparison.failures],
+        "search": search,
+        "trials": search and _trials(search),
         "attribution": attribution,
-        "effect_header": list(EFFECTS),
-        "effects": [
-            [show(effect) for show in EFFECTS.values()]
-            for effect in (attribution.effects if attribution else [])
-        ],
-        "engagement": _engagement((grouped or comparison).rows),
+        "effects": attribution and attribution.effects and _effects(attribution),
+        **_engagement(grouped.rows),
         "commands": commands,
-        "method": method,
+        "method": STATISTICS if comparison.kind == "benchmark" else method,
         "machine": _machine(comparison),
     }
 
 
-def _table(comparison: Comparison) -> tuple[str, str, str, list[ReportColumn], list[Any]]:
-    """A table of rows: heading, title of the names, title of the status, columns, rows."""
-    what, stands, heading = "run", "status", NUMBERS
-    if comparison.kind == "benchmark":
-        what, stands = "arm", "verdict"
-    elif any(row.over for row in comparison.rows):
-        what, stands, heading = "configuration", "runs", "Configurations"
-    rows = [(row, verdicts.status_or_verdict(row, comparison)) for row in comparison.rows]
-    return heading, what, stands, columns(comparison), rows
+def _table(comparison: Comparison) -> PageTable:
+    title, shown, lines = comparison.row_title, columns(comparison), []
+    header = [title, STATUS[title], *(column.title for column in shown)]
+    heading = "Configurations" if title == "configuration" else "All numbers"
+    for row in comparison.rows:
+        status = verdicts.status_or_verdict(row, comparison)
+        cells = [Cell(row.name, row.name), Cell(status, status, not row.sound)]
+        for column in shown:
+            failed = column.key == "parity" and row.parity == "FAIL"
+            cells.append(Cell(column.text(row), column.number(row), failed))
+        lines.append(cells)
+    return PageTable(heading, header, lines)
 
 
-def _search_table(search: SearchRecord) -> dict[str, Any]:
-    """The trials, and the best one's command."""
-    keys = [p.key for p in search.parameters]
-    lines = []
+def _trials(search: SearchRecord) -> PageTable:
+    keys, lines = [p.key for p in search.parameters], []
     for trial in search.trials:
-        values = [trial.values.get(key, format.NONE) for key in keys]
+        values = [str(trial.values.get(key, format.NONE)) for key in keys]
         seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
-        number = str(trial.number)
-        lines.append([number, trial.status, format.metric(trial.value), *values, seconds])
+        texts = [str(trial.number), trial.status, format.metric(trial.value), *values, seconds]
+        lines.append([Cell(text, None if text == format.NONE else text) for text in texts])
     header = ["trial", "status", search.metric, *map(label, keys), "time, s"]
-    return {
-        "best": search.best,
-        "header": header,
-        "words": [not all(map(_is_number, column)) for column in zip(*lines, strict=True)],
-        "lines": lines,
-        "reasons": [(t.number, t.status, t.reason) for t in search.trials if t.reason],
-        "storage": search.storage,
-    }
+    return PageTable("Trials", header, lines)
 
 
-def _is_number(cell: str) -> bool:
-    try:
-        return cell == format.NONE or math.isfinite(float(cell))
-    except ValueError:
-        return False
+def _effects(attribution: Attribution) -> PageTable:
+    """What each technique is worth."""
+    header = ["technique", "added alone", "within the level", "interaction"]
+    lines = []
+    for effect in attribution.effects:
+        ratios = [
+            format.times_interval(getattr(effect, key), getattr(effect, f"{key}_interval"))
+            for key in ("added", "removed", "interaction")
+        ]
+        sizes = map(format.size, (effect.added_memory_bytes, effect.removed_memory_bytes))
+        texts = [effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE]
+        lines.append([Cell(text) for text in texts])
+    return PageTable("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
 
 
 def _about(comparison: Comparison) -> list[str]:
@@ -250,7 +226,7 @@ def _minute(moment: str) -> str:
         return moment
 
 
-def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
+def _engagement(rows: Sequence[Row]) -> dict[str, Any]:
     """Techniques by arm; the reason why one did not engage is numbered and stands below, once."""
     arms = [(row.name, row.techniques) for row in rows if row.techniques][:MOST_ARMS]
     names = dict.fromkeys(name for _, states in arms for name in states)
@@ -262,18 +238,21 @@ def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
             entry = states.get(name, {})
             status, reason = format.technique_status(entry), text(entry, "reason")
             if status in ("engaged", "not requested"):
-                cells.append(("● engaged" if status == "engaged" else format.NONE, ""))
+                cells.append(Cell("● engaged" if status == "engaged" else format.NONE))
                 continue
             reasons.setdefault((title, reason), []).append(arm)
-            cells.append((f"○ {status}", f" {list(reasons).index((title, reason)) + 1}"))
-        if any(shown != format.NONE for shown, _ in cells):
-            lines.append((title, cells))
+            note = f" {list(reasons).index((title, reason)) + 1}"
+            cells.append(Cell(f"○ {status}", note=note))
+        if any(cell.text != format.NONE for cell in cells):
+            lines.append([Cell(title), *cells])
         else:
             never.append(title)
-    texts = [(*key, ", ".join(users)) for key, users in reasons.items()]
     header = ["technique", *(name for name, _ in arms)]
-    table = {"header": header, "lines": lines, "reasons": texts, "never": ", ".join(never)}
-    return table if lines else None
+    return {
+        "engagement": PageTable("Techniques", header, lines, "matrix") if lines else None,
+        "reasons": [(*key, ", ".join(users)) for key, users in reasons.items()],
+        "never": ", ".join(never),
+    }
 
 
 def _machine(comparison: Comparison) -> list[tuple[str, str]]:
@@ -281,13 +260,13 @@ def _machine(comparison: Comparison) -> list[tuple[str, str]]:
     result = comparison.benchmark
     if result is None:
         return [("device", ", ".join(comparison.devices))] if comparison.devices else []
-    load, control, commit = result.load, result.control, result.git.get("commit")
+    control, commit = result.control, result.git.get("commit")
     stopped = f"; {result.stopped}" if result.stopped else ""
     against_itself = (control.ratio, control.interval) if control else (None, None)
     rows = {name: str(version) for name, version in result.versions.items()}
     rows |= {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
     rows |= {
-        "CPUs taken by others": format.share(load.others),
+        "CPUs taken by others": format.share(result.load.others),
         "reference against itself": format.times_interval(*against_itself),
         "noise floor": f"± {format.share(result.noise_floor)}",
         "measured": f"{verdicts.measured(result)}{stopped}",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import shlex
 from collections import Counter
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.text import Text
 
 from runner.errors import StorageError
 from runner.record import history
 from runner.record import markdown as md
-from runner.record.console import plain_text
+from runner.record.console import facts_table, plain_text
 from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
@@ -24,6 +24,7 @@ from runner.record.text import escape_control_chars
 from runner.report.curves import draw_run
 from runner.report.format import metric, seconds, short_path, size, technique_status
 from runner.techniques.base import TechniqueStatus
+from runner.training.hook import Cost
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -67,17 +68,12 @@ class EndTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from (Text(), self.title)
         longest = max((len(name) for _, rows in self.sections for name, _ in rows), default=0)
-        column = min(max(longest, MIN_NAME), MAX_NAME)
-        room = max(options.max_width - column - 4, 1)
+        width = min(max(longest, MIN_NAME), MAX_NAME)
         for heading, rows in self.sections:
+            best = "bold green" if heading == "result" else ""
+            facts = [(name, value, best if "best" in value else "") for name, value in rows]
             yield from (Text(), Text(heading, "bold cyan"))
-            for name, value in rows:
-                style = "bold green" if heading == "result" and "best" in value else ""
-                names = plain_text(name).wrap(console, column, overflow="fold")
-                values = plain_text(value).wrap(console, room, overflow="fold")
-                for left, right in zip_longest(names, values, fillvalue=Text()):
-                    cell = Text("  " + left.plain.ljust(column + 2), "dim")
-                    yield cell.append(right.plain, f"not dim {style}") if right else cell
+            yield Padding(facts_table(facts, width), (0, 0, 0, 2), expand=False)
         yield Text()
         for name, command in self.commands:
             line = (name, "dim"), escape_control_chars(command)
@@ -131,19 +127,24 @@ def write_recorded(folder: Path) -> None:
 def _sections(
     summary: Summary, folder: Path | None, faults: list[Fault], full: bool
 ) -> Iterator[tuple[str, Rows]]:
+    """The rows below each heading; those that say nothing are left out."""
     full_reasons = full or folder is None  # there is no report.md that would have them
-    reasons = [(x.key, f"{x.value}: {x.reason}") for x in summary.choices if full_reasons]
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
-    of_faults = [("skipped steps", skipped)] if skipped else []
-    yield "result", _result(summary, full)
-    yield "test set", _test(summary, full)
-    yield "speed", _speed(summary)
-    yield "processes", [_process(rank) for rank in summary.distributed.get("ranks", ()) if full]
-    yield "techniques", _techniques(summary, full_reasons)
-    yield "chosen automatically", reasons
-    yield "faults", of_faults + history.fault_rows(summary.faults, faults)
-    yield "debug tools", _tools(summary)
-    yield "files", [] if folder is None else _files(summary, folder, full)
+    sections: dict[str, Rows] = {
+        "result": _result(summary, full),
+        "test set": _test(summary, full),
+        "speed": _speed(summary),
+        "processes": [_process(rank) for rank in summary.distributed.get("ranks", ()) if full],
+        "techniques": _techniques(summary, full_reasons),
+        "chosen automatically": [
+            (x.key, f"{x.value}: {x.reason}") for x in summary.choices if full_reasons
+        ],
+        "faults": [("skipped steps", skipped), *history.fault_rows(summary.faults, faults)],
+        "debug tools": [(cost.name, _tool(cost, summary)) for cost in summary.tools],
+        "files": [] if folder is None else _files(summary, folder, full),
+    }
+    for heading, rows in sections.items():
+        yield heading, [row for row in rows if row[1]]
 
 
 def _replay(folder: Path, faults: list[Fault]) -> str:
@@ -153,15 +154,12 @@ def _replay(folder: Path, faults: list[Fault]) -> str:
     return f"python -m runner job=replay {where}" if first else ""
 
 
-def _tools(summary: Summary) -> Rows:
-    """Each tool's finding and cost."""
-    rows = []
-    for cost in summary.tools:
-        looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
-        share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
-        took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
-        rows.append((cost.name, f"{cost.finding}  ({took})" if cost.finding else took))
-    return rows
+def _tool(cost: Cost, summary: Summary) -> str:
+    """A debug tool's finding and cost."""
+    looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
+    share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+    took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
+    return f"{cost.finding}  ({took})" if cost.finding else took
 
 
 def _techniques(summary: Summary, full: bool) -> Rows:
@@ -172,8 +170,8 @@ def _techniques(summary: Summary, full: bool) -> Rows:
     requested = [row for row in summary.techniques if row.requested]
     states = {row.name: technique_status(vars(row)) for row in requested}
     engaged = [row for row in requested if row.engaged]
-    rows = [(row.name, _evidence(row)) for row in engaged if full]
-    if engaged and not full:
+    rows = [(row.name, _evidence(row)) for row in engaged]
+    if not full:
         rows = [("engaged", ", ".join(row.name for row in engaged))]
     unused = [name for name, state in states.items() if state in ("not applicable", "skipped")]
     if full or len(unused) < MANY:
@@ -181,7 +179,7 @@ def _techniques(summary: Summary, full: bool) -> Rows:
     for row in requested:
         if not row.engaged and row.name not in unused:
             rows.append((row.name, f"{states[row.name]}: {row.reason}"))
-    return [*rows, ("not applied", ", ".join(unused))] if unused else rows
+    return [*rows, ("not applied", ", ".join(unused))]
 
 
 def _evidence(row: TechniqueStatus) -> str:
@@ -208,36 +206,34 @@ def _result(summary: Summary, full: bool) -> Rows:
     if summary.best is not None and verb is None:
         finite = summary.faults.get("validation_not_finite")
         of = " (of validations with a finite loss)" if finite else ""
-        parts = [f"best {metric(summary.best)} at step {summary.best_step:,}{of}"]
-        if last := values.pop(summary.monitor, ""):
-            parts.insert(0, f"{last} at the end")
-        rows = [(summary.monitor, ", ".join(parts))]
-    if full or len(values) < 2:
-        rows += values.items()
-    else:
-        short = ((name.removeprefix("val/"), value) for name, value in values.items())
-        rows.append(("metrics", ", ".join(f"{name} {value}" for name, value in short)))
+        best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
+        last = values.pop(summary.monitor, "")
+        rows = [(summary.monitor, f"{last} at the end, {best}" if last else best)]
+    rows += values.items() if full or len(values) < 2 else [("metrics", _in_a_row(values))]
     if classes and not full:
         rows.append(_class_range(classes))
-    if summary.checkpoint.best is not None and verb is None and not summary.tested:
-        rows.append(("no test set", CHOSEN))
-    if (check := summary.model_check) and not check.get("ok", True):
-        rows.append(("model check", _model_check(check)))
-    if summary.columns and verb is None and not full:
-        rows.append(("columns", f"{_column_kinds(summary)} (report.md)"))
+    check = summary.model_check
+    rows.append(("model check", "" if check.get("ok", True) else _model_check(check)))
     took = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
         return [*rows, (verb, f"{of}{took}")]
-    return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {took}")]
+    untested = summary.checkpoint.best is not None and not summary.tested
+    kinds = "" if full or not summary.columns else f"{_column_kinds(summary)} (report.md)"
+    trained = f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {took}"
+    more = [("no test set", CHOSEN if untested else ""), ("columns", kinds), ("trained", trained)]
+    return rows + more
+
+
+def _in_a_row(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name.removeprefix('val/')} {value}" for name, value in values.items())
 
 
 def _column_kinds(summary: Summary) -> str:
     """How many columns were taken for what: `5 numbers, 1 date`."""
     kinds = Counter(row.taken_for.partition(":")[0] for row in summary.columns)
     more = {"category": "categories", "left out": "left out"}
-    counts = [f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items()]
-    return ", ".join(counts)
+    return ", ".join(f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items())
 
 
 def _test(summary: Summary, full: bool) -> Rows:
@@ -248,10 +244,9 @@ def _test(summary: Summary, full: bool) -> Rows:
     which = "best" if step == summary.best_step else "last"
     weights = f"the {which} weights, of step {step:,}, on {summary.tested['samples']:,} samples"
     metrics = {name: x for name, x in summary.metrics.items() if name.startswith("test/")}
-    shown = {name: metric(x) for name, x in metrics.items() if full or name.count("/") == 1}
-    if not full:
-        shown = {"metrics": ", ".join(f"{name} {value}" for name, value in shown.items())}
-    return [*shown.items(), ("tested", weights)]
+    values = {name: metric(x) for name, x in metrics.items() if full or name.count("/") == 1}
+    rows = list(values.items()) if full else [("metrics", _in_a_row(values))]
+    return [*rows, ("tested", weights)]
 
 
 def _class_range(classes: dict[str, float]) -> tuple[str, str]:
@@ -271,30 +266,27 @@ def _model_check(check: dict[str, Any]) -> str:
 
 
 def _speed(summary: Summary) -> Rows:
-    speed, memory, rows = summary.throughput, summary.memory, []
-    of = " (rank 0)" if summary.distributed else ""
-    if speed.samples_per_second:
-        rate = f"{speed.samples_per_second:,.0f} samples/s"
-        if speed.tokens_per_second is not None:
-            rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
-        rows.append(("throughput", rate))
-    if speed.step_ms.p50:
-        step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %"
-        rows.append(("step", step))
-    if speed.split:
-        shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
-        rows.append(("spent on", shares + of))
-    if memory.peak_process_bytes:
-        peak = _peaks(memory.peak_process_bytes, memory.peak_device_bytes)
-        rows.append(("peak memory", peak + of))
-    name = summary.device.get("name") or summary.device.get("kind")
-    return rows + ([("device", str(name))] if name else []) + _processes(summary.distributed)
+    speed, memory, facts = summary.throughput, summary.memory, summary.distributed
+    rate, of = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
+    if speed.tokens_per_second is not None:
+        rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
+    step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %"
+    shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
+    peak = _peaks(memory.peak_process_bytes, memory.peak_device_bytes)
+    in_all = _peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
+    return [
+        ("throughput", rate if speed.samples_per_second else ""),
+        ("step", step if speed.step_ms.p50 else ""),
+        ("spent on", shares and shares + of),
+        ("peak memory", peak and peak + of),
+        ("device", str(summary.device.get("name") or summary.device.get("kind") or "")),
+        ("processes", _processes(facts) if facts else ""),
+        ("in all", in_all and in_all + _flops(facts)),
+    ]
 
 
-def _processes(facts: dict[str, Any]) -> Rows:
-    """Of a distributed run: how many processes, what they lost by waiting, and took in all."""
-    if not facts:
-        return []
+def _processes(facts: dict[str, Any]) -> str:
+    """Of a distributed run: how many processes, and what they lost by waiting."""
     parts = [f"{facts['world_size']:,} ({facts['kind']}, {facts['backend']})"]
     if facts.get("ranks"):
         each = [rank["communication"] for rank in facts["ranks"]]
@@ -302,11 +294,7 @@ def _processes(facts: dict[str, Any]) -> Rows:
         parts.append(f"{low if low == high else f'{low} to {high}'} of a step waiting")
     if imbalance := facts.get("imbalance"):
         parts.append(f"slowest rank {imbalance:.2f}× the mean")
-    rows = [("processes", " · ".join(parts))]
-    if process := facts.get("peak_process_bytes"):
-        device = facts.get("peak_device_bytes")
-        rows.append(("in all", _peaks(process, device) + _flops(facts)))
-    return rows
+    return " · ".join(parts)
 
 
 def _process(rank: dict[str, Any]) -> tuple[str, str]:
@@ -326,31 +314,35 @@ def _flops(facts: dict[str, Any]) -> str:
     return f" · {reached / 1e9:,.3g} GFLOP/s{mfu}"
 
 
-def _peaks(process: int, device: int | None) -> str:
-    return f"{size(process)}, {size(device)} on the device" if device else size(process)
+def _peaks(process: int | None, device: int | None) -> str:
+    on_device = f", {size(device)} on the device" if device else ""
+    return f"{size(process)}{on_device}" if process else ""
 
 
 def _files(summary: Summary, folder: Path, full: bool) -> Rows:
-    rows = [("run", short_path(folder))]
     saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
-    if paths := [f"{Path(path).name} ({which})" for which, path in saved.items() if path]:
-        rows.append(("checkpoints/", ", ".join(paths)))
-    if not full:
-        rows.append(
-            ("report.md", "every reason and choice, the curves; or monitoring.verbose=true")
-        )
-    if exported := summary.export:
-        off = exported.get("largest_difference")
-        by = f", off by {off:.2g} at most" if off is not None else ""
-        count = f"{exported['rows']:,} rows, " if "rows" in exported else ""
-        rows.append(("written", f"{exported['file']} ({count}{size(exported['bytes'])}{by})"))
-        if others := [n for n in exported.get("files", ()) if n != Path(exported["file"]).name]:
-            rows.append(("beside it", ", ".join(others)))
+    paths = [f"{Path(path).name} ({which})" for which, path in saved.items() if path]
+    more = "every reason and choice, the curves; or monitoring.verbose=true"
     debug = sorted(folder.glob("debug/[!.]*"))
     inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]
     names += [f"{name}/ ({count})" for name, count in inside.items() if count]
-    return rows + ([("debug/", ", ".join(names))] if names else [])
+    return [
+        ("run", short_path(folder)),
+        ("checkpoints/", ", ".join(paths)),
+        ("report.md", "" if full else more),
+        *(_exported(summary.export) if summary.export else ()),
+        ("debug/", ", ".join(names)),
+    ]
+
+
+def _exported(facts: dict[str, Any]) -> Rows:
+    off = facts.get("largest_difference")
+    by = f", off by {off:.2g} at most" if off is not None else ""
+    count = f"{facts['rows']:,} rows, " if "rows" in facts else ""
+    others = [name for name in facts.get("files", ()) if name != Path(facts["file"]).name]
+    written = f"{facts['file']} ({count}{size(facts['bytes'])}{by})"
+    return [("written", written), ("beside it", ", ".join(others))]
 
 
 def _board(folder: Path) -> str:

@@ -16,7 +16,6 @@ from runner.record.text import escape_control_chars, shorten
 from runner.report import format, verdicts
 from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
-from runner.report.replicates import by_configuration
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
@@ -42,7 +41,7 @@ class _Screen:
         for sentence in verdicts.conclusion(comparison):
             yield plain_text(sentence.text, TONES[sentence.tone])
         yield Text()
-        yield _fitting_table(by_configuration(comparison) or comparison, console, options)
+        yield _fitting_table(comparison.by_configuration, console, options)
         if (beyond := len(comparison.rows) - MOST_ROWS) > 0:
             yield plain_text(f"and {beyond} more, in {PAGE} and {FILE}", "dim")
         for part in (_reasons(comparison), _notes(comparison), _files(comparison)):
@@ -64,9 +63,7 @@ def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOpt
 
 def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    title = "arm" if comparison.kind == "benchmark" else "run"
-    title = "configuration" if any(row.over for row in comparison.rows) else title
-    table.add_column(title, header_style="dim", max_width=name, overflow="fold")
+    table.add_column(comparison.row_title, header_style="dim", max_width=name, overflow="fold")
     for column in chosen:
         table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
     table.add_column("", header_style="dim", overflow="fold")

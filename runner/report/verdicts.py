@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from runner.benchmark.result import BenchmarkResult
-from runner.report.comparison import Comparison, Row
+from runner.report.comparison import BEST, Comparison, Row
 from runner.report.format import MOST_NAMES, interval, listed, metric, seconds, share, times
 from runner.report.naming import about_speed
-from runner.report.replicates import by_configuration
-
-if TYPE_CHECKING:
-    from runner.report.search import SearchRecord
+from runner.report.search import SearchRecord, label
 
 WIDE = 0.05  # a noise floor above it belongs beside every ratio
 BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
@@ -193,14 +189,11 @@ def _of_runs(comparison: Comparison) -> list[str]:
     """Of runs: what is best by the monitored metric, and which went fastest."""
     if comparison.search is not None:
         return _of_search(comparison.search)
-    grouped = by_configuration(comparison)
-    rows = (grouped or comparison).rows
-    timed = [row for row in rows if row.finished and row.speedup is not None]
+    grouped = comparison.by_configuration
+    timed = [row for row in grouped.rows if row.finished and row.speedup is not None]
     speed = about_speed(row.overrides for row in timed)
-    if grouped is not None:
-        fastest = _fastest_of_pairs(timed, grouped.reference, speed)
-    else:
-        fastest = _fastest(timed, comparison.reference, speed) if len(timed) > 1 else []
+    find_fastest = _fastest_of_pairs if comparison.replicated else _fastest
+    fastest = find_fastest(timed, grouped.reference, speed)
     best = _best(comparison)
     texts = [*fastest, *best] if speed else [*best, *fastest]
     if texts or comparison.failures:
@@ -215,7 +208,11 @@ def _of_search(search: SearchRecord) -> list[str]:
     if best is None:
         return [f"No trial has a value of {search.metric} yet.", how]
     text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
-    return [f"{text}: {best.title}.", how]
+    shares = {label(p.key): p.importance for p in search.parameters if p.importance is not None}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    known = ", ".join(f"{name} {share(part)}" for name, part in ordered)
+    mattered = [f"What mattered, by PED-ANOVA: {known}."] if len(shares) > 1 else []
+    return [f"{text}: {best.title}.", *mattered, how]
 
 
 def _fastest_of_pairs(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
@@ -251,8 +248,8 @@ def _best(comparison: Comparison) -> list[str]:
         return [f"Judged by different metrics ({listed(metrics)}), so {NOT_COMPARED}"]
     if len(judged) < 2:
         return []
-    if grouped := by_configuration(comparison):
-        return _best_of_replicates(metrics[0], grouped)
+    if comparison.replicated:
+        return _best_of_replicates(metrics[0], comparison.by_configuration)
     values = sorted({row.best or 0.0 for row in judged})
     ends = [
         f"{metric(end)} ({listed([row.name for row in judged if row.best == end])})"
@@ -267,9 +264,7 @@ def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
     A configuration that ran once is not compared: which seed it had may be all that it shows.
     """
-    named = {
-        x.name: x.estimates["metric:best"] for x in grouped.rows if "metric:best" in x.estimates
-    }
+    named = {x.name: x.estimates[BEST] for x in grouped.rows if BEST in x.estimates}
     if not named:
         return []
     ordered = sorted(named.items(), key=lambda item: item[1].mean)
@@ -290,6 +285,8 @@ def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
 def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
     """The fastest runs: those that one run cannot tell from the very fastest."""
+    if len(rows) < 2:
+        return []
     fastest = max(row.speedup or 0.0 for row in rows)
     near = [row.name for row in rows if (row.speedup or 0.0) >= fastest * (1 - NEAR)]
     text = f"{listed(near)} processed samples {times(fastest)} as fast as {reference}"

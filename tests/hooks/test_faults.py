@@ -12,25 +12,16 @@ from runner import Hook, build, compose, train
 from runner.errors import ConfigError, SecurityError
 from runner.training.hook import Report, Step
 from runner.training.run import Run
+from tests import runs
 
-POISONED = [
-    "data._target_=my_package.Noisy",
-    "security.trusted=[my_package]",
-    "+data.poison=[7]",
-    "model._target_=my_package.Net",
-    "training.epochs=4",
-    "training.batch_size=16",
-    "optimization=none",
-    "monitoring.every=4",
-]
+POISONED = (*runs.NOISY, "+data.poison=[7]", "training.epochs=4", "training.batch_size=16")
 
 
 def test_every_fault_is_in_the_history_and_in_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    with build(compose(POISONED), tmp_path) as run:
-        summary = train(run)
+    summary = runs.trained(*POISONED, "optimization=none", "monitoring.every=4", folder=tmp_path)
     assert summary.skipped_steps == summary.faults["non_finite"] >= 3
     history = json.loads((tmp_path / "debug" / "history.json").read_text())
     assert history["counts"]["non_finite"] == summary.skipped_steps
@@ -57,16 +48,9 @@ class Watcher(Hook):
 def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called() -> None:
     name = f"{__name__}.Watcher"
     package = __name__.partition(".")[0]
-    config = compose(
-        [
-            f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]",
-            f"security.trusted=[{package}]",
-            "training.steps=20",
-            "optimization=none",
-            "monitoring.progress=false",
-        ]
-    )
-    with build(config) as run:
+    hooks = f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]"
+    trusted = f"security.trusted=[{package}]"
+    with runs.opened(hooks, trusted, "training.steps=20", "optimization=none") as run:
         train(run)
         first, second = run.hooks[-2:]
     assert isinstance(first, Watcher) and isinstance(second, Watcher)
@@ -86,9 +70,8 @@ def test_a_hook_needs_trust_before_anything_is_imported_and_has_to_be_one() -> N
 
 
 def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_path: Path) -> None:
-    short = ["data=digits", "model=mlp", "optimization=none", "training.steps=2"]
-    with build(compose([*short, "debug=full"]), tmp_path / "tools") as run:
-        assert train(run).faults == {}
+    short = ("data=digits", "model=mlp", "optimization=none", "training.steps=2")
+    assert runs.trained(*short, "debug=full", folder=tmp_path / "tools").faults == {}
     debug = tmp_path / "tools/debug"
     found = {
         name: json.loads((debug / f"{name}.json").read_text())
@@ -98,6 +81,5 @@ def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_
     assert found["anomalies"] == {"count": 0, "anomalies": []}
     assert found["gradients"]["finding"].startswith("2 looks, and 3 are needed")
     assert found["memory"]["leak"] == "too few samples for a leak verdict (0 of 40)"
-    with build(compose(short), tmp_path / "none") as run:
-        train(run)
+    runs.trained(*short, folder=tmp_path / "none")
     assert not (tmp_path / "none/debug").exists()

@@ -1,9 +1,12 @@
+"""What a run writes down: rows, hyper-parameters, texts and tables."""
+
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +14,27 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import metadata
-from torch import nn
 
-from runner.data.batch import Sizes
 from runner.errors import Interrupted
 from runner.hooks.recording import Recording
 from runner.record.config import MonitoringConfig
 from runner.training.hook import Evaluation, Report
 from runner.training.run import Run
+from tests import runs
 
-from .conftest import MakeRun
-
-DIGITS = Sizes("classification", in_features=64, in_channels=1, image_size=8, classes=10)
 SETTINGS = {"optimizer.lr": 0.1, "seed": 0, "data.path": "/x", "optimizer.momentum": 0.5}
 SESSION = "_hparams_/session_start_info"
 
 
 @pytest.fixture
-def run(make_run: MakeRun, tmp_path: Path) -> Run:
-    return classifier(make_run, tmp_path)
+def run(tmp_path: Path) -> Iterator[Run]:
+    with runs.opened("data=digits", "model=mlp", "optimization=none", folder=tmp_path) as run:
+        run.recorder.open()
+        yield run
 
 
-def classifier(make_run: MakeRun, folder: Path | None) -> Run:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Dropout(0.5))
-    batch = (torch.rand(20, 1, 8, 8), torch.randint(10, (20,)))
-    return make_run(folder, model, batch, DIGITS)
-
-
-def report(first: int = 1, loss: list[float] | None = None) -> Report:
-    loss = [1.0, 3.0] if loss is None else loss
-    return Report(first, loss, [2.0] * len(loss), [False] * len(loss), 0.1, 0.5, 40)
+def report(first: int = 1, loss: tuple[float, ...] = (1.0, 3.0)) -> Report:
+    return Report(first, [*loss], [2.0] * len(loss), [False] * len(loss), 0.1, 0.5, 40)
 
 
 def evaluation(step: int = 2, improved: bool = True) -> Evaluation:
@@ -50,8 +43,7 @@ def evaluation(step: int = 2, improved: bool = True) -> Evaluation:
 
 
 def rows(folder: Path, split: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row.pop("split") == split]
+    return [{k: v for k, v in row.items() if k != "split"} for row in runs.rows(folder, split)]
 
 
 def events(folder: Path) -> list[tuple[int, Any]]:
@@ -68,31 +60,23 @@ def test_rows_hold_the_means_of_a_stretch_timings_and_the_bare_names_of_a_valida
 ) -> None:
     watcher = hook()
     with watcher.session(run):
-        watcher.on_report(run, report(1, [1.0, math.nan, 3.0]))
-        watcher.on_report(run, report(4, [math.nan]))
+        watcher.on_report(run, report(1, (1.0, math.nan, 3.0)))
+        watcher.on_report(run, report(4, (math.nan,)))
         watcher.on_validation(run, evaluation(improved=False))
     first, second = rows(tmp_path, "train")
-    means = {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "epoch": 0.75, "skipped": 0}
+    epoch = 3 / run.train.steps_per_epoch
+    means = {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "epoch": epoch, "skipped": 0}
     assert first == {"step": 3, **means}
     assert second["loss"] is None and second["nonfinite"] == {"loss": "nan"}
     assert rows(tmp_path, "val") == [{"step": 2, "loss": 0.5, "accuracy": 0.9}]
     (row,) = rows(tmp_path, "system")  # however short the run, there is one
-    assert row["step"] == 4
-    assert row["samples_per_second"] == pytest.approx(80.0)
-    assert row["step_ms"] == pytest.approx(250.0)
+    assert (row["step"], row["samples_per_second"], row["step_ms"]) == (4, 80.0, 250.0)
     assert {"process_gib", "cpu_percent", "ram_percent", "disk_free_gib"} <= row.keys()
     assert "tokens_per_second" not in row
-
-
-def test_tokens_per_second_only_where_tokens_are_counted(make_run: MakeRun, tmp_path: Path) -> None:
-    ids = torch.randint(256, (4, 16))
-    sizes = Sizes("language_modelling", vocab=256, sequence=16)
-    run = make_run(tmp_path, nn.Embedding(256, 256), (ids, ids), sizes, unit="tokens")
-    watcher = hook()
+    run.objective.unit, run.sizes = "tokens", replace(run.sizes, sequence=16)
     with watcher.session(run):
-        watcher.on_report(run, report(1))
-    (row,) = rows(tmp_path, "system")
-    assert row["tokens_per_second"] == pytest.approx(80.0 * 16)
+        watcher.on_report(run, report(5))
+    assert rows(tmp_path, "system")[-1]["tokens_per_second"] == pytest.approx(80.0 * 16)
 
 
 def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(
@@ -115,7 +99,7 @@ def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(
     assert "| 0 | 3 | 0 |" in texts["val/confusion"]
     content = {tag: value.metadata.plugin_data.content for tag, value in values.items()}
     session = metadata.parse_session_start_info_plugin_data(content[SESSION])
-    assert session.group_name == f"{tmp_path.name} of trial/{tmp_path.parent.name}"
+    assert session.group_name == f"{tmp_path.name} of {run.name}/{tmp_path.parent.name}"
     assert set(session.hparams) == {"optimizer.lr", "seed", "optimization", "optimizer.momentum"}
     assert session.hparams["optimizer.momentum"].number_value == 0.5
     experiment = metadata.parse_experiment_plugin_data(content["_hparams_/experiment"])
@@ -139,9 +123,9 @@ def test_the_row_ends_with_the_run_unless_that_may_be_resumed(
 def test_a_table_is_written_at_each_improvement_before_a_checkpoint_of_it(
     run: Run, tmp_path: Path
 ) -> None:
-    watcher = hook()
+    watcher, expected = hook(), [[1], [1], [1, 3]]
     with watcher.session(run):
         for step, improved in enumerate((True, False, True), 1):
             watcher.on_validation(run, evaluation(step, improved))
             written = [s for s, v in events(tmp_path) if v.tag == "val/confusion"]
-            assert written == [[1], [1], [1, 3]][step - 1]
+            assert written == expected[step - 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import resource
 import sys
 import time
@@ -23,31 +22,10 @@ from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
 
-QUICK = [
-    "data=cancer",
-    "training.steps=60",
-    "monitoring.every=10",
-    "monitoring.progress=false",
-    "device=cpu",
-    "device.threads=1",
-    "optimization=none",
-]
+QUICK = ["data=cancer", "training.steps=60", "monitoring.every=10", "monitoring.progress=false"]
+QUICK += ["device=cpu", "device.threads=1", "optimization=none"]
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
-
-
-# cleaning
-
-
-def test_memory_above_the_threshold_is_cleaned_and_said_once(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    with caplog.at_level(logging.WARNING, "runner"):
-        with build(compose([*QUICK, "device.clean_above=1e-6"]), tmp_path) as run:
-            summary = train(run)
-    said = [r.message for r in caplog.records if "device.clean_above" in r.message]
-    assert len(said) == 1
-    assert summary.faults["memory_cleaned"] == 1  # nothing has grown since
 
 
 # trouble with the readings
@@ -87,15 +65,15 @@ def test_a_run_goes_on_where_no_file_can_be_opened(
     assert all("Too many open files" in text for text in said)
 
 
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
 class Starves(Hook):
     """From step 5 on no file can be opened."""
 
     def on_step(self, run: Run, step: Step) -> None:
         if step.number == 5:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1]))
-
-
-FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(
@@ -204,20 +182,17 @@ def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
 # the rest
 
 
-def test_a_disk_that_is_nearly_full_is_said_once_and_the_load_is_written_down(
-    tmp_path: Path,
+def test_memory_is_cleaned_a_full_disk_is_said_once_and_the_load_is_written_down(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    often = ["monitoring.system_every_s=0.0001", "stability.watch.disk_min_mb=1e12"]
-    with build(compose([*QUICK, *often]), tmp_path) as run:
+    low = ["stability.watch.disk_min_mb=1e12", "device.clean_above=1e-6"]
+    with build(compose([*QUICK, "monitoring.system_every_s=0.0001", *low]), tmp_path) as run:
         summary = train(run)
-    assert summary.faults["disk_low"] == 1 and summary.status == "done"
-    load = system_rows(tmp_path)
+    assert summary.status == "done"
+    assert (summary.faults["disk_low"], summary.faults["memory_cleaned"]) == (1, 1)
+    assert len([r for r in caplog.records if "device.clean_above" in r.message]) == 1
+    load = runs.rows(tmp_path, "system")
     assert load and {"cpu_percent", "ram_percent", "disk_free_gib"} <= set(load[0])
-
-
-def system_rows(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["split"] == "system"]
 
 
 def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for() -> None:
@@ -234,5 +209,5 @@ def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path: Path) -> None:
     on = [x for x in QUICK if x != "device=cpu"]
     with build(compose([*on, "stability.watch.gpu=true"]), tmp_path) as run:
         train(run)
-    load = next(row for row in system_rows(tmp_path) if "gpu_celsius" in row)
+    load = next(row for row in runs.rows(tmp_path, "system") if "gpu_celsius" in row)
     assert 10 < load["gpu_celsius"] < 110 and load["gpu_mhz"] > 0 and load["gpu_gib"] > 0

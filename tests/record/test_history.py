@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,18 @@ def test_a_fault_that_repeats_is_said_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = History(tmp_path)
+    assert History.read(tmp_path) == []
     for step in range(1, 31):
-        faults.add(
-            "spike", f"the loss is {step / 7:.3g}", step=step, category="numerics",
-            action="skipped",
-        )  # fmt: skip
+        text = f"the loss is {step / 7:.3g}"
+        faults.add("spike", text, step=step, category="numerics", action="skipped")
     faults.add("spike", "the loss is 3", step=31, category="numerics", action="rolled back")
-    said = [r.getMessage() for r in caplog.records]
-    assert said == ["step 1: the loss is 0.143; skipped", "step 31: the loss is 3; rolled back"]
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines == ["step 1: the loss is 0.143; skipped", "step 31: the loss is 3; rolled back"]
     faults.write()
     found = json.loads((tmp_path / FILE).read_text())
     assert found["counts"] == {"spike": 31}
     first = found["faults"][0]
     assert (first["count"], first["steps"], first["last_step"]) == (30, list(range(1, 21)), 30)
-
-
-def test_it_reads_back_and_a_torn_file_tells_of_none(tmp_path: Path) -> None:
-    assert History.read(tmp_path) == []
-    faults = History(tmp_path)
-    faults.add("spike", "the loss is 3", step=4, category="numerics", say=False)
-    faults.write()
     assert History.read(tmp_path) == list(faults.faults.values())
     (tmp_path / FILE).write_text('{"faults": [{"kind": ')
     assert History.read(tmp_path) == []
@@ -53,11 +44,10 @@ def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
 
 
 def test_many_different_faults_stay_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "LONGEST", 3)
-    caplog.set_level(logging.ERROR)
     faults = History(tmp_path)
     for letter in "abcde":
-        faults.add("error", letter, step=1, category="data")
+        faults.add("error", letter, step=1, category="data", say=False)
     assert len(faults.faults) == 3 and faults.counts == {"error": 5}

@@ -31,7 +31,6 @@ from runner.training.loop import train
 
 SHORT = ["training.steps=40", "training.validate_every=20", "monitoring.tensorboard=false"]
 Points = set[tuple[str, int, float]]
-DESCRIPTION = {"name": "mine", "label": "now", "params": {"optimizer.lr": 0.1}, "tags": {}}
 
 
 class Listed(Sink):
@@ -135,6 +134,14 @@ def test_a_class_of_the_users_gets_every_row_the_report_and_the_end(tmp_path: Pa
     assert "sink_listed" not in summary.faults
 
 
+def mirror(recorder: Recorder, sink: Sink, folder: Path, timeout_s: float) -> SinkWriter:
+    writer = SinkWriter(sink, timeout_s)
+    run = RunDescription("mine", "now", folder, {"optimizer.lr": 0.1})
+    writer.start(run, recorder.position())
+    recorder.mirrors.append(writer)
+    return writer
+
+
 @pytest.mark.parametrize("trouble", [{"fails_at": 5}, {"hangs": True}])
 def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(
     trouble: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -142,9 +149,7 @@ def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(
     sink = Listed(**trouble)
     recorder = Recorder(tmp_path, MonitoringConfig(tensorboard=False))
     recorder.open()
-    writer = SinkWriter(sink, timeout_s=0.5)
-    writer.start(RunDescription(folder=tmp_path, **DESCRIPTION), 0)
-    recorder.mirrors.append(writer)
+    writer = mirror(recorder, sink, tmp_path, 0.5)
     with caplog.at_level(logging.WARNING, "runner"):
         for step in range(1, 21):
             recorder.scalars(step, "train", {"loss": 1.0})
@@ -172,9 +177,7 @@ def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path: P
         recorder.scalars(step, "train", {"loss": step / 7})
         recorder.scalars(step, "val", {"loss": math.inf if step == 20 else 1.0})
     sink = Resumed()
-    writer = SinkWriter(sink, timeout_s=30)
-    writer.start(RunDescription(folder=tmp_path, **DESCRIPTION), recorder.position())
-    recorder.mirrors.append(writer)
+    writer = mirror(recorder, sink, tmp_path, 30)
     for step in (30, 40, 35, 40):  # the last two after a rollback
         recorder.scalars(step, "train", {"loss": step / 7})
     writer.flush()
@@ -200,7 +203,7 @@ def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of their libraries
 @pytest.mark.skipif(not (find_spec("mlflow") and find_spec("wandb")), reason="needs the extras")
-def test_mlflow_and_wandb_hold_the_numbers_of_the_record_and_no_secret(
+def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_with_its_numbers_and_no_secret(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -209,39 +212,20 @@ def test_mlflow_and_wandb_hold_the_numbers_of_the_record_and_no_secret(
     table.write_text("x,y\n" + "".join(f"{i % 17},{i % 2}\n" for i in range(200)))
     monkeypatch.setenv("TABLE", str(table))
     folder = tmp_path / "outputs" / "run"
-    more = ["name=mine", "data=tabular", "data.target=y", "security.environment=[TABLE]"]
-    typed = command(folder, "mlflow,wandb", *more, "data.path=${oc.env:TABLE}")
-    done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert "sink" not in json.loads((folder / "summary.json").read_text())["faults"]
-    assert mlflow_points(folder, uri) == record(folder) == wandb_points(folder)
-    client = MlflowClient(tracking_uri=uri)
-    run = client.get_run((folder / "mlflow-run-id").read_text().strip())
-    assert (run.info.status, run.data.tags["name"]) == ("FINISHED", "mine")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert run.data.tags["config_hash"] == summary["config_hash"]
-    assert run.data.params["optimizer.lr"] == "0.001"
-    assert {x.path for x in client.list_artifacts(run.info.run_id)} == {"report.md", "summary.json"}
-    (kept,) = folder.glob("wandb/offline-run-*/files")
-    assert {"report.md", "summary.json"} <= {path.name for path in kept.iterdir()}
-    for path in [tmp_path / "store.db", *folder.glob("wandb/**/*"), *tmp_path.glob("mlruns/**/*")]:
-        if path.is_file():
-            assert b"hush-hush-1234567" not in path.read_bytes(), path
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of their libraries
-@pytest.mark.skipif(not (find_spec("mlflow") and find_spec("wandb")), reason="needs the extras")
-def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_without_doubled_rows(
-    uri: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "outputs" / "run"
-    more = ["training.steps=4000", "checkpoint.every=100", "training.validate_every=100"]
+    more = [
+        "training.steps=4000",
+        "checkpoint.every=100",
+        "training.validate_every=100",
+        "name=mine",
+        "data=tabular",
+        "data.target=y",
+        "data.path=${oc.env:TABLE}",
+        "security.environment=[TABLE]",
+    ]
     typed = command(folder, "mlflow,wandb", *more)
     process = subprocess.Popen(typed, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    store, deadline = folder / "mlflow-run-id", time.monotonic() + 300
     try:
-        store = folder / "mlflow-run-id"
-        deadline = time.monotonic() + 300
         while not (
             store.is_file()
             and list(folder.glob("wandb/offline-run-*/*.wandb"))
@@ -262,3 +246,16 @@ def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_without_doubled_row
     expected = record(folder, but="system")  # those rows are at other steps where a run is repeated
     assert mlflow_points(folder, uri, but="system") == expected
     assert wandb_points(folder, but="system") == expected
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "sink" not in summary["faults"]
+    client = MlflowClient(tracking_uri=uri)
+    run = client.get_run(first.strip())
+    assert (run.info.status, run.data.tags["name"]) == ("FINISHED", "mine")
+    assert run.data.tags["config_hash"] == summary["config_hash"]
+    assert run.data.params["optimizer.lr"] == "0.001"
+    assert {x.path for x in client.list_artifacts(run.info.run_id)} == {"report.md", "summary.json"}
+    files = {path.name for path in folder.glob("wandb/offline-run-*/files/*")}
+    assert {"report.md", "summary.json"} <= files
+    for path in [tmp_path / "store.db", *folder.glob("wandb/**/*"), *tmp_path.glob("mlruns/**/*")]:
+        if path.is_file():
+            assert b"hush-hush-1234567" not in path.read_bytes(), path

@@ -30,33 +30,28 @@ class Net(nn.Module):
         return self.layer(x)  # FORWARD
 
 
-def marked(mark: str) -> int:
+def marked(mark: str) -> tuple[str, int]:
+    """This file, and the number of the line with that mark."""
     lines = Path(__file__).read_text().splitlines()
-    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+    return __file__, next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
 
 
-def test_a_fault_in_a_constructor_names_the_line_of_the_model_and_the_keys_it_got() -> None:
+def test_an_error_is_placed_in_the_users_model_or_where_it_was_raised(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as raised:
         construct(Net, {"width": "abc"}, {"in_features": 4}, "model")
-    said, file, line = describe_error(raised.value)
-    assert said.startswith("TypeError: empty()") and said.endswith("; Net got model.width")
-    assert (file, line) == (__file__, marked("WIDTH"))
-
-
-def test_a_fault_that_torch_raises_in_a_forward_is_placed_in_the_model() -> None:
-    with pytest.raises(RuntimeError) as raised:
+    text, *place = describe_error(raised.value)
+    assert text.startswith("TypeError: empty()") and text.endswith("; Net got model.width")
+    assert tuple(place) == marked("WIDTH")
+    with pytest.raises(RuntimeError) as of_torch:
         Net(4)(torch.zeros(2, 3))
-    assert describe_error(raised.value)[1:] == (__file__, marked("FORWARD"))
-
-
-def test_a_fault_without_a_line_of_the_users_is_placed_where_it_was_raised(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as raised:
+    assert describe_error(of_torch.value)[1:] == marked("FORWARD")
+    with pytest.raises(FileNotFoundError) as of_ours:
         read_record(tmp_path / "gone")
-    trail = raised.value.__traceback__
+    trail = of_ours.value.__traceback__
     assert trail is not None
-    raised.value.__traceback__ = trail.tb_next  # without this test's own line
-    said, file, _ = describe_error(raised.value)
-    assert said.startswith("FileNotFoundError: ") and file != __file__
+    of_ours.value.__traceback__ = trail.tb_next  # without this test's own line
+    text, file, _ = describe_error(of_ours.value)
+    assert text.startswith("FileNotFoundError: ") and file != __file__
 
 
 def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
@@ -66,12 +61,9 @@ def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
         assert words == reason.split()[: len(words)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_pasted_into_a_shell_is_read_as_it_was(name: str) -> None:
-    (word,) = shlex.split(quote_for_shell("data.path", name))
-    assert parse_override(word).parsed.value() == name
-
-
-def test_a_value_that_cannot_be_read_is_shown_as_it_is_to_be_typed() -> None:
+def test_what_is_pasted_into_a_shell_is_read_as_it_was() -> None:
+    for name in NAMES:
+        (word,) = shlex.split(quote_for_shell("data.path", name))
+        assert parse_override(word).parsed.value() == name
     with pytest.raises(ConfigError, match="quoted twice: 'data.path=\"häuser.csv\"'$"):
         parse_override("data.path=häuser.csv")

@@ -1,23 +1,28 @@
+"""What a comparison says: headline, table on the terminal, markdown, JSON; and the command."""
+
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from runner.benchmark.result import Load
 from runner.report import comparison as report
 from runner.report.__main__ import main
 from runner.report.columns import COLUMNS
-from runner.report.comparison import of_benchmark
+from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.curves import read_curves, thin_curve
-from runner.report.discover import of_folders
 from runner.report.naming import names
+from runner.report.table import terminal
 from runner.report.verdicts import conclusion, verdict
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
@@ -27,25 +32,30 @@ CONTRACT = "overrides status reason summary speedup speedup_interval parity comm
 HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
 
 
-def test_rows_are_named_by_what_differs_between_them() -> None:
-    two = [["optimization=none", "seed=1", "+a.b=x"], ["optimization=ultra", "seed=2", "+a.b=x"]]
-    assert names(two, ["0", "1"]) == ["optimization=none seed=1", "optimization=ultra seed=2"]
-    assert names([["a.lr=1e-3"], ["a.lr=2"]], ["0", "1"]) == ["lr=1e-3", "lr=2"]
-    two = [["a.x=1", "b.x=1", "c.lr=1"], ["a.x=2", "b.x=2", "c.lr=2"]]
-    assert names(two, ["0", "1"]) == ["a.x=1 b.x=1 lr=1", "a.x=2 b.x=2 lr=2"]
-    assert names([["seed=1"], []], ["0", "1"]) == ["seed=1", "default"]
-    assert names([["a=1"], ["a=1"], ["a=2"]], ["x/0", "y/0", "z/0"]) == [
-        "a=1 (x/0)",
-        "a=1 (y/0)",
-        "a=2",
-    ]
-    assert names([[], []], ["runs/one", "runs/two"]) == ["one", "two"]
+def compared(*arms: Any, **more: Any) -> Comparison:
+    return of_benchmark(result(reference(), *arms, **more), None)
+
+
+NAMES = {
+    "a.x=none seed=1 +a.b=x | a.x=ultra seed=2 +a.b=x": "x=none seed=1 | x=ultra seed=2",
+    "level=none | level=ultra": "none | ultra",
+    "a.lr=1e-3 | a.lr=2": "lr=1e-3 | lr=2",
+    "a.x=1 b.x=1 c.lr=1 | a.x=2 b.x=2 c.lr=2": "a.x=1 b.x=1 lr=1 | a.x=2 b.x=2 lr=2",
+    "seed=1 | ": "seed=1 | default",
+    "a=1 | a=1 | a=2": "a=1 (x/0) | a=1 (y/0) | a=2",
+    " | ": "x/0 | y/0",
+}
+
+
+@pytest.mark.parametrize("typed", NAMES)
+def test_rows_are_named_by_what_differs_between_them(typed: str) -> None:
+    rows = [row.split() for row in typed.split(" | ")]
+    assert names(rows, ["x/0", "y/0", "z/0"][: len(rows)]) == NAMES[typed].split(" | ")
     assert len(set(names([["a=1"]] * 3, ["", "", ""]))) == 3
 
 
 def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
-    first = texts(of_benchmark(levels(), None))[0]
-    assert first == (
+    assert texts(of_benchmark(levels(), None))[0] == (
         "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers but for "
         "bf16; ultra is not measurably faster than advanced."
     )
@@ -53,27 +63,23 @@ def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> No
 
 def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     narrow = arm("narrow", 5.5, other_work=["model"])
-    found = of_benchmark(result(reference(), arm("basic", 1.2), narrow), None)
+    found = compared(arm("basic", 1.2), narrow)
     first, second = texts(found)
     assert first.startswith("basic is 1.20× as fast as none")
     assert second.startswith("narrow trains something else than none (another model): it is 5.50×")
     assert second.endswith("its numbers are those of its own plain run to the bit.")
     numbers = next(column for column in COLUMNS if column.key == "parity").text(found.rows[2])
     assert (verdict(found.rows[2], found), numbers) == ("faster, other work", "exact, other model")
-    alone = of_benchmark(result(reference(), narrow), None)
-    assert not any("same numbers" in text for text in texts(alone))
+    assert not any("same numbers" in text for text in texts(compared(narrow)))
 
 
 def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine() -> None:
     caveat = ", on an unsteady machine (other processes took 76 % of the CPUs, noise floor ± 16 %)"
     more: Any = {"load": Load(others=0.76), "noise_floor": 0.16}
-    for arms, expected in (
-        ([arm("ultra", 2.2)], f"to the bit{caveat}."),
-        ([arm("slow", 0.5, "slower")], f"No arm is measurably faster than none{caveat}."),
-    ):
-        assert texts(of_benchmark(result(reference(), *arms, **more), None))[0].endswith(expected)
-    arms = [arm("a", 1.3, ""), arm("b", 1.01, "same")]
-    first, *others = texts(of_benchmark(result(reference(), *arms), None))
+    assert texts(compared(arm("ultra", 2.2), **more))[0].endswith(f"to the bit{caveat}.")
+    slow = texts(compared(arm("slow", 0.5, "slower"), **more))[0]
+    assert slow == f"No arm is measurably faster than none{caveat}."
+    first, *others = texts(compared(arm("a", 1.3, ""), arm("b", 1.01, "same")))
     assert first == "No arm is measurably faster than none."
     assert "b makes no difference." in others
     assert any("a is faster or slower is not known" in text for text in others)
@@ -82,18 +88,22 @@ def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine
 def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
     wrong = arm("turbo", 9.0, parity="FAIL", parity_reason="the gradient is off")
     idle = arm("idle", 8.0, problems=["no parameter changed"])
-    found = of_benchmark(result(reference(), arm("basic", 1.2), wrong, idle), None)
-    said = conclusion(found)
-    assert said[0].text.startswith("basic is 1.20×")
-    shouted = " ".join(sentence.text for sentence in said if sentence.tone == "shout")
+    found = compared(arm("basic", 1.2), wrong, idle)
+    sentences = conclusion(found)
+    assert sentences[0].text.startswith("basic is 1.20×")
+    shouted = " ".join(sentence.text for sentence in sentences if sentence.tone == "shout")
     assert "PARITY FAIL: turbo" in shouted and "the gradient is off" in shouted
     assert "idle does not train: no parameter changed" in shouted
+    text = shown(found)
+    assert text.index("basic is 1.20×") < text.index("speed-up") < text.index("PARITY FAIL\n")
+
+
+# files
 
 
 def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     bad = arm("ultra", 1.5, data_wait=math.nan, step_ms_p95=math.inf)
-    found = of_benchmark(result(reference(), bad, failed("x", "oom", HOSTILE)), tmp_path)
-    report.write(found, tmp_path)
+    report.write(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -109,8 +119,11 @@ def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
 
 def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     wild = arm(HOSTILE, 1.5, command="echo ```")
-    told = result(reference(), wild, failed("x", "failed", HOSTILE), attribution=attribution())
-    report.write(of_benchmark(told, tmp_path), tmp_path)
+    found = compared(wild, failed("x", "failed", HOSTILE), attribution=attribution())
+    for _ in range(2):  # TensorBoard has the same text, however often it is written
+        report.write(found, tmp_path)
+    (events,) = (tmp_path / "comparison").iterdir()
+    assert b"What each technique" in events.read_bytes()
     text = (tmp_path / "comparison.md").read_text()
     assert "<b>" not in text and "\x1b" not in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
@@ -119,10 +132,6 @@ def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     outside = re.sub(r"^````.*?^````", "", text, flags=re.M | re.S)
     assert "\\*bold\\*" in outside and "*bold*" not in outside.replace("\\*", "")
     assert "What each technique" in text and "What failed" in text
-    for _ in range(2):  # TensorBoard has the same text, however often it is written
-        report.write(of_benchmark(told, tmp_path), tmp_path)
-    (events,) = (tmp_path / "comparison").iterdir()
-    assert b"What each technique" in events.read_bytes()
 
 
 def test_a_disk_that_takes_nothing_is_a_warning(
@@ -130,67 +139,26 @@ def test_a_disk_that_takes_nothing_is_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert report.write(of_benchmark(levels(), None), tmp_path / "file") == []
-    assert {"comparison.json", "comparison.html"} <= {
-        record.getMessage().split(":")[0].rpartition("/")[2] for record in caplog.records
-    }
+    warned = {record.getMessage().split(":")[0].rpartition("/")[2] for record in caplog.records}
+    assert {"comparison.json", "comparison.html"} <= warned
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_files_written_elsewhere_still_lead_to_the_runs(tmp_path: Path) -> None:
-    run(tmp_path / "runs" / "a", ["seed=1"])
-    run(tmp_path / "runs" / "b", ["seed=2"])
-    report.write(of_folders([tmp_path / "runs"]), tmp_path / "x" / "y")
-    tree = json.loads((tmp_path / "x" / "y" / "comparison.json").read_text())
-    for row in tree["rows"]:
-        assert (tmp_path / "x" / "y" / row["folder"] / "summary.json").is_file()
-
-
-def command(*typed: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "runner.report", *typed],
-        cwd=cwd,
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_command_compares_two_sweeps(tmp_path: Path) -> None:
-    for name, level in (("one", "none"), ("two", "ultra")):
-        folder = sweep(tmp_path / name, [job(0, level)])
-        run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
-    done = command("one", "two", "--out", "both", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "ultra" in done.stdout and "2.00×" in done.stdout and "tensorboard" in done.stdout
-    files = {path.name for path in (tmp_path / "both").iterdir()}
-    assert {"comparison.json", "comparison.md", "comparison.html"} <= files
-
-
-def test_a_wrong_command_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for typed in ([], ["nowhere"], ["--what"]):
-        assert main(typed) == 2
-        shown = capsys.readouterr()
-        assert (shown.out, shown.err.count("\n")) == ("", 1)
-        assert shown.err.startswith("error: ")
-    assert list(tmp_path.iterdir()) == []
-    helped = command("--help", cwd=tmp_path)
-    assert helped.returncode == 0 and "--out" in helped.stdout
-
-
-def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path) -> None:
-    for name in ("rich", "hydra", "yaml", "omegaconf"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
-    done = command("nowhere", cwd=tmp_path, path=f"{ROOT}:")
-    assert done.returncode == 2 and "no such folder" in done.stderr
+def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:
+    few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
+    none = arm("odd", math.nan, "", speedup_interval=None, losses=[])
+    found = compared(few, none)
+    report.write(found, tmp_path)
+    assert texts(found)[0] == "No arm is measurably faster than none."
+    for name in ("comparison.html", "comparison.md", "comparison.json"):
+        text = (tmp_path / name).read_text()
+        assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", text), name
+    assert "too few blocks" in (tmp_path / "comparison.md").read_text()
 
 
 def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:
     steps = [*range(1, 2001), *range(1500, 3001)]
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"step": s, "split": "train", "loss": 99.0 if s == 777 else 3 - s / 1000} for s in steps
     ]
     lines.append({"step": 3001, "split": "train", "loss": None})
@@ -199,18 +167,126 @@ def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Pat
     curve = read_curves(tmp_path)["train/loss"]
     assert [step for step, _ in curve] == list(range(1, 3001))
     thinned = thin_curve(curve, 100)
-    assert len(thinned) <= 100
-    assert (777.0, 99.0) in thinned
-    assert thinned == sorted(thinned)
+    assert len(thinned) <= 100 and (777.0, 99.0) in thinned and thinned == sorted(thinned)
 
 
-def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:
-    few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
-    none = arm("odd", math.nan, "", speedup_interval=None, losses=[])
-    found = of_benchmark(result(reference(), few, none), tmp_path)
-    report.write(found, tmp_path)
-    assert texts(found)[0] == "No arm is measurably faster than none."
-    for name in ("comparison.html", "comparison.md", "comparison.json"):
-        text = (tmp_path / name).read_text()
-        assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", text), name
-    assert "too few blocks" in (tmp_path / "comparison.md").read_text()
+# on a terminal
+
+
+def shown(comparison: Comparison, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(width=width, file=out, force_terminal=False).print(terminal(comparison), crop=False)
+    return out.getvalue()
+
+
+def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_paid_back() -> None:
+    for width, parts in (
+        (80, ("1.83×", "1.79–1.87", "0.699", "91,500", "500 MiB", "bf16", "faster")),
+        (120, ("11.8 s", "21,400")),
+    ):
+        text = shown(of_benchmark(levels(), None), width)
+        assert max(map(len, text.splitlines())) <= width
+        rows = {line.split(" ")[0]: line for line in text.splitlines()}
+        assert [part for part in parts if part not in rows["advanced"]] == []
+        assert {"none", "basic", "ultra"} <= rows.keys()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_width_loses_a_name_or_a_row(width: int) -> None:
+    long = "optimization=ultra model.width=1024 training.batch_size=2048"
+    found = compared(arm(long, 1.5), failed("gone", "oom", "too big"))
+    squeezed = "".join(shown(found, width).split())
+    for part in ("model.width=1024", "batch_size=2048", "oom", "toobig"):
+        assert part in squeezed
+
+
+def test_failures_stand_below_with_their_reason_and_one_reason_is_said_once() -> None:
+    gone = [failed(f"arm{i}", "killed", "by signal 9") for i in range(3)]
+    text = shown(compared(*gone, failed("big", "oom", "2 GiB")), 120)
+    assert text.count("arm0, arm1 and arm2 killed: by signal 9") == text.count("by signal 9") == 1
+    assert "big oom: 2 GiB" in text
+
+
+def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
+    made = [
+        Row(
+            typed.split(), "done", name=typed, speedup=rate / rates[0],
+            summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate}},
+                     "memory": {"peak_process_bytes": 2**29},
+                     "monitor": "val/accuracy", "best": rate / 1e5},
+        )
+        for typed, rate in zip(overrides, rates, strict=True)
+    ]  # fmt: skip
+    return Comparison("which", made, reference=overrides[0])
+
+
+def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> None:
+    typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
+    text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
+    assert "best val/accuracy" in text and "0.3000" in text and "512 MiB" not in text
+
+
+def test_runs_that_are_equally_fast_are_not_called_the_fastest() -> None:
+    seeds = shown(of_sweep("seed=0", "seed=1", "seed=2", rates=[20_000.0, 20_100.0, 20_300.0]))
+    assert "samples fast" not in seeds and "Best val/accuracy" in seeds
+    two = ["optimization=none", "optimization=basic"]
+    text = shown(of_sweep(*two, rates=[20_000.0, 20_100.0]))
+    assert "No run was more than 5 % slower than another" in text and "fastest" not in text
+    text = shown(of_sweep(*two, rates=[20_000.0, 30_000.0]))
+    assert "optimization=basic processed samples 1.50× as fast" in text
+
+
+def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:
+    text = shown(compared(*(arm(f"arm{i}", 1.1) for i in range(99))))
+    assert "arm58 " in text and "arm59 " not in text
+    assert "and 40 more, in comparison.html and comparison.json" in text
+
+
+# the command
+
+
+def command(*typed: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "COLUMNS": "80"}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
+    program = [sys.executable, "-m", "runner.report", *typed]
+    return subprocess.run(program, cwd=cwd, env=environment, **options)
+
+
+def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(
+    tmp_path: Path,
+) -> None:
+    for name, level in (("one", "none"), ("two", "ultra")):
+        folder = sweep(tmp_path / name, [job(0, level)])
+        run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
+    done = command("one", "two", "--out", "x/both", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ultra" in done.stdout and "2.00×" in done.stdout and "tensorboard" in done.stdout
+    out = tmp_path / "x/both"
+    files = {path.name for path in out.iterdir()}
+    assert {"comparison.json", "comparison.md", "comparison.html"} <= files
+    for row in json.loads((out / "comparison.json").read_text())["rows"]:
+        assert (out / row["folder"] / "summary.json").is_file()
+
+
+def test_a_wrong_command_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").touch()
+    wrong = ([], ["nowhere"], ["a file"], ["."], ["--what"], ["--port=1", "."])
+    for typed in (*wrong, ["--tensorboard", "nowhere"]):
+        assert main(list(typed)) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        assert printed.err.startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and "--out" in capsys.readouterr().out
+
+
+def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path) -> None:
+    for name in ("rich", "hydra", "yaml", "omegaconf"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
+    done = command("nowhere", cwd=tmp_path, path=f"{ROOT}:")
+    assert done.returncode == 2 and "cannot be read" in done.stderr

@@ -1,4 +1,4 @@
-"""What is made of folders that nobody has vetted."""
+"""What is made of folders that nobody has vetted, and that nothing outside of them is changed."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.lock import lock
-from runner.errors import StorageError, UsageError
+from runner.errors import StorageError
 from runner.report import comparison as report
+from runner.report.__main__ import main
 from runner.report.discover import of_folders
 from tests.report.planted_results import arm, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
 
 
 def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
-    folder = sweep(
-        tmp_path / "sweep",
-        [job(0, "basic"), job(1, "none"), job(2, "ultra", "oom", "no memory"), job(3, "maximum")],
-    )
+    jobs = [job(0, "basic"), job(1, "none"), job(2, "ultra", "oom", "no memory"), job(3, "maximum")]
+    folder = sweep(tmp_path / "sweep", jobs)
     run(folder / "0", ["optimization=basic"], 1500.0)
     run(folder / "1", ["optimization=none"], 1000.0)
     run(folder / "2", ["optimization=ultra"], 900.0, "failed", reason="RuntimeError")
     run(folder / "3", ["optimization=maximum"], 3000.0, "stopped")
     found = of_folders([folder])
-    assert found.kind == "sweep"
-    assert found.reference == "none"
+    assert (found.kind, found.reference) == ("sweep", "none")
     assert [row.name for row in found.rows] == ["basic", "none", "ultra", "maximum"]
     assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
     assert {(row.speedup_interval, row.parity) for row in found.rows} == {(None, None)}
@@ -46,6 +44,17 @@ def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
         assert of_folders([folder]).rows[2].status == "running"
 
 
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["seed=1"], status="running", steps=17)
+    run(tmp_path / "b", ["seed=2"], status="running")
+    (tmp_path / "c" / ".hydra").mkdir(parents=True)
+    (tmp_path / "c" / ".hydra" / "overrides.yaml").write_text("[seed=3]")
+    with lock(tmp_path / "b"):
+        rows = of_folders([tmp_path]).rows
+    assert [row.status for row in rows] == ["killed", "running", "killed"]
+    assert "step 17" in rows[0].reason and "summary.json" in rows[2].reason
+
+
 DAMAGE = {
     "deep": "[" * 100_000,
     "deep values": '{"device": ' + "[" * 400 + "]" * 400 + "}",
@@ -55,27 +64,29 @@ DAMAGE = {
     "wrong types": '{"status": 7, "metrics": [], "throughput": "fast"}',
     "no text": "\x00\x01\x02",
 }
+PLACES = ("a\0b", "x" * 5000, "../s/0", "/", "0/summary.json/x")
+ODD = {
+    "status": ["x"], "reason": 3, "metrics": {"a": "b", "c": None, "d": True, "e": 10**400},
+    "throughput": {"samples_per_second": "many", "step_ms": {"p50": None}}, "memory": {},
+    "techniques": [{"name": "amp", "requested": 1, "engaged": 0, "reason": {}}], "device": "cpu",
+    "command": 7, "name": [], "monitor": {}, "best": "good",
+}  # fmt: skip
 
 
-def test_a_damaged_summary_is_a_row_that_says_so(tmp_path: Path) -> None:
-    folder = sweep(tmp_path / "s", [job(i, what, "") for i, what in enumerate(DAMAGE)])
-    for i, text in enumerate(DAMAGE.values()):
+def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> None:
+    damage = [*DAMAGE.values(), json.dumps(ODD)]
+    jobs = [job(i, str(i), "") for i in range(len(damage))]
+    jobs += [{**job(0, f"level{i}", ""), "folder": place} for i, place in enumerate(PLACES)]
+    folder = sweep(tmp_path / "s", jobs)
+    for i, text in enumerate(damage):
         run(folder / str(i), [f"optimization={i}"])
         (folder / str(i) / "summary.json").write_text(text)
-    for row in of_folders([folder]).rows:
+    rows = of_folders([folder]).rows
+    assert len(rows) == len(jobs)
+    for row in rows[: len(DAMAGE)]:
         assert row.status == "failed"
         assert "summary.json" in row.reason and str(tmp_path) not in row.reason
-    assert len(report.write(of_folders([folder]), folder)) >= 4
-
-
-def test_an_odd_folder_in_a_sweep_is_a_row_that_says_so(tmp_path: Path) -> None:
-    places = ("a\0b", "x" * 5000, "../s/0", "/", "0/summary.json/x")
-    odd = [{**job(i, f"level{i}", ""), "folder": place} for i, place in enumerate(places)]
-    folder = sweep(tmp_path / "s", [job(0, "none"), *odd])
-    run(folder / "0", ["optimization=none"])
-    _, *rows = of_folders([folder]).rows
-    assert len(rows) == len(places)
-    assert all(row.status in ("failed", "skipped") and row.reason for row in rows)
+    assert all(row.status in ("failed", "skipped") and row.reason for row in rows[len(damage) :])
     assert len(report.write(of_folders([folder]), folder)) >= 4
 
 
@@ -97,49 +108,17 @@ def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_pa
     assert found.notes == ["t is skipped: Permission denied"]
 
 
-ODD = {
-    "status": ["x"], "reason": 3, "metrics": {"a": "b", "c": None, "d": True, "e": 10**400},
-    "throughput": {"samples_per_second": "many", "step_ms": {"p50": None}}, "memory": {},
-    "techniques": [{"name": "amp", "requested": 1, "engaged": 0, "reason": {}}], "device": "cpu",
-    "command": 7, "name": [], "monitor": {}, "best": "good",
-}  # fmt: skip
-
-
-def test_a_summary_with_odd_values_is_shown_all_the_same(tmp_path: Path) -> None:
-    run(tmp_path / "a", ["seed=1"])
-    run(tmp_path / "b", ["seed=2"])
-    (tmp_path / "b" / "summary.json").write_text(json.dumps(ODD))
-    found = of_folders([tmp_path])
-    assert [row.name for row in found.rows] == ["seed=1", "seed=2"]
-    assert len(report.write(found, tmp_path)) >= 4
-
-
-def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
-    run(tmp_path / "a", ["seed=1"], status="running", steps=17)
-    run(tmp_path / "b", ["seed=2"], status="running")
-    (tmp_path / "c" / ".hydra").mkdir(parents=True)
-    (tmp_path / "c" / ".hydra" / "overrides.yaml").write_text("[seed=3]")
-    with lock(tmp_path / "b"):
-        rows = of_folders([tmp_path]).rows
-    assert [row.status for row in rows] == ["killed", "running", "killed"]
-    assert "step 17" in rows[0].reason
-    assert "summary.json" in rows[2].reason
-
-
 def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    first = sweep(
-        outputs / "sweeps" / "digits-mlp" / "2026-11-20_10-00-00-aaaaaa", [job(0, "none")]
-    )
+    first = sweep(outputs / "sweeps/digits-mlp/2026-11-20_10-00-00-aaaaaa", [job(0, "none")])
     run(first / "0", ["optimization=none"])
-    run(outputs / "runs" / "digits-mlp" / "2026-11-21_10-00-00-bbbbbb", ["optimization=ultra"])
-    bench = outputs / "benchmarks" / "digits-mlp" / "2026-11-21_11-00-00-cccccc"
+    run(outputs / "runs/digits-mlp/2026-11-21_10-00-00-bbbbbb", ["optimization=ultra"])
+    bench = outputs / "benchmarks/digits-mlp/2026-11-21_11-00-00-cccccc"
     run(bench / "basic", ["optimization=basic"])
     result(reference(), arm("basic", 1.5)).write(bench)
-    (first / "0" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (first / "0/checkpoints/step_00000001").mkdir(parents=True)
     found = of_folders([outputs])
-    assert found.kind == "runs"
-    assert sorted(row.name for row in found.rows) == ["none", "ultra"]
+    assert (found.kind, sorted(row.name for row in found.rows)) == ("runs", ["none", "ultra"])
     assert f"{bench.name} is a benchmark, which is compared by itself: left out" in found.notes
     assert (outputs / found.rows[0].folder / "summary.json").is_file()
     alone = of_folders([bench])
@@ -152,72 +131,85 @@ def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None
 def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", [job(i, str(i)) for i in range(7)])
     data, model = {"kind": "digits", "workers": 0}, {"kind": "mlp", "width": 8}
-    configs: list[dict[str, Any]] = [
-        {"data": data, "model": model},
-        {"data": data | {"workers": 2}, "model": model},  # reads the same samples
-        {"data": {"kind": "stdlib_text"}, "model": model},
-        {"data": data, "model": model | {"width": 9}},
+    config = {"data": data, "model": model}
+    more: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (config, {}),
+        (config | {"data": data | {"workers": 2}}, {}),  # reads the same samples
+        (config | {"data": {"kind": "stdlib_text"}}, {}),
+        (config | {"model": model | {"width": 9}}, {}),
+        (config, {"device": {"kind": "cuda", "name": "x"}}),
+        (config, {"steps": 2}),
     ]
-    for number, config in enumerate([*configs, configs[0], configs[0]]):
-        more: dict[str, Any] = {"device": {"kind": "cuda", "name": "x"}} if number == 4 else {}
-        more |= {"steps": 2} if number == 5 else {}
-        place = run(folder / str(number), [], 1000.0 * (number + 1), **more)
-        (place / ".hydra" / "config.yaml").write_text(json.dumps(config))
+    for number, (settings, summary) in enumerate(more):
+        place = run(folder / str(number), [], 1000.0 * (number + 1), **summary)
+        (place / ".hydra" / "config.yaml").write_text(json.dumps(settings))
     run(folder / "6", ["data=digits"], 9e4)  # its config is gone
     found = of_folders([folder])
     assert [row.speedup for row in found.rows] == [1.0, 2.0, None, None, None, None, None]
     assert any("fewer than 10 steps" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("what", ["missing", "a file", "empty"])
-def test_nothing_to_compare_is_one_line(tmp_path: Path, what: str) -> None:
-    place = tmp_path / "there"
-    if what == "a file":
-        place.write_text("")
-    elif what == "empty":
-        place.mkdir()
-    with pytest.raises(UsageError) as error:
-        of_folders([place])
-    assert "there: n" in str(error.value) and "\n" not in str(error.value)
+def headline(folder: Path, one: str, other: str, first: str, second: str) -> str:
+    run(folder / "a", one.split(), best=0.5, monitor=first)
+    run(folder / "b", other.split(), 2000.0, best=0.6, monitor=second)
+    return texts(of_folders([folder]))[0]
 
 
-LR = ["optimizer.lr=1"], ["optimizer.lr=0.1"]
-DIGITS, OWN = ["data=digits"], ["data=digits", "objective._target_=mine.focal"]
-NOT = "so the runs' metrics are not compared."
-HEADLINES = {
-    "what they learn": (
-        (*LR, {}, {}),
-        "Best val/accuracy: from 0.5000 (lr=1) to 0.6000 (lr=0.1).",
-    ),
-    "data": (
-        (["data=digits"], ["data=digits", "data._target_=mine.Waves"], {}, {}),
-        f"Judged on different data (digits and mine.Waves), {NOT}",
-    ),
-    "metrics": (
-        (DIGITS, OWN, {"monitor": "val/accuracy"}, {"monitor": "val/mae"}),
-        f"Judged by different metrics (val/accuracy and val/mae), {NOT}",
-    ),
-    "losses": (
-        (DIGITS, OWN, {"monitor": "val/loss"}, {"monitor": "val/loss"}),
-        f"Judged on different data (digits and digits with mine.focal), {NOT}",
-    ),
-}
+def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path: Path) -> None:
+    accuracy, loss, own = "val/accuracy", "val/loss", "data=digits objective._target_=mine.focal"
+    text = headline(tmp_path / "1", "optimizer.lr=1", "optimizer.lr=0.1", accuracy, accuracy)
+    assert text == "Best val/accuracy: from 0.5000 (lr=1) to 0.6000 (lr=0.1)."
+    rest = "so the runs' metrics are not compared."
+    waves = "data=digits data._target_=mine.Waves"
+    text = headline(tmp_path / "2", "data=digits", waves, accuracy, accuracy)
+    assert text == f"Judged on different data (digits and mine.Waves), {rest}"
+    text = headline(tmp_path / "3", "data=digits", own, accuracy, "val/mae")
+    assert text == f"Judged by different metrics (val/accuracy and val/mae), {rest}"
+    text = headline(tmp_path / "4", "data=digits", own, loss, loss)
+    assert text == f"Judged on different data (digits and digits with mine.focal), {rest}"
 
 
-@pytest.mark.parametrize("name", HEADLINES)
-def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path: Path, name: str) -> None:
-    (one, other, first, second), expected = HEADLINES[name]
-    run(tmp_path / "a", one, best=0.5, **first)
-    run(tmp_path / "b", other, 2000.0, best=0.6, **second)
-    sentences = texts(of_folders([tmp_path]))
-    assert sentences[0] == expected
-    if name == "what they learn":
-        assert "as fast as" in sentences[1]
+# a folder of somebody else's
 
 
-def test_rows_are_named_by_what_was_typed(tmp_path: Path) -> None:
-    own = "model._target_=my.Net"
-    run(tmp_path / "a", [own, "+model.arguments.width=64", "seed=1"])
-    run(tmp_path / "b", [own, "+model.arguments.width=32", "seed=2"])
-    names = [row.name for row in of_folders([tmp_path]).rows]
-    assert names == ["width=64 seed=1", "width=32 seed=2"]
+@pytest.fixture
+def handed(tmp_path: Path) -> Path:
+    folder = sweep(tmp_path / "handed", [job(0, "basic"), job(1, "none")])
+    for number, level in enumerate(("basic", "none")):
+        run(folder / str(number), [f"optimization={level}"])
+    return folder
+
+
+@pytest.mark.parametrize("link", ["comparison", "comparison/events.out.tfevents.1.added"])
+def test_a_link_that_leads_out_is_refused_and_nothing_is_written(
+    handed: Path, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = handed.parent / "victim"
+    victim.mkdir()
+    (victim / "events.out.tfevents.0000000007.added").write_text("precious")
+    (handed / link).parent.mkdir(exist_ok=True)
+    (handed / link).symlink_to(victim if link == "comparison" else next(victim.iterdir()))
+    before = sorted(handed.rglob("*"))
+    assert main([str(handed)]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{link}: refused: it is a link that leads out of" in line
+    assert sorted(handed.rglob("*")) == before
+    assert [path.read_text() for path in victim.iterdir()] == ["precious"]
+
+
+PIPES = ["sweep.json", "0/summary.json", "0/metrics.jsonl", "0/.lock", "0/.hydra/overrides.yaml",
+         "0/.hydra/config.yaml", "0/events.out.tfevents.1", "comparison.json"]  # fmt: skip
+
+
+def test_a_temporary_name_is_not_written_through_and_a_pipe_is_not_waited_for(handed: Path) -> None:
+    victim, out = handed.parent / "victim", handed.parent / "out"
+    victim.write_text("precious")
+    (out / "comparison").mkdir(parents=True)
+    for name in ("comparison.json", "comparison.html"):
+        (out / f".{name}.tmp").hardlink_to(victim)
+    assert main([str(handed), "--out", str(out)]) == 0
+    assert victim.read_text() == "precious" and (out / "comparison.html").stat().st_nlink == 1
+    for name in PIPES:
+        (handed / name).unlink(missing_ok=True)
+        os.mkfifo(handed / name)
+    assert main([str(handed)]) == 0

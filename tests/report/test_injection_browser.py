@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from runner.report import page
 from runner.report.discover import of_folders
 from tests.report.browser import look
@@ -41,31 +39,23 @@ return {owned: Boolean(view.owned || window.owned), title: page.title, top: docu
 """
 
 
-def test_names_reasons_and_commands_of_runs_do_nothing_in_a_browser(tmp_path: Path) -> None:
-    jobs, folders = tmp_path / "runs", []
+def test_names_reasons_and_commands_of_runs_and_arms_do_nothing_in_a_browser(
+    tmp_path: Path,
+) -> None:
+    folders, harmless = [], []
     for number, way in enumerate(WAYS):
-        name = f"run {number} {way}"
-        more = {"name": name, "reason": way, "command": f"python {way}", "monitor": f"val/{way}",
-                "metrics": {f"val/{way}": 0.5}, "device": {"name": way}, "config_hash": way,
-                "versions": {way: way}}  # fmt: skip
-        folders.append(run(jobs / str(number), [f"+x={way}", f"seed={number}"],
-                           status="failed" if number % 2 else "done", **more))  # fmt: skip
-    found = look(page.html(of_folders(folders)), tmp_path, FOUND)
-    harmless = [run(jobs / f"h{n}", [f"+x={n}", f"seed={n}"],
-                    status="failed" if n % 2 else "done") for n in range(len(WAYS))]  # fmt: skip
-    honest = look(page.html(of_folders(harmless)), tmp_path, FOUND)
-    assert not found["owned"]
-    assert "owned" not in (found["title"], found["top"])
-    assert found["hidden"] == "block"
-    assert found["counts"] == honest["counts"]
-    assert found["handlers"] == honest["handlers"]
-    assert "<script>" in found["text"]  # it is there to be read
-
-
-@pytest.mark.parametrize("make", [comparison, failed_comparison])
-def test_a_benchmark_of_hostile_arms_does_nothing_in_a_browser(make, tmp_path: Path) -> None:
-    found = look(page.html(make()), tmp_path, FOUND)
-    assert not found["owned"]
-    assert "owned" not in (found["title"], found["top"])
-    assert found["counts"]["img"] == found["counts"]["iframe"] == found["handlers"] == 0
-    assert "onerror=" in found["text"]
+        more = {"name": f"run {number} {way}", "reason": way, "command": f"python {way}",
+                "monitor": f"val/{way}", "metrics": {f"val/{way}": 0.5}, "device": {"name": way},
+                "config_hash": way, "versions": {way: way}}  # fmt: skip
+        status, place = "failed" if number % 2 else "done", tmp_path / "runs" / str(number)
+        folders.append(run(place, [f"+x={way}", f"seed={number}"], status=status, **more))
+        honest = tmp_path / "runs" / f"h{number}"
+        harmless.append(run(honest, [f"+x={number}", f"seed={number}"], status=status))
+    expected = look(page.html(of_folders(harmless)), tmp_path, FOUND)
+    for made in (of_folders(folders), comparison(), failed_comparison()):
+        found = look(page.html(made), tmp_path, FOUND)
+        assert not found["owned"] and "owned" not in (found["title"], found["top"])
+        assert found["hidden"] == "block"
+        assert found["counts"] == expected["counts"]
+        assert found["handlers"] == expected["handlers"] == 0
+        assert "onerror=" in found["text"]  # it is there to be read

@@ -12,15 +12,12 @@ from rich.console import Console
 from runner.report import figures, page
 from runner.report.comparison import Comparison, as_json
 from runner.report.discover import of_folders
-from runner.report.replicates import by_configuration, find_replicates
 from runner.report.table import terminal
 from runner.report.verdicts import verdict
 from tests.report.planted_runs import run, sweep, texts
 
 BEST = {"lr=1": [0.80, 0.82, 0.90], "lr=0.1": [0.70, 0.71, 0.72]}
 T = 4.3027  # Student's t, 2 degrees of freedom, 97.5 %
-
-
 SECTION = re.compile("<h2>(Speed|Configurations|Validation)")
 
 
@@ -36,29 +33,31 @@ def planted(folder: Path, best: dict[str, list[float]], key: str = "seed") -> Co
     return of_folders([sweep(folder, jobs)])
 
 
+def best_sentence(comparison: Comparison) -> str:
+    (sentence,) = [text for text in texts(comparison) if text.startswith("Best")]
+    return sentence
+
+
 def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path) -> None:
     comparison = planted(tmp_path, BEST)
-    first, second = find_replicates(comparison)
-    assert first.overrides == ("optimizer.lr=1",) and first.over == second.over == "3 seeds"
-    for found, values in ((first, BEST["lr=1"]), (second, BEST["lr=0.1"])):
-        best, final = found.metrics["best"], found.metrics["val/accuracy"]
-        spread = np.std(values, ddof=1)
-        assert best.mean == pytest.approx(np.mean(values)) and best.spread == pytest.approx(spread)
-        half_width = (best.interval[1] - best.interval[0]) / 2
+    rows = json.loads(as_json(comparison))["rows"]
+    assert rows[0]["replicates"] == rows[2]["replicates"] != rows[3]["replicates"]
+    for row, values in ((rows[0], BEST["lr=1"]), (rows[3], BEST["lr=0.1"])):
+        found = row["replicates"]
+        assert (found["over"], found["runs"], found["speedup"]) == ("3 seeds", 3, None)
+        best, spread = found["metrics"]["best"], np.std(values, ddof=1)
+        assert (best["mean"], best["spread"]) == pytest.approx((np.mean(values), spread))
+        half_width = (best["interval"][1] - best["interval"][0]) / 2
         assert half_width == pytest.approx(T * spread / np.sqrt(3), rel=1e-3)
-        assert final.mean == pytest.approx(np.mean(values) - 0.1)
-    (sentence,) = [text for text in texts(comparison) if text.startswith("Best")]
-    assert sentence == (
+        assert found["metrics"]["val/accuracy"]["mean"] == pytest.approx(np.mean(values) - 0.1)
+    assert best_sentence(comparison) == (
         "Best val/accuracy over 3 seeds each: from 0.7100 ± 0.0100 (95 %: 0.6852 to 0.7348, "
         "lr=0.1) to 0.8400 ± 0.0529 (95 %: 0.7086 to 0.9714, lr=1); their intervals overlap."
     )
-    found = page.html(comparison)
-    assert SECTION.findall(found) == ["Configurations", "Speed"]  # speed is not what was asked
-    table = found[found.index("<h2>Configurations") : found.index("<h2>All numbers")]
+    text = page.html(comparison)
+    assert SECTION.findall(text) == ["Configurations", "Speed"]  # speed is not what was asked
+    table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
     assert re.findall(r'data-sort="(3 seeds[^"]*)"', table) == ["3 seeds", "3 seeds"]
-    written = [row["replicates"] for row in json.loads(as_json(comparison))["rows"]]
-    assert written[0] == written[2] != written[3] and written[0]["runs"] == 3
-    assert written[0]["metrics"]["best"]["mean"] == pytest.approx(0.84)
 
 
 LEVELS = {
@@ -68,14 +67,14 @@ LEVELS = {
 }
 
 
-@pytest.fixture
-def three_by_three(tmp_path: Path) -> Comparison:
+@pytest.fixture(scope="module")
+def three_by_three(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Three levels, three seeds: basic is twice as fast at each seed, and seeds differ by more."""
-    jobs = []
+    home, jobs = tmp_path_factory.mktemp("sweep"), []
     for level, rates in LEVELS.items():
         for seed, rate in enumerate(rates):
             number, overrides = str(len(jobs)), [f"optimization={level}", f"seed={seed}"]
-            folder = run(tmp_path / number, overrides, rate, best=0.9 + seed / 100)
+            folder = run(home / number, overrides, rate, best=0.9 + seed / 100)
             lines = [
                 {"step": step, "split": split, "accuracy": step / 100 + seed / 50, "loss": 1 / step}
                 for step in (10, 20, 30)
@@ -83,7 +82,7 @@ def three_by_three(tmp_path: Path) -> Comparison:
             ]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
             jobs.append({"overrides": overrides, "folder": number, "status": "done"})
-    return of_folders([sweep(tmp_path, jobs)])
+    return of_folders([sweep(home, jobs)])
 
 
 def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
@@ -113,9 +112,8 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
     text, document = page.html(three_by_three), page.document(three_by_three)
     assert SECTION.findall(text) == ["Speed", "Configurations", "Validation"]
     table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
-    assert len(re.findall(r'<th scope="row"', table)) == 3
     part = document[document.index("## Configurations") : document.index("## All numbers")]
-    assert part.count("| 3 seeds") == 3
+    assert table.count('<th scope="row"') == part.count("| 3 seeds") == 3
     for shown in (table, part):  # four columns, and the speed-up of all but the reference
         assert len(re.findall(r"\(\S[^()]* to [^()]*\)", shown)) == 3 * 4 + 2
 
@@ -124,8 +122,8 @@ def test_the_headline_compares_runs_of_the_same_seeds(three_by_three: Comparison
     headline = texts(three_by_three)[0]
     assert headline.startswith("basic processed samples 2.01× as fast as none (95 %: 1.9")
     assert "over 3 seeds, in pairs" in headline and "seed=" not in headline
-    grouped = by_configuration(three_by_three)
-    assert grouped is not None and grouped.reference == "none"
+    grouped = three_by_three.by_configuration
+    assert grouped.reference == "none"
     verdicts = {row.name: verdict(row, grouped) for row in grouped.rows}
     assert verdicts == {"none": "reference", "basic": "faster", "amp": "no clear difference"}
 
@@ -139,20 +137,13 @@ def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three: Comparison) -> Non
     assert points == [(1, 3.0), (2, 4.0)] and band == [(1, 2.0, 4.0), (2, 4.0, 4.0)]
 
 
-def test_folds_of_one_configuration_are_one_figure(tmp_path: Path) -> None:
-    comparison = planted(tmp_path, {"lr=1": [0.8, 0.9]}, "data.fold")
-    (sentence,) = [text for text in texts(comparison) if text.startswith("Best")]
-    assert sentence.startswith("Best val/accuracy over 2 folds: 0.8500 ± 0.0707 (95 %: ")
-
-
-def test_runs_without_a_replicate_are_told_apart_by_themselves(tmp_path: Path) -> None:
-    comparison = planted(tmp_path, {"lr=1": [0.8], "lr=0.1": [0.7]})
-    (sentence,) = [text for text in texts(comparison) if text.startswith("Best")]
-    assert sentence == "Best val/accuracy: from 0.7000 (lr=0.1) to 0.8000 (lr=1)."
-    assert not find_replicates(comparison) and by_configuration(comparison) is None
-
-
-def test_a_single_run_is_not_compared_with_means(tmp_path: Path) -> None:
-    said = texts(planted(tmp_path, {**BEST, "lr=9": [0.95]}))
-    assert not [text for text in said if "0.95" in text]
-    assert "With one run, and so not compared: lr=9." in said
+def test_folds_are_one_figure_and_single_runs_are_compared_with_each_other(tmp_path: Path) -> None:
+    folds = planted(tmp_path / "folds", {"lr=1": [0.8, 0.9]}, "data.fold")
+    expected = "Best val/accuracy over 2 folds: 0.8500 ± 0.0707 (95 %: "
+    assert best_sentence(folds).startswith(expected)
+    single = planted(tmp_path / "single", {"lr=1": [0.8], "lr=0.1": [0.7]})
+    assert best_sentence(single) == "Best val/accuracy: from 0.7000 (lr=0.1) to 0.8000 (lr=1)."
+    assert not single.replicated
+    mixed = texts(planted(tmp_path / "mixed", {**BEST, "lr=9": [0.95]}))
+    assert not [text for text in mixed if "0.95" in text]
+    assert "With one run, and so not compared: lr=9." in mixed

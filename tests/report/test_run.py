@@ -1,5 +1,8 @@
+"""The end of a run: the table on the terminal, report.md and curves.svg, and summary.json."""
+
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -16,6 +19,7 @@ from runner.report import run as report
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
 
+NO_COMPILER = "no C++ compiler was found on the path; install g++"
 SUMMARY = Summary(
     status="done",
     steps=1200,
@@ -31,9 +35,7 @@ SUMMARY = Summary(
     techniques=[
         TechniqueStatus("tf32", False, False, "not asked for"),
         TechniqueStatus("fused_optimizer", True, True, "AdamW runs in one kernel"),
-        TechniqueStatus(
-            "compile", True, False, "no C++ compiler was found on the path; install g++"
-        ),
+        TechniqueStatus("compile", True, False, NO_COMPILER),
     ],
     skipped_steps=7,
     faults={"non_finite": 7, "metrics": 1, "rollback": 0},
@@ -52,11 +54,10 @@ SUMMARY = Summary(
 )
 
 
-def shown(summary: Summary, folder: Path | None, width: int = 80) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(report.EndTable(summary, folder))
-        return console.export_text()
+def shown(summary: Summary, folder: Path | None, width: int = 80, verbose: bool = False) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(report.EndTable(summary, folder, verbose))
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 MUST = [
@@ -77,9 +78,12 @@ def test_the_table_holds_what_one_wants_to_know_and_fits(
     text = shown(SUMMARY, folder, width)
     words = " ".join(text.split())
     assert width == 40 or [word for word in MUST if word not in words] == []
-    assert "0.9722" in text and max(map(len, text.splitlines())) <= width
-    assert "tf32" not in text  # nobody asked for it
-    assert "rollback" not in text  # it happened no times
+    table = text.partition("look at it")[0]  # a command is not folded
+    assert "0.9722" in text and max(map(len, table.splitlines())) <= width
+    assert "tf32" not in text and "rollback" not in text  # not requested; it happened no times
+    assert "the data is in memory" not in text and "AdamW runs" not in text
+    full = " ".join(shown(SUMMARY, folder, 200, verbose=True).split())
+    assert "0: the data is in memory" in full and "AdamW runs in one kernel" in full
 
 
 def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
@@ -89,32 +93,17 @@ def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
         TechniqueStatus("tf32", True, False, "no TF32 here", status="not applicable"),
         TechniqueStatus("amp", True, False, "casting costs more", status="skipped"),
         TechniqueStatus("channels_last", True, False, "no convolution", status="skipped"),
-        TechniqueStatus(
-            "compile", True, False, "mode default failed, eager instead", status="fell back"
-        ),
+        TechniqueStatus("compile", True, False, "mode default failed", status="fell back"),
         TechniqueStatus("system", True, True, "", {"threads": 1}, status="engaged"),
     ]
     summary = replace(SUMMARY, techniques=rows)
-    lines = [line.split() for line in shown(summary, tmp_path, 120).splitlines()]
+    text = shown(summary, tmp_path, 120)
+    lines = [line.split() for line in text.splitlines()]
     names = [line[0] for line in lines if line and line[0] in ("engaged", "compile", "not")]
     assert names == ["engaged", "compile", "not"] and ["engaged", "system"] in lines
-    text = shown(summary, tmp_path, 120)
-    assert "tf32, amp, channels_last" in text
-    assert text.count("fell back") == 1
+    assert "tf32, amp, channels_last" in text and text.count("fell back") == 1
     document = report.markdown(summary, tmp_path)
-    for row in rows[:4]:
-        assert f"{row.status}: {row.reason}" in document
-
-
-def test_verbose_has_every_choice_and_all_evidence_with_their_reasons(tmp_path: Path) -> None:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(report.EndTable(SUMMARY, tmp_path, verbose=True))
-    text = console.export_text()
-    assert "0: the data is in memory" in text and "AdamW runs in one kernel" in text
-    short = shown(SUMMARY, tmp_path)
-    assert "the data is in memory" not in short and "AdamW runs" not in short
-    assert "monitoring.verbose=true" in short
+    assert all(f"{row.status}: {row.reason}" in document for row in rows[:4])
 
 
 def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padded(
@@ -125,44 +114,9 @@ def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padde
     summary = replace(SUMMARY, metrics=metrics, faults={}, skipped_steps=0)
     print_stdout(report.EndTable(summary, tmp_path), fold=False, crop=False)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 30
-    assert [line for line in lines if line != line.rstrip()] == []
+    assert len(lines) <= 30 and all(line == line.rstrip() for line in lines)
     (listed,) = [line for line in lines if line.startswith("  metrics ")]
     assert len(listed) > 200 and listed.count(", ") == len(metrics) - 2
-
-
-def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(
-    tmp_path: Path,
-) -> None:
-    rows = [("train", i, {"loss": 2.0 / i}) for i in range(1, 301)]
-    rows += [
-        ("val", 100, {"loss": 1.0, "accuracy": 0.5}),
-        ("val", 300, {"loss": 0.5, "accuracy": 1}),
-    ]
-    lines = [json.dumps({"step": step, "split": split, **x}) for split, step, x in rows]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "{torn", ""]))
-    report.write(replace(SUMMARY, monitor="val/accuracy"), tmp_path)
-    assert "](curves.svg)" in (tmp_path / "report.md").read_text()
-    drawn = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314  # it is ours
-    space = "{http://www.w3.org/2000/svg}"
-    assert [x.text for x in drawn.iter(f"{space}tspan")] == [
-        "train/loss",
-        "val/loss",
-        "val/accuracy",
-    ]
-    points = [x.attrib["points"].split() for x in drawn.iter(f"{space}polyline")]
-    assert 100 < len(points[0]) <= 240 and [len(x) for x in points[1:]] == [2, 2]
-    heights = [float(point.split(",")[1]) for point in points[2]]
-    assert heights[0] > heights[1]  # an accuracy that rises goes up
-    (tmp_path / "other").mkdir()
-    report.write(SUMMARY, tmp_path / "other")  # without a record
-    assert not (tmp_path / "other" / "curves.svg").exists()
-
-
-def test_a_run_that_never_stepped_has_a_report_too() -> None:
-    text = shown(Summary(status="failed", reason="DataError: no sample", monitor="val/loss"), None)
-    assert "failed" in text and "DataError: no sample" in text
-    assert report.markdown(Summary()).startswith("# run")
 
 
 def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
@@ -172,19 +126,45 @@ def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path)
         assert figure not in text and figure in document
     for useful in ("digits_mlp", "failed", "non_finite", "step_00000900 (best)"):
         assert useful in text
+    never = Summary(status="failed", reason="DataError: no sample", monitor="val/loss")
+    assert "DataError: no sample" in shown(never, None)
+    assert report.markdown(Summary()).startswith("# run")
 
 
-def test_the_document_has_the_classes_the_reasons_and_the_origin(tmp_path: Path) -> None:
+def test_the_document_has_the_classes_the_reasons_and_the_origin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     classes = {"val/accuracy/cat": 0.25, "val/accuracy/dog": 0.5, "val/accuracy/a/b": 0.75}
     summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)
-    assert "0.2500 (cat) to 0.7500 (a/b)" in shown(summary, None)
-    assert "dog" not in shown(summary, None)
+    short = shown(summary, None)
+    assert "0.2500 (cat) to 0.7500 (a/b)" in short and "dog" not in short
     report.write(summary, tmp_path)
+    assert not (tmp_path / "curves.svg").exists()  # there is no record
     text = (tmp_path / "report.md").read_text()
-    for word in ("0.9722", "best 0.9750", "skipped", "f00 on main", "2.13.0", "val/accuracy/dog"):
-        assert word in text
-    assert "workers would only copy it" in text
-    assert "```sh\npython -m runner data=digits\n```" in text
+    words = ["0.9722", "best 0.9750", "skipped", "f00 on main", "2.13.0", "val/accuracy/dog"]
+    words += ["workers would only copy it", "```sh\npython -m runner data=digits\n```"]
+    assert [word for word in words if word not in text] == []
+    report.write(SUMMARY, tmp_path / "nowhere")
+    assert "no report.md" in caplog.text
+
+
+def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(
+    tmp_path: Path,
+) -> None:
+    rows = [{"step": i, "split": "train", "loss": 2.0 / i} for i in range(1, 301)]
+    rows += [{"step": 100, "split": "val", "loss": 1.0, "accuracy": 0.5}]
+    rows += [{"step": 300, "split": "val", "loss": 0.5, "accuracy": 1}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), "{torn", ""]))
+    report.write(SUMMARY, tmp_path)
+    assert "](curves.svg)" in (tmp_path / "report.md").read_text()
+    drawn = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314  # it is ours
+    space = "{http://www.w3.org/2000/svg}"
+    names = [x.text for x in drawn.iter(f"{space}tspan")]
+    assert names == ["train/loss", "val/loss", "val/accuracy"]
+    points = [x.attrib["points"].split() for x in drawn.iter(f"{space}polyline")]
+    assert 100 < len(points[0]) <= 240 and [len(x) for x in points[1:]] == [2, 2]
+    heights = [float(point.split(",")[1]) for point in points[2]]
+    assert heights[0] > heights[1]  # an accuracy that rises goes up
 
 
 def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
@@ -203,8 +183,7 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
         )  # fmt: skip
     faults.write()
     text = " ".join(shown(SUMMARY, run).split())
-    told = "7, steps 43, 44, 45, 46, …: the loss was nan; skipped (6); rolling back (1)"
-    assert told in text
+    assert "7, steps 43, 44, 45, 46, …: the loss was nan; skipped (6); rolling back (1)" in text
     command = "python -m runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
     assert [x for x in shown(SUMMARY, run, 120).splitlines() if command in x]  # whole, to be copied
     assert "history.json, profile.md, captures/ (1)" in text
@@ -213,28 +192,13 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
     assert "replay.path=" in page
 
 
-def test_a_report_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    report.write(SUMMARY, tmp_path / "nowhere")
-    assert "no report.md" in caplog.text
-
-
-def test_a_summary_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_summary_reads_back_as_it_was_written_but_for_inf(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     assert Summary.read(tmp_path) == SUMMARY
-
-
-def test_a_metric_that_is_not_finite_is_null_in_the_file_and_nan_again_when_read(
-    tmp_path: Path,
-) -> None:
     replace(SUMMARY, metrics={"val/loss": math.inf}).write(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == {"val/loss": None}
     assert math.isnan(Summary.read(tmp_path).metrics["val/loss"])
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"techniques": [{"name": "x"}]}', '{"metrics": 3}'])
-def test_a_damaged_summary_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "summary.json").write_text(content)
-    with pytest.raises(StorageError, match="no readable summary"):
-        Summary.read(tmp_path)
+    for damaged in ("", "[]", '{"techniques": [{"name": "x"}]}', '{"metrics": 3}'):
+        (tmp_path / "summary.json").write_text(damaged)
+        with pytest.raises(StorageError, match="no readable summary"):
+            Summary.read(tmp_path)

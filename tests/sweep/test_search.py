@@ -228,15 +228,16 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any])
     assert "experiment=search" not in best["command"] and "search." not in best["command"]
 
 
-def test_the_page_of_a_search_shows_history_importance_best_command_and_trials(
+def test_the_page_of_a_search_shows_importance_best_command_and_trials(
     mixed: tuple[Path, Any],
 ) -> None:
     place = only(mixed[0])
     text = (place / "comparison.html").read_text()
     headings = re.findall(r"<h2>(.*?)</h2>", text)
-    wanted = ["The best trial", "What failed", "History", "What mattered", "Trials"]
+    wanted = ["The best trial", "What failed", "Trials"]
     assert [heading for heading in headings if heading in wanted] == wanted
     assert "Speed" not in headings and "Memory against speed" not in headings
+    assert "What mattered, by PED-ANOVA: " in text
     importance = {p["key"]: p["importance"] for p in read(place, "search.json")["parameters"]}
     assert sum(importance.values()) == pytest.approx(1)
     document = (place / "comparison.md").read_text()

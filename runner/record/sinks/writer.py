@@ -8,6 +8,7 @@ import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
 
@@ -39,8 +40,7 @@ class SinkWriter:
 
     def start(self, run: RunDescription, size: int) -> None:
         """Open the sink, and send it the `size` bytes of metrics.jsonl that are there already."""
-        arguments = run, size
-        self.thread = Thread(target=self._work, args=arguments, name=self.sink.name, daemon=True)
+        self.thread = Thread(target=self._work, args=(run, size), daemon=True)
         self.thread.start()
 
     def add(self, step: int, split: str, values: Mapping[str, float]) -> None:
@@ -85,7 +85,8 @@ class SinkWriter:
     def _work(self, run: RunDescription, size: int) -> None:
         try:
             self.held = dict(self.sink.open(run))
-            for rows in _in_parts(_read_rows(run.folder / METRICS, size)):
+            recorded = _read_rows(run.folder / METRICS, size)
+            while rows := list(islice(recorded, AT_ONCE)):
                 self._send(rows, live=False)
             while not self.failure:
                 rows, token = self._next()
@@ -136,16 +137,6 @@ def _read_rows(path: Path, size: int) -> Iterator[MetricsRow]:
             entry = json.loads(line)
             if isinstance(entry, dict) and (row := row_from_json(entry, now)) is not None:
                 yield row
-
-
-def _in_parts(rows: Iterator[MetricsRow]) -> Iterator[list[MetricsRow]]:
-    part: list[MetricsRow] = []
-    for row in rows:
-        part.append(row)
-        if len(part) == AT_ONCE:
-            yield part
-            part = []
-    yield part
 
 
 def _status(folder: Path) -> str:

@@ -26,7 +26,7 @@ document.querySelectorAll("table.sortable").forEach(table => {
         const one = key(a), two = key(b);
         if (one === undefined || two === undefined)
           return (one === undefined) - (two === undefined);
-        const apart = head.dataset.text ? one.localeCompare(two) : one - two;
+        const apart = isNaN(one - two) ? one.localeCompare(two) : one - two;
         return up ? apart : -apart;
       }).forEach(row => body.append(row));
       page();
