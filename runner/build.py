@@ -20,13 +20,12 @@ from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config
 from runner.data.batch import Sizes
 from runner.data.config import UNCOUNTED, BadSamples
-from runner.data.dataset import Dataset, has_rare_class
+from runner.data.dataset import Dataset, Tensors, has_rare_class
 from runner.data.loader import BatchLoader, make_loader, mover
-from runner.data.open import open_data
+from runner.data.open import Opening, open_data
 from runner.data.order import permutation
 from runner.data.preprocessing import NAME as PREPROCESSING
-from runner.data.preprocessing import Opening, Preprocessing, check_predicts
-from runner.data.tensors import Tensors
+from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
@@ -250,8 +249,6 @@ class _Build:
                 log.warning(missing, path, PREPROCESSING)
         if stored is None:
             return None
-        from runner.data.preprocessing_file import parse_preprocessing
-
         return parse_preprocessing(stored[1], stored[0])
 
     def recorded_split(self) -> str | None:

@@ -15,8 +15,7 @@ import torch
 
 from runner.checks.config import TableConfig
 from runner.data.batch import RowNames
-from runner.data.dataset import Dataset
-from runner.data.tensors import Tensors
+from runner.data.dataset import Dataset, Tensors
 from runner.findings import Severity
 from runner.record.storage import replace_text
 from runner.record.text import json_safe

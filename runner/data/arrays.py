@@ -11,10 +11,10 @@ import torch
 
 from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
+from runner.data.dataset import Tensors, scale_of
 from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
+from runner.data.open import PLAIN, Opening
 from runner.data.paths import existing, suggestion
-from runner.data.preprocessing import PLAIN, Opening
-from runner.data.tensors import Tensors, scale_of
 from runner.data.usable import leave_out
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy

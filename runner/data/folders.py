@@ -9,8 +9,8 @@ import numpy as np
 
 from runner.data.batch import RowNames
 from runner.data.labels import trained_labels
+from runner.data.open import Opening
 from runner.data.paths import check_link
-from runner.data.preprocessing import Opening
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 

@@ -18,7 +18,7 @@ from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.image_cache import ImageCache
 from runner.data.labels import trained_labels
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.open import PLAIN, Opening
 from runner.data.saved_dataset import SavedImages, is_saved
 from runner.data.usable import FIX, lacks_resources
 from runner.device import memory

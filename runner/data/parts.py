@@ -9,9 +9,9 @@ from typing import Any
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.open import open_data
+from runner.data.open import Opening, open_data
 from runner.data.paths import check_link, existing
-from runner.data.preprocessing import Opening, Preprocessing, source_of
+from runner.data.preprocessing import Preprocessing, source_of
 from runner.errors import ConfigError, DataError, UsageError
 from runner.techniques.base import Choice
 

@@ -17,7 +17,8 @@ from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
     from runner.data.config import DataConfig
-    from runner.data.preprocessing import Opening, Preprocessing
+    from runner.data.open import Opening
+    from runner.data.preprocessing import Preprocessing
 
 KEY = "data.split"
 Parts = tuple[np.ndarray, np.ndarray]

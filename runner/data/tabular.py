@@ -18,12 +18,12 @@ import torch
 from runner.data.batch import Column, Sizes
 from runner.data.cells import GAP, ID_ROWS, LONGEST, PARTS, Texts, Values, missing_cells, part_of
 from runner.data.config import Missing, SplitRule, Tabular
+from runner.data.dataset import Tensors, fit_scale, scale, scale_of
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.open import PLAIN, Opening
 from runner.data.problems import GAPS, TYPES
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
-from runner.data.tensors import Tensors, fit_scale, scale, scale_of
 from runner.data.usable import NAMED
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice

@@ -15,7 +15,7 @@ from runner.data.config import Text
 from runner.data.dataset import Dataset
 from runner.data.folders import labelled_files, relative_names
 from runner.data.labels import check_classes, trained_labels
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.open import PLAIN, Opening
 from runner.data.saved_dataset import is_saved
 from runner.data.table import read_table, split_values
 from runner.data.usable import lacks_resources, leave_out

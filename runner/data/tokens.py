@@ -12,8 +12,8 @@ import torch
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
+from runner.data.open import PLAIN, Opening
 from runner.data.paths import check_link, existing
-from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import BadSample, ConfigError, DataError
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")

@@ -20,8 +20,8 @@ from runner.data.dataset import Dataset, class_labels
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.nested import named_leaves, tree_map
+from runner.data.open import PLAIN, Opening
 from runner.data.order import sample_seeds
-from runner.data.preprocessing import PLAIN, Opening
 from runner.data.usable import lacks_resources
 from runner.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.data.tensors import Tensors
+from runner.data.dataset import Tensors
 from runner.errors import DataError, Interrupted
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run

@@ -16,11 +16,10 @@ from runner.checks.config import CheckPolicy, TableConfig
 from runner.checks.table import CheckedTable, TableFindings, check_table
 from runner.data.batch import Column, Sizes
 from runner.data.config import Cancer, SplitRule, Tabular
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, Tensors
 from runner.data.embedded import cancer
 from runner.data.order import split
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
 from runner.tables import check_data_table

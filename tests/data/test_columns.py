@@ -15,10 +15,10 @@ from pyarrow import parquet
 from rich.console import Console
 
 from runner.data.config import BadSamples, ColumnType, Missing, Tabular
-from runner.data.preprocessing import Opening, Preprocessing
-from runner.data.preprocessing_file import parse_preprocessing
+from runner.data.dataset import Tensors
+from runner.data.open import Opening
+from runner.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
 from runner.report import run as report
 from tests import runs

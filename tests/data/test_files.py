@@ -24,10 +24,10 @@ from runner.data.config import (
     Text,
     Tokens,
 )
+from runner.data.dataset import Tensors
 from runner.data.images import ImageFolder
 from runner.data.open import OPENERS, open_data
 from runner.data.order import sample_seeds
-from runner.data.tensors import Tensors
 from runner.data.text import text
 from runner.data.tokens import tokens
 from runner.errors import ConfigError, DataError, SecurityError

@@ -11,8 +11,7 @@ import pytest
 
 from runner.data.config import DataConfig, Images, Text, Tokens
 from runner.data.dataset import Dataset
-from runner.data.open import open_data
-from runner.data.preprocessing import Opening
+from runner.data.open import Opening, open_data
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy

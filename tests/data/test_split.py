@@ -16,9 +16,9 @@ from runner.captures.manifest import captures
 from runner.captures.reader import open_capture
 from runner.checkpoint.folder import read_manifest
 from runner.checkpoint.manifest import PREPROCESSING, sealed
+from runner.data.dataset import Tensors
 from runner.data.order import split
 from runner.data.split import split_classes, split_groups, split_times
-from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
 from runner.jobs import evaluate
 from runner.record import storage

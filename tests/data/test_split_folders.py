@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from runner.data.config import Text
-from runner.data.preprocessing import Opening
+from runner.data.open import Opening
 from runner.data.text import text
 from runner.errors import ConfigError, DataError, SecurityError
 from runner.jobs import evaluate, predict

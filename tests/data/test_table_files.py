@@ -17,10 +17,10 @@ from pyarrow import parquet
 
 from runner.data.config import BadSamples, CsvFormat, Tabular
 from runner.data.config import Text as TextConfig
-from runner.data.preprocessing import Opening, Preprocessing
-from runner.data.preprocessing_file import parse_preprocessing
+from runner.data.dataset import Tensors
+from runner.data.open import Opening
+from runner.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.data.text import text
 from runner.device import memory
 from runner.errors import ConfigError, DataError

@@ -13,8 +13,8 @@ from pyarrow import parquet
 
 from runner import build, compose, train
 from runner.data.config import BadSamples, Missing, Tabular
+from runner.data.dataset import Tensors
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.device import memory
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
