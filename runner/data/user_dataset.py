@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Batch
-from runner.data.collate import Nest, as_pair, main_leaf, stack, stack_pairs
+from runner.data.collate import Nest, as_pair, infer_sizes, main_leaf, stack, stack_pairs
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
-from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.nested import named_leaves, tree_map
 from runner.data.open import PLAIN, Opening

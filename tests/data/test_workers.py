@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from runner import train
-from runner.data import shared_batch
+from runner.data.workers import Workers, receive_batch, send_batch
 from runner.data.config import DataConfig
 from runner.data.loader import BatchLoader
 from runner.data.user_dataset import UserDataset
@@ -196,8 +196,8 @@ def test_batches_in_shared_memory_keep_their_layout_and_leave_nothing_open(load:
     }
     ours, theirs = socket.socketpair()
     before = len(os.listdir("/proc/self/fd"))
-    shared_batch.send(theirs, 5, sent)
-    number, got = shared_batch.receive(ours)
+    send_batch(theirs, 5, sent)
+    number, got = receive_batch(ours)
     assert number == 5 and str(got) == str(sent)
     assert [view.stride() for view in got["views"]] == [(4, 1), (1, 4), (4, 1)]
     got["views"][0][1, 0] = -1.0
@@ -248,7 +248,6 @@ def test_a_closed_loader_can_start_again(load: Load) -> None:
 def test_a_forgotten_loader_takes_its_workers_with_it(
     children: Callable[[], list[psutil.Process]], load: Load
 ) -> None:
-    from runner.data.workers import Workers
 
     pool = Workers(lambda key: (torch.zeros(1), torch.zeros(1)), 2, 2, 10.0)
     next(pool.batches(iter([(0, 0), (0, 1)])))
