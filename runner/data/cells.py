@@ -24,6 +24,7 @@ ID_ROWS = 50  # fewer may all differ by chance
 ID_SHARE = 0.99  # of an id's cells, that differ: a row may be there twice
 HEAD = 1_000  # cells that mostly tell at once that a column is no id …
 ID_HEAD = 0.9  # … as fewer of them differ
+FEW_NUMBERS = 10
 MOST_UNPARSED = 0.01
 """Of a column's cells, those that may be no number (or date) without making it one of texts: a
 mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
@@ -107,16 +108,19 @@ def parse_column(
     most_unparsed: float = MOST_UNPARSED,
     bad_share: float = 0.0,
     missing: Sequence[str] = (),
+    marker: bool = False,
     form: str | None = None,
 ) -> ParsedColumn:
     """The cells of an arrow column as what `kind` says, or as what nearly all of them are.
 
     Among numbers and dates, texts are missing values if they are in `missing` or at most the share
     `most_unparsed` of the cells, and cannot be used if they are more; a column of no `kind` is then
-    one of texts, unless they are at most `bad_share`. Dates are ISO 8601 or have that `form`; None:
-    the one that most cells have, and a column of no `kind` is then one of texts where two make
-    different dates of them. Texts such as NA are missing among numbers and dates only: elsewhere
-    they may be a category. DataError names the type of cells that are none of these.
+    one of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such
+    as "unknown", is a missing value up to half of the cells: that loses nothing. Dates are ISO 8601
+    or have that `form`; None: the one that most cells have, and a column of no `kind` is then one
+    of texts where two make different dates of them. Texts such as NA are missing among numbers and
+    dates only: elsewhere they may be a category. DataError names the type of cells that are none of
+    these.
     """
     import pyarrow
     from pyarrow import types
@@ -139,6 +143,8 @@ def parse_column(
         read, used, other = _reader(wanted, form, words, codes)
         parsed = np.array([read(word) for word in words])
         unparsed = np.flatnonzero((is_none(parsed) & ~empty)[codes])
+        if marker and kind is Kind.any and _is_marker(words, codes[unparsed], present):
+            most_unparsed = 1.0
         share = max(most_unparsed * present, bad_share * len(codes))
         fits = len(unparsed) <= share and len(unparsed) < present
         if other and (fits or kind is wanted):
@@ -369,3 +375,13 @@ def _problem(word: str, value: float) -> str:
 
 def _not_a(word: str, kind: Kind) -> str:
     return f"{word[:LONGEST]} is not {kind.value}"
+
+
+def _is_marker(words: Sequence[str], codes: np.ndarray, present: int) -> bool:
+    """Whether these cells, less than half of those present, all hold one word without digits.
+
+    Beside few different numbers, such as the codes 1, 2 and c, it is a category.
+    """
+    used = {words[code].strip().lower() for code in np.unique(codes)}
+    few = len(words) < FEW_NUMBERS or 2 * len(codes) >= present
+    return not few and len(used) == 1 and not re.search(r"\d", *used)

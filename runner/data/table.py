@@ -168,6 +168,7 @@ def _parse_columns(
                 most_unparsed=1.0 if name in problems.types else MOST_UNPARSED,
                 bad_share=share,
                 missing=trained[name].missing if name in trained else (),
+                marker=name not in needed,
                 form=trained[name].form if name in trained else None,
             )
         except DataError as error:

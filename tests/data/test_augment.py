@@ -14,8 +14,7 @@ from PIL import Image
 
 from runner import train
 from runner.data.augment import NAMES, OPERATIONS, blend, rand_augment
-from runner.data.images import ImageCache
-from runner.data.images import ImageFolder
+from runner.data.images import ImageCache, ImageFolder
 from runner.data.order import sample_seeds
 from runner.errors import ConfigError
 from runner.objectives.classification import Classification

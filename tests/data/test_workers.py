@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from runner import train
-from runner.data.workers import Workers, receive_batch, send_batch
 from runner.data.config import DataConfig
 from runner.data.loader import BatchLoader
 from runner.data.user_dataset import UserDataset
+from runner.data.workers import Workers, receive_batch, send_batch
 from runner.errors import DataError, WorkerLost
 from tests import runs
 
