@@ -258,12 +258,7 @@ class _CsvRows(io.RawIOBase):
             if not lines[-1]:
                 raise DataError(f"{self.path}: a quote in the header is not closed")
         self.first += len(lines)
-        record = b"".join(lines)
-        if b"\r" in record.rstrip() and not quotes and not self.file.peek(1):
-            # it is the whole file, whose lines end with that alone
-            record, _, rest = record.partition(b"\r")
-            self.file = io.BufferedReader(io.BytesIO(rest))
-        return record
+        return b"".join(lines)
 
     def _line(self) -> bytes:
         line = self.file.readline(self.limit + 1)

@@ -185,14 +185,6 @@ def averaged(run: Run) -> dict[str, Any]:
         return weights(run)
 
 
-def test_the_first_batch_after_a_checkpoint_is_held_to_the_first_of_the_data() -> None:
-    with spoiled(odd(torch.randn(16, 5)), None, "checks.inputs.form=skip") as run:
-        batch = next(iter(run.train.batches(12)))
-        assert run.inputs is not None and batch[0].shape == (16, FEATURES)
-        run.inputs.admit(13, batch)
-        assert run.history.counts == {"input_form": 1}
-
-
 def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
     own = ["checks.inputs.range=skip", "checks.inputs.schema.high=-50", "training.steps=300"]
     with spoiled(Spoiled(), None, *own) as run:

@@ -218,23 +218,6 @@ def write_orders(folder: Path, part: str) -> Path:
     return folder / f"{part}.parquet"
 
 
-def products_rows(part: str) -> Rows:
-    """Sales of many products, few of them often; half of the new file's are unknown or rare."""
-    rng = np.random.default_rng(len(part))
-    rows = []
-    for _ in range(300 if part == "train" else 80):
-        often = rng.random() < 0.6
-        product = f"p{rng.integers(8)}" if often else f"{part} {rng.integers(70)}"
-        sold = "many" if product in ("p1", "p3", "p4") or rng.random() < 0.3 else "few"
-        rows.append({"product": product, "price": float(rng.normal(9, 2)), "sold": sold})
-    return rows
-
-
-def write_products(folder: Path, part: str) -> Path:
-    """A csv."""
-    return write_csv(folder / f"{part}.csv", products_rows(part))
-
-
 def reviews_rows(part: str) -> Rows:
     """Reviews with commas, quotes and letters beyond ASCII; the new ones are longer."""
     rng = np.random.default_rng(len(part))
@@ -254,26 +237,6 @@ def reviews_rows(part: str) -> Rows:
 def write_reviews(folder: Path, part: str) -> Path:
     """A csv in UTF-8 with quoted cells."""
     return write_csv(folder / f"{part}.csv", reviews_rows(part))
-
-
-def visits_rows(part: str) -> Rows:
-    """Some visits of each patient, whose own level hides what the dose does."""
-    rng = np.random.default_rng(len(part))
-    rows = []
-    for patient in range(60 if part == "train" else 25):
-        level = float(rng.normal(0, 40))
-        for dose in rng.normal(5, 2, rng.integers(1, 6)).tolist():
-            pressure = 120 + level + 3 * dose + float(rng.normal(0, 2))
-            state = "high" if pressure > 135 else "low"
-            row = {"patient": f"{part[0]}{patient}", "dose": dose, "pressure": pressure}
-            rows.append({**row, "state": state})
-    return rows
-
-
-def write_visits(folder: Path, part: str) -> Path:
-    """The new file does not say whose visits they are."""
-    columns = () if part == "train" else ("state", "pressure", "dose")
-    return write_csv(folder / f"{part}.csv", visits_rows(part), *columns)
 
 
 def demand_rows(part: str) -> Rows:
@@ -344,18 +307,9 @@ STRANGERS = [
         ("data=tabular", "model=mlp", "model.width=16", "optimizer.lr=2e-2"),
     ),
     Stranger(
-        "many categories", write_products, products_rows, "sold",
-        ("data=tabular", "model=mlp", "model.width=16", "data.categories=10"),
-        said="column 'product': categories unknown or rare in training: 'new ",
-    ),
-    Stranger(
         "reviews", write_reviews, reviews_rows, "label",
         ("data=text", "data.sequence=48", *SMALL_CLASSIFIER),
         text_inputs, classifier_outputs,
-    ),
-    Stranger(
-        "visits of patients", write_visits, visits_rows, "state",
-        (*MLP, "data.split=group", "data.split_by=patient"),
     ),
     Stranger(
         "demand by day", write_demand, demand_rows, "demand",
