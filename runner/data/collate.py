@@ -21,7 +21,10 @@ from runner.techniques.base import Choice
 
 Nest = Any
 """A tensor, or a tuple or dict of nests."""
+Sample = Callable[[int], tuple[Nest, Nest]]
 
+MOST_SAMPLES = 10_000  # read for the largest label or id
+MOST_SECONDS = 30.0
 LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 
 
@@ -111,12 +114,6 @@ def _describe(value: Any) -> str:
     return f"a {keys or type(value).__name__}"
 
 
-MOST_SAMPLES = 10_000  # read for the largest label or id
-MOST_SECONDS = 30.0
-
-Sample = Callable[[int], tuple[Nest, Nest]]
-
-
 def infer_sizes(
     dataset: Any, name: str, sample: Sample, drops: bool = False
 ) -> tuple[Sizes, tuple[Choice, ...]]:
@@ -128,23 +125,24 @@ def infer_sizes(
     is a class, a target like the tokens is the next tokens, and a float one is regression. With
     `drops` a sample that cannot be read says nothing.
     """
-    stated = _stated(dataset, name)
-    if "task" in stated:
-        return Sizes(**stated), ()
+    sizes = _stated_sizes(dataset, name)
+    if "task" in sizes:
+        return Sizes(**sizes), ()
     inputs, target = _first_usable(sample, len(dataset) if drops else 1)
     x = main_leaf(inputs)
     task = _task(x, target, name)
-    sizes = {**_input_sizes(x), **stated, "task": task}
+    sizes = {**_input_sizes(x), **sizes, "task": task}
     counted = ["vocab"] * ("sequence" in sizes and "vocab" not in sizes)
     counted += ["classes"] * (task == "classification" and "classes" not in sizes)
-    choices: tuple[Choice, ...] = ()
+    choices = list[Choice]()
     if counted:
         largest, reason = _largest(dataset, name, sample, counted, task, drops)
-        choices = tuple(Choice(f"data.{key}", n + 1, reason) for key, n in largest.items())
-        sizes.update({key: n + 1 for key, n in largest.items()})
+        for key, number in largest.items():
+            sizes[key] = number + 1
+            choices.append(Choice(f"data.{key}", number + 1, reason))
     if task != "classification":
         sizes.setdefault("classes", sizes.get("vocab") or max(1, target.numel()))
-    return Sizes(**sizes), choices
+    return Sizes(**sizes), tuple(choices)
 
 
 def _first_usable(sample: Sample, most: int) -> tuple[Nest, Nest]:
@@ -154,7 +152,7 @@ def _first_usable(sample: Sample, most: int) -> tuple[Nest, Nest]:
     return sample(most - 1)
 
 
-def _stated(dataset: Any, name: str) -> dict[str, Any]:
+def _stated_sizes(dataset: Any, name: str) -> dict[str, Any]:
     stated: dict[str, Any] = {}
     classes, vocab = getattr(dataset, "classes", None), getattr(dataset, "vocab", None)
     if isinstance(classes, int):
@@ -165,13 +163,12 @@ def _stated(dataset: Any, name: str) -> dict[str, Any]:
         stated["vocab"] = vocab
     sizes = getattr(dataset, "sizes", None)
     stated.update(sizes if isinstance(sizes, dict) else {})
-    known = [f.name for f in fields(Sizes)]
-    for key in stated:
-        if key not in known:
-            near = suggestion(str(key), known, "there are")
-            raise DataError(f"data: the attribute `sizes` of {name} has an unknown {key!r}; {near}")
-    if stated.get("task", TASKS[0]) not in TASKS:
+    known, problem = [f.name for f in fields(Sizes)], ""
+    if unknown := [str(key) for key in stated if key not in known]:
+        problem = f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], known, 'there are')}"
+    elif stated.get("task", TASKS[0]) not in TASKS:
         problem = f"has no task {stated['task']!r}; one of {', '.join(TASKS)}"
+    if problem:
         raise DataError(f"data: the attribute `sizes` of {name} {problem}")
     return stated
 

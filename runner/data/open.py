@@ -54,16 +54,9 @@ class Opening:
         by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
     ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
         """Training and validation samples; data that were not trained on are evaluated whole."""
-        from runner.data import split as rules  # embedded data do without
+        from runner.data.split import split_samples  # embedded data do without
 
-        if self.whole(config):
-            return rules.take_all(samples, self, what)
-        if self.trains:
-            return np.arange(samples), np.arange(0), ()
-        rule, choices = rules.choose_rule(config, self.rule, labels)
-        config, folds = rules.choose_fold(config, self.fitted)
-        parts = rules.divide(rule, samples, config, what, labels, by)
-        return *parts, (*choices, *folds, *rules.describe_window(rule, config, samples, parts))
+        return split_samples(self, samples, config, what, labels, by)
 
     def divides(self, config: DataConfig) -> bool:
         """Whether the samples become training and validation."""
