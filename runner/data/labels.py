@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.data.batch import RowNames
 from runner.data.open import Opening
-from runner.data.paths import check_link
+from runner.data.paths import check_link, listed
 from runner.errors import BadSample, ConfigError, DataError
 from runner.techniques.base import Choice
 
@@ -72,12 +72,11 @@ def trained_labels(
     unknown = [name for name in names if name not in places]
     if unknown:
         at = np.isin(labels, [names.index(name) for name in unknown])
-        listed = ", ".join(repr(name[:40]) for name in unknown[:5])
-        more = f", … ({len(unknown)} in all)" if len(unknown) > 5 else ""
+        names_unknown = listed(repr(name[:40]) for name in unknown)
         classes = ", ".join(name[:40] for name in trained[:10])
         raise DataError(
             f"data.path: {what}: {int(at.sum()):,} of {len(labels):,} samples have a class that "
-            f"the model was not trained on: {listed}{more}; its classes are {classes}; remove "
+            f"the model was not trained on: {names_unknown}; its classes are {classes}; remove "
             "those samples, or train with such ones, too"
         )
     trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]

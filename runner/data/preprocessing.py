@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING
 
 from runner.data.batch import Column, ColumnUse, Sizes
 from runner.errors import CheckpointError, ConfigError
+from runner.record.text import dataclass_from_json
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
@@ -109,30 +109,9 @@ def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:
         content = json.loads(data)
         if content.get("format") != FORMAT:
             raise ValueError(f"has format {content.get('format')!r}, and {FORMAT} is read")
-        preprocessing: Preprocessing = _typed(Preprocessing, content, "it")
-    except (ValueError, AttributeError, RecursionError) as error:
+        return dataclass_from_json(Preprocessing, content)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where}: is no preprocessing: {error}") from None
-    return preprocessing
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """`value` as that type: a dataclass from a dict, a tuple from a list; else a ValueError."""
-    if get_origin(kind) is UnionType:
-        return None if value is None else _typed(get_args(kind)[0], value, where)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} must be a list")
-        return tuple(_typed(get_args(kind)[0], item, where) for item in value)
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        # a field that came later has a default
-        needed = {f.name for f in fields(kind) if f.default is MISSING}
-        if not isinstance(value, dict) or not needed <= value.keys() <= hints.keys():
-            raise ValueError(f"{where} must have the keys {sorted(hints)}")
-        return kind(**{n: _typed(hints[n], item, f"{where}.{n}") for n, item in value.items()})
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{where} must be {kind.__name__}, got {type(value).__name__}")
-    return kind(value)
 
 
 def check_predicts(fitted: Preprocessing | None) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.data.cells import LONGEST
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
-from runner.data.paths import nearest, suggestion
+from runner.data.paths import listed, nearest, suggestion
 from runner.data.usable import KEY, NAMED, examples
 from runner.errors import ConfigError, DataError
 from runner.record.provenance import changed_command
@@ -67,7 +67,7 @@ class Problems:
         if trained:
             self.fixed = True
             if missing := [name for name in dict.fromkeys(trained) if name not in names]:
-                problem = f"lacks {_listed(map(repr, missing))}, which the model was trained on"
+                problem = f"lacks {listed(map(repr, missing))}, which the model was trained on"
                 others = [name for name in names if name not in trained]
                 fix = f"; {suggestion(missing[0], others, 'its other columns are')}"
                 self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
@@ -82,7 +82,7 @@ class Problems:
     def _replace(self, absent: list[tuple[str, str]], names: Sequence[str]) -> None:
         names = [name for name in names if name not in self.needed.values()]
         near = dict.fromkeys(suggestion(n, names, "its columns are") for _, n in absent[:NAMED])
-        more = f", nor {_listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
+        more = f", nor {listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
         self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
         self.absent = absent
         for key, name in absent:
@@ -114,8 +114,8 @@ class Problems:
     def refuse(self, cause: DataError | None = None) -> None:
         """Raise all that is wrong as one error; the `cause` is what ended the reading."""
         rows = [*self._rows()]
-        listed = _listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
-        unreadable = f"cannot read the columns {listed}" if listed else ""
+        types = listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
+        unreadable = f"cannot read the columns {types}" if types else ""
         texts = [self.columns, unreadable, "" if cause is None else str(cause), *rows]
         texts = [text for text in texts if text]
         if cause is not None and len(texts) == 1:
@@ -184,13 +184,6 @@ class Problems:
             changes["data.most_bad"] = f"{math.ceil(100 * largest) / 100:g}"
             self.avoidable &= largest <= MOST_DROPPED
         return changes
-
-
-def _listed(texts: Iterable[str]) -> str:
-    """The first ones, and how many there are."""
-    listed = [*texts]
-    more = f", … ({len(listed)} in all)" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
 
 
 def _typed(name: str) -> str:

@@ -21,10 +21,10 @@ from runner.data.config import Missing, SplitRule, Tabular
 from runner.data.dataset import Tensors, fit_scale, scale, scale_of
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
 from runner.data.open import PLAIN, Opening
+from runner.data.paths import listed
 from runner.data.problems import GAPS, TYPES
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
-from runner.data.usable import NAMED
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
@@ -172,10 +172,8 @@ def encode(
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
     if total := sum(gaps.values()):
         filled = [f"{name!r} ({count:,})" for name, count in gaps.items() if count]
-        listed = ", ".join(filled[:NAMED])
-        more = f", … ({len(filled)} columns)" if len(filled) > NAMED else ""
         how = "numbers are filled in with what training rows gave, and texts are a category"
-        yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed}{more}: {how}")
+        yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed(filled)}: {how}")
 
 
 def _fit(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:
@@ -219,9 +217,8 @@ def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndar
     if not unknown.any():
         return places, []
     words = [values.words[code][:LONGEST] for code in np.unique(values.codes[unknown]).tolist()]
-    examples = ", ".join(map(repr, words[:NAMED])) + (", …" if len(words) > NAMED else "")
     those = "that no training row has" if not column.others else "unknown or rare in training"
-    reason = f"column {column.name!r}: categories {those}: {examples}"
+    reason = f"column {column.name!r}: categories {those}: {listed(map(repr, words))}"
     value = f"{column.name}: {int(unknown.sum()):,} of {len(places):,} rows"
     return places, [Choice(UNKNOWN, value, reason)]
 

@@ -287,21 +287,6 @@ def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_lat
     assert run.progress.skipped == 2
 
 
-def test_what_is_pending_on_an_accelerator_is_recorded_at_a_checkpoint(tmp_path: Path) -> None:
-    at, data = 14, poison(math.nan, 193)
-    own = ["training.steps=20", f"checkpoint.every={at - 1}"]
-    with far(data, None, *own) as whole:
-        train(whole)
-    with far(data, tmp_path, *own) as run:
-        run.hooks.append(Leave(at))
-        with pytest.raises(Interrupted):
-            train(run)
-    with far(data, tmp_path, *own, "checkpoint.resume=auto") as run:
-        train(run)
-    assert same(weights(run), weights(whole))
-    assert run.history.counts["input_not_finite"] == 1 == whole.history.counts["input_not_finite"]
-
-
 def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_update(
     tmp_path: Path,
 ) -> None:
