@@ -33,7 +33,8 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     from runner.security.files.loader import read_arrays  # only where a file is read
 
     check_task(config.task, TASKS)
-    path, trained = existing(config.path), opening.fitted and opening.fitted.sizes
+    path = existing(config.path)
+    trained = None if opening.fitted is None else opening.fitted.sizes
     if path.suffix.lower() in TABLES:
         raise ConfigError("data.path", f"{path} is a table and no .npz", "use data=tabular")
     content = read_arrays(path, opening.policy or FilePolicy())

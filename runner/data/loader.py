@@ -67,16 +67,9 @@ def make_loader(
         problem = f"{batch_size} is more than the {n} training samples, and data.drop_last=true"
         fix = "use a smaller batch or data.drop_last=false"
         raise ConfigError("training.batch_size", problem, fix)
-    order = BatchSampler(
-        np.asarray(indices, np.int64),
-        batch_size,
-        batches,
-        seed,
-        shuffle,
-        seeds=augment and source.augments,
-        labels=labels,
-        part=part,
-    )
+    seeds = augment and source.augments
+    sizes = batch_size, batches, seed, shuffle, seeds
+    order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, part)
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
@@ -90,11 +83,12 @@ def make_loader(
             choices.append(Choice(f"data.{key}", False, reason))
     move = mover(device, pin, aside)
     placements = [*([move] if move else []), *placements]
-    fetch: Fetch | UsableFetch = Fetch(source, order)
+    usable = None
     if config.bad_samples is BadSamples.drop:
         from runner.data.usable import UsableFetch
 
-        fetch = UsableFetch(source, order)
+        usable = UsableFetch(source, order)
+    fetch = usable or Fetch(source, order)
     persistent = config.persistent_workers is not False
     pool = None
     if workers:

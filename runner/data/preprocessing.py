@@ -57,20 +57,11 @@ class Preprocessing:
         )
         if not decimal and thousands in ("point", "."):
             decimal = "comma"
-        return cls(
-            kind_of(config),
-            source_of(config),
-            data.sizes,
-            data.columns,
-            getattr(config, "target", ""),
-            tuple(data.ids),
-            config.split.name if config.split else chosen.get("data.split", "random"),
-            config.folds or 0,
-            config.fold or 0,
-            decimal,
-            thousands,
-            getattr(data, "tokenizer", ""),
-        )
+        rule = config.split.name if config.split else chosen.get("data.split", "random")
+        known = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
+        split = rule, config.folds or 0, config.fold or 0
+        signs = decimal, thousands, getattr(data, "tokenizer", "")
+        return cls(kind_of(config), source_of(config), *known, *split, *signs)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
         """What each column of a table was taken for, and its missing cells in training rows.
