@@ -61,7 +61,12 @@ def synthetic(config: Synthetic) -> Tensors:
         inputs, target = _markov_chains(config, rng)
         sizes = Sizes("language_modelling", classes=vocab, vocab=vocab, sequence=config.sequence)
     else:
-        inputs, target = _noisy_prototypes(config, shape, rng)
+        # each class is a pattern; noise of the same strength lies over it
+        prototypes = rng.standard_normal((config.classes, *shape), dtype=np.float32)
+        labels = rng.integers(config.classes, size=config.samples)
+        samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
+        samples += prototypes[labels]
+        inputs, target = torch.from_numpy(samples), torch.from_numpy(labels)
         layout = (config.channels, side) if images else (None, None)
         sizes = Sizes("classification", prod(shape), *layout, config.classes)
     return Tensors(inputs, target, sizes, _split(config.samples, config))
@@ -69,17 +74,6 @@ def synthetic(config: Synthetic) -> Tensors:
 
 def _split(samples: int, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     return split(samples, config.validation, config.split_seed, fold=config.validation_fold)
-
-
-def _noisy_prototypes(
-    config: Synthetic, shape: tuple[int, ...], rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    """Each class is a pattern; noise of the same strength lies over it."""
-    prototypes = rng.standard_normal((config.classes, *shape), dtype=np.float32)
-    labels = rng.integers(config.classes, size=config.samples)
-    samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
-    samples += prototypes[labels]
-    return torch.from_numpy(samples), torch.from_numpy(labels)
 
 
 def _markov_chains(config: Synthetic, rng: np.random.Generator) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,7 @@ class Preprocessing:
     @classmethod
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
         """That of a data set that was opened with `config`."""
-        chosen = {
-            choice.key: str(choice.value) for choice in data.choices if choice.value != "none"
-        }
+        chosen = {c.key: str(c.value) for c in data.choices if c.value != "none"}
         decimal, thousands = (
             getattr(config, sign, None) or chosen.get(f"data.{sign}", "")
             for sign in ("decimal", "thousands")

@@ -75,15 +75,6 @@ def test_images_are_scaled_to_a_square_with_the_folder_as_class(tmp_path: Path) 
     assert red_and_blue(tmp_path, channels=1).fetch(np.arange(2), None)[0].shape[1] == 1
 
 
-def test_the_centre_of_an_image_is_kept(tmp_path: Path) -> None:
-    source = red_and_blue(tmp_path)
-    wide = Image.new("RGB", (300, 100), (255, 255, 255))
-    wide.paste((0, 0, 0), (100, 0, 200, 100))
-    wide.save(tmp_path / "blue" / "0.jpg")
-    x, _ = source.fetch(np.array([0]), None)
-    assert float(x.max()) < 0.2  # only the black square in the middle
-
-
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
 
 
@@ -147,20 +138,9 @@ def test_labelled_text_is_read_from_a_csv(tmp_path: Path) -> None:
     assert inputs["input_ids"][1].tolist() == [*b"bad", 256, 256, 256, 256, 256]
     assert inputs["attention_mask"][2].tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
     reasons = {choice.key: choice.reason for choice in source.choices}
-    assert "1 of 3 texts are longer" in reasons["data.sequence"]
+    assert "1 of 3 texts fill it" in reasons["data.sequence"]
     numbers = text(Text(path=str(path), text="review", target="id"))
     assert numbers.sizes.class_names == ("1", "2", "3")
-
-
-def test_labelled_text_is_read_from_a_folder_per_class(tmp_path: Path) -> None:
-    for label in ("ham", "spam"):
-        (tmp_path / label).mkdir()
-        for number in range(6):
-            (tmp_path / label / f"{number}.txt").write_text(f"{label} {number}")
-    source = text(Text(path=str(tmp_path)))
-    inputs, labels = source.fetch(np.array([7]), None)
-    assert bytes(inputs["input_ids"][0, :6].tolist()) == b"spam 1"
-    assert labels.tolist() == [1]
 
 
 def test_wrong_columns_and_rows_of_text_are_named_or_left_out(tmp_path: Path) -> None:
