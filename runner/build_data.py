@@ -14,13 +14,12 @@ import torch
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig
 from runner.data.config import UNCOUNTED, BadSamples
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, Tensors
 from runner.data.loader import BatchLoader, make_loader
-from runner.data.open import open_data
+from runner.data.open import Opening, open_data
 from runner.data.order import permutation
 from runner.data.preprocessing import NAME as PREPROCESSING
-from runner.data.preprocessing import Opening, Preprocessing, check_predicts
-from runner.data.tensors import Tensors
+from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
 from runner.errors import ConfigError
 from runner.jobs.config import EVALUATING, JobKind
 from runner.objectives.build import adapt_sizes
@@ -140,8 +139,6 @@ def read_preprocessing(
             log.warning("%s: has no %s beside it: fitted again on these data", path, PREPROCESSING)
     if stored is None:
         return None
-    from runner.data.preprocessing_file import parse_preprocessing
-
     return parse_preprocessing(stored[1], stored[0])
 
 

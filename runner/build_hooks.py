@@ -12,8 +12,8 @@ from runner.checks.batch import BatchChecks, DataSpec, Prescan
 from runner.checks.batch_validator import BatchValidator
 from runner.checks.model import ModelCheck
 from runner.config import RunConfig
+from runner.data.dataset import Tensors
 from runner.data.loader import BatchLoader
-from runner.data.tensors import Tensors
 from runner.debug.config import DebugConfig, enabled_tools
 from runner.device.resources import Machine
 from runner.errors import ConfigError, OutOfMemory, WorkerLost

@@ -6,17 +6,12 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from runner.checks.config import TableConfig
-from runner.data.batch import RowNames
-from runner.data.dataset import Dataset
-from runner.data.tensors import Tensors
+from runner.data.dataset import Dataset, Tensors
 from runner.findings import Severity
 from runner.record.storage import replace_text
 from runner.record.text import json_safe
@@ -48,52 +43,32 @@ def check_data_table(
         return data, [report] if report.bad else []
     from runner.checks.table import CheckedTable, check_table  # only where there is a table
 
-    classes = data.sizes.classes if data.sizes.task == "classification" else None
-    whole = _with_validation(data, parts.get("validation"))
-    table = CheckedTable(
-        whole.inputs.numpy(),
-        whole.target.numpy(),
-        data.named_columns(),
-        whole.train,
-        whole.validation,
-        whole.rows,
-        classes,
-        data.ignore,
+    inputs, target = data.inputs.numpy(), data.target.numpy()
+    table, apart = data, parts.get("validation")
+    validation, first = table.validation, len(inputs)
+
+    def name_row(index: int) -> str:
+        if index < first or not isinstance(apart, Tensors):
+            return table.rows(index)
+        return f"{apart.rows(index - first)} of data.validation_path"
+
+    if isinstance(apart, Tensors):
+        inputs = np.concatenate([inputs, apart.inputs.numpy()])
+        target = np.concatenate([target, apart.target.numpy()])
+        validation = np.arange(first, len(inputs))
+    classes = table.sizes.classes if table.sizes.task == "classification" else None
+    indices = table.train, validation
+    checked = CheckedTable(
+        inputs, target, table.named_columns(), *indices, name_row, classes, table.ignore
     )
-    findings = check_table(table, config)
+    findings = check_table(checked, config)
     if findings.drop_columns or len(findings.drop_rows):
         for name, part in parts.items():
             if isinstance(part, Tensors):
-                rows = findings.drop_rows - len(data.inputs) if name == "validation" else NO_ROWS
+                rows = findings.drop_rows - first if name == "validation" else NO_ROWS
                 parts[name] = part.without(findings.drop_columns, rows, ())
-        data = data.without(findings.drop_columns, findings.drop_rows, findings.choices)
-    return data, [TableReport(findings, data.choices)]
-
-
-def _with_validation(data: Tensors, part: Dataset | None) -> Tensors:
-    """The table, followed by validation rows that lie apart."""
-    if not isinstance(part, Tensors):
-        return data
-    first = len(data.inputs)
-    inputs = torch.cat([data.inputs, part.inputs])
-    indices = data.train, first + np.arange(len(part.inputs))
-    rows = RowNames(names=_JoinedNames(data.rows, part.rows, (first, len(inputs))))
-    return Tensors(inputs, torch.cat([data.target, part.target]), data.sizes, indices, rows=rows)
-
-
-@dataclass(frozen=True)
-class _JoinedNames(Sequence[str]):
-    train: RowNames
-    validation: RowNames
-    ends: tuple[int, int]  # of the rows of each
-
-    def __len__(self) -> int:
-        return self.ends[1]
-
-    def __getitem__(self, index: Any) -> Any:
-        if index < self.ends[0]:
-            return self.train(index)
-        return f"{self.validation(index - self.ends[0])} of data.validation_path"
+        table = table.without(findings.drop_columns, findings.drop_rows, findings.choices)
+    return table, [TableReport(findings, table.choices)]
 
 
 class TableReport(Hook):
@@ -117,7 +92,13 @@ class TableReport(Hook):
                 kind = reason.code.replace(".", "_")
                 self._record(run, kind, f"table: {reason}", severity, action=action)
             if run.folder is not None:
-                _write(run.folder / FILE, self.findings)
+                path = run.folder / FILE
+                content = json.dumps(json_safe(self.findings.facts), indent=2, allow_nan=False)
+                try:
+                    path.parent.mkdir(exist_ok=True)
+                    replace_text(path, content + "\n")
+                except OSError as error:
+                    log.warning("no %s: %s", FILE, error)
         yield
 
     def _record(
@@ -127,12 +108,3 @@ class TableReport(Hook):
             return
         step = run.progress.step
         run.history.add(kind, message, step=step, category="data", severity=severity, **how)
-
-
-def _write(path: Path, findings: TableFindings) -> None:
-    try:
-        path.parent.mkdir(exist_ok=True)
-        content = json.dumps(json_safe(findings.facts), indent=2, allow_nan=False)
-        replace_text(path, content + "\n")
-    except OSError as error:
-        log.warning("no %s: %s", FILE, error)

@@ -41,8 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runner import RunConfig, compose
 from runner.data.batch import call
-from runner.data.open import open_data
-from runner.data.preprocessing import Opening
+from runner.data.open import Opening, open_data
 from runner.distributed.batchnorm import synchronise_batchnorm
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.sharded import shard

@@ -34,7 +34,7 @@ LAYERS = f"""
 errors findings masking module_path
 bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
-training.signals optim.origin random_state data.seeds record.storage models.preserved_state
+training.signals optim.origin random_state data.order record.storage models.preserved_state
 device record
 distributed.place distributed.outcome distributed.world distributed.commit
 security

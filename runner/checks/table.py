@@ -5,7 +5,7 @@ Inputs are judged as the model gets them, float32, over training rows; names are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class CheckedTable:
     columns: tuple[Column, ...]
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
-    rows: RowNames = field(default_factory=RowNames)
+    rows: Callable[[int], str] = RowNames()  # their names in messages
     classes: int | None = None  # None: quantities
     ignore: str = ""  # the key that leaves a column out, where there is one
 

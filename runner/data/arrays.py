@@ -11,10 +11,10 @@ import torch
 
 from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
+from runner.data.dataset import Tensors, scale_of
 from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
+from runner.data.open import PLAIN, Opening
 from runner.data.paths import existing, suggestion
-from runner.data.preprocessing import PLAIN, Opening
-from runner.data.tensors import Tensors, scale_of
 from runner.data.usable import leave_out
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
@@ -34,55 +34,48 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
 
     check_task(config.task, TASKS)
     path = existing(config.path)
+    trained = None if opening.fitted is None else opening.fitted.sizes
     if path.suffix.lower() in TABLES:
         raise ConfigError("data.path", f"{path} is a table and no .npz", "use data=tabular")
     content = read_arrays(path, opening.policy or FilePolicy())
-    x = _pick(content, path, config.inputs, "data.inputs")
-    where, fitted = f"{path}: {config.inputs!r}", opening.fitted
-    bad, total = _bad_values(x, where, ids=x.dtype.kind in "iu" and x.ndim == 2), len(x)
-    if opening.labelled or fitted is None:
+    x, x_name = _pick(content, path, config.inputs, "data.inputs"), f"{path}: {config.inputs!r}"
+    bad = _bad_values(x, x_name, ids=x.dtype.kind in "iu" and x.ndim == 2)
+    y, y_name, task, reason = None, f"{path}: {config.target!r}", "", ""
+    if opening.labelled or trained is None:
         y = _pick(content, path, config.target, "data.target")
         if len(x) != len(y):
             problem = f"{config.inputs!r} has {len(x):,} samples and {config.target!r} {len(y):,}"
             raise DataError(f"{path}: {problem}; the first dimension of both is the sample")
-        asked = config.task if fitted is None else fitted.sizes.task
-        task, reason = _task(x, y, asked)
-        whole = y.dtype.kind in "iu" and task != "regression"
-        bad = {**_bad_values(y, f"{path}: {config.target!r}", ids=whole), **bad}
-    kept, left_out = leave_out(bad, total, config)
-    rows = RowNames(numbers=kept)
-    if bad:
-        x = x[kept]
-    inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
-    if fitted is not None:
-        _check_trained(shape, fitted.sizes, where)
-    if opening.labelled or fitted is None:
-        where = f"{path}: {config.target!r}"
-        target, sizes = _target(inputs, replace(shape, task=task), y[kept] if bad else y, where)
-    else:
-        target, sizes = np.zeros(len(inputs), np.int64), fitted.sizes
-    strata = target if opening.labelled and sizes.task == "classification" else None
-    *parts, rule = opening.split(len(inputs), config, str(path), strata)
-    choices: tuple[Choice, ...] = left_out
-    if fitted is not None:
-        if (sizes.classes or 0) > (fitted.sizes.classes or 0):
-            problem = (
-                f"has {sizes.classes} classes or targets, and the model {fitted.sizes.classes}"
-            )
-            raise DataError(f"{path}: {config.target!r} {problem}; it was trained on so many")
-        sizes = fitted.sizes
+        task, reason = _task(x, y, config.task if trained is None else trained.task)
+        bad = _bad_values(y, y_name, ids=y.dtype.kind in "iu" and task != "regression") | bad
+    kept, choices = leave_out(bad, len(x), config)
+    x = x[kept] if bad else x
+    inputs, sizes = _inputs(x, f"{path}: array {config.inputs!r}")
+    if trained is not None:
+        _check_trained(sizes, trained, x_name)
+    target = np.zeros(len(inputs), np.int64)
+    if y is not None:
+        y = y[kept] if bad else y
+        target, sizes = _target(inputs, replace(sizes, task=task), y, y_name)
+    strata = target if opening.labelled and task == "classification" else None
+    train, validation, rule = opening.split(len(inputs), config, str(path), strata)
+    if trained is not None:
+        if (sizes.classes or 0) > (trained.classes or 0):
+            problem = f"has {sizes.classes} classes or targets, and the model {trained.classes}"
+            raise DataError(f"{y_name} {problem}; it was trained on so many")
+        sizes = trained
     else:
         if task == "classification":
-            check_classes([str(label) for label in range(sizes.classes or 0)], where)
-        if asked == "auto":
+            check_classes([str(label) for label in range(sizes.classes or 0)], y_name)
+        if config.task == "auto":
             choices = (*choices, Choice("data.task", task, reason))
         if task == "regression":
-            mean, deviation, choice = scale_of(target, parts[0])
+            mean, deviation, choice = scale_of(target, train)
             sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
-    parted = parts[0], parts[1]
-    return Tensors(*tensors, sizes, parted, (*choices, *rule), rows=rows if bad else None)
+    rows = RowNames(numbers=kept) if bad else RowNames()
+    return Tensors(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
 
 
 def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:

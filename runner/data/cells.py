@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from runner.data.dates import date_form, describe_form, parse_time
-from runner.data.number_format import MISSING
-from runner.data.table_files import Kind
 from runner.errors import DataError
 
+MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
 LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
 LONGEST = 40  # characters of a cell, in a message
 NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
@@ -24,13 +24,42 @@ ID_ROWS = 50  # fewer may all differ by chance
 ID_SHARE = 0.99  # of an id's cells, that differ: a row may be there twice
 HEAD = 1_000  # cells that mostly tell at once that a column is no id …
 ID_HEAD = 0.9  # … as fewer of them differ
-ODD_CELLS = 0.01
+FEW_NUMBERS = 10
+MOST_UNPARSED = 0.01
 """Of a column's cells, those that may be no number (or date) without making it one of texts: a
 mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
 
+ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+YEAR = re.compile(r"(?<!\d)[12]\d{3}(?!\d)")
+DAYS = {  # by how strptime names it, what a message calls it; of two that fit the first is taken
+    "%d/%m/%Y": "day/month/year",
+    "%m/%d/%Y": "month/day/year",
+    "%d.%m.%Y": "day.month.year",
+    "%d-%m-%Y": "day-month-year",
+    "%m-%d-%Y": "month-day-year",
+    "%Y/%m/%d": "year/month/day",
+    "%Y-%m-%d": "year-month-day",
+    "%b %d, %Y": "Jan 5, 2020",
+    "%B %d, %Y": "January 5, 2020",
+    "%d %b %Y": "5 Jan 2020",
+    "%d %B %Y": "5 January 2020",
+    "%d-%b-%Y": "5-Jan-2020",
+}
+CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+READABLE = "2024-05-31, 31/05/2024, 05/31/2024, 31.05.2024, 2024/05/31 and May 31, 2024"
+SAMPLE = 100  # texts that tell which forms a column may have
 
-FEW_NUMBERS = 10
-MISSING_THEN = "those are missing values"
+
+class Kind(Enum):
+    """What the cells of a column are read as; in a message, `12a is not a finite number`."""
+
+    any = "anything"  # numbers or dates, where it holds such
+    numbers = "a finite number"
+    times = "a date"
+    texts = "a text"
+
+
+TYPE_OF = {Kind.numbers: "number", Kind.times: "date"}  # as data.types names it
 
 
 @dataclass(frozen=True)
@@ -53,7 +82,7 @@ class ParsedColumn:
 
     values: Values
     bad: dict[int, str] = field(default_factory=dict)  # what is wrong with the cell
-    odd: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
+    unparsed: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
     form: str = ""  # of dates that are not ISO 8601, for strptime
     note: str = ""  # why many numbers or dates were read as texts, or what their form may be
     remedy: tuple[str, str] = ("", "")  # the type to declare, and what becomes of the cells then
@@ -68,18 +97,15 @@ class ParsedColumn:
     def missing(self) -> dict[int, str]:
         """By row, what is wrong where there must be a value."""
         rows = np.flatnonzero(missing_cells(self.values)).tolist()
-        problems = dict.fromkeys(rows, "the value is missing")
-        wrong = {
-            row: f"{text[:LONGEST]} is not {self.kind.value}" for row, text in self.odd.items()
-        }
-        return problems | wrong
+        wrong = {row: _not_a(text, self.kind) for row, text in self.unparsed.items()}
+        return dict.fromkeys(rows, "the value is missing") | wrong
 
 
 def parse_column(
     column: Any,
     kind: Kind,
     *,
-    odd_share: float = ODD_CELLS,
+    most_unparsed: float = MOST_UNPARSED,
     bad_share: float = 0.0,
     missing: Sequence[str] = (),
     marker: bool = False,
@@ -87,10 +113,10 @@ def parse_column(
 ) -> ParsedColumn:
     """The cells of an arrow column as what `kind` says, or as what nearly all of them are.
 
-    Among numbers and dates, texts are missing values if they are in `missing` or at most
-    `odd_share` of the cells, and cannot be used if they are more; a column of no `kind` is then one
-    of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such as
-    "unknown", is a missing value up to half of the cells: that loses nothing. Dates are ISO 8601
+    Among numbers and dates, texts are missing values if they are in `missing` or at most the share
+    `most_unparsed` of the cells, and cannot be used if they are more; a column of no `kind` is then
+    one of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such
+    as "unknown", is a missing value up to half of the cells: that loses nothing. Dates are ISO 8601
     or have that `form`; None: the one that most cells have, and a column of no `kind` is then one
     of texts where two make different dates of them. Texts such as NA are missing among numbers and
     dates only: elsewhere they may be a category. DataError names the type of cells that are none of
@@ -99,43 +125,43 @@ def parse_column(
     import pyarrow
     from pyarrow import types
 
-    if types.is_dictionary(column.type) and not _is_text(column.type.value_type):
+    if types.is_dictionary(column.type) and not is_text(column.type.value_type):
         column = column.cast(column.type.value_type)
     values = None if kind is Kind.texts else _typed_values(column, kind)
     if values is not None:
-        bad = {row: _problem(values[row]) for row in _not_float32(values)}
+        bad = {row: _problem(f"{values[row]:g}", values[row]) for row in _not_float32(values)}
         return ParsedColumn(values, bad)
     try:
         words, codes = _encode(column)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         raise DataError(str(column.type)) from None
     note, remedy = "", ("", "")
-    empty = np.array([_is_missing(word) or word in missing for word in words])
+    empty = np.array([word.strip().lower() in MISSING or word in missing for word in words])
     present = len(codes) - int(empty[codes].sum())
-    for wanted in (Kind.numbers, Kind.times):
-        if kind not in (wanted, Kind.any):
-            continue
+    kinds: dict[Kind, tuple[Kind, ...]] = {Kind.any: (Kind.numbers, Kind.times), Kind.texts: ()}
+    for wanted in kinds.get(kind, (kind,)):
         read, used, other = _reader(wanted, form, words, codes)
         parsed = np.array([read(word) for word in words])
-        odd = np.flatnonzero((is_none(parsed) & ~empty)[codes])
-        if marker and kind is Kind.any and _is_marker(words, codes[odd], present):
-            odd_share = 1.0
-        fits = len(odd) <= max(odd_share * present, bad_share * len(codes)) and len(odd) < present
+        unparsed = np.flatnonzero((is_none(parsed) & ~empty)[codes])
+        if marker and kind is Kind.any and _is_marker(words, codes[unparsed], present):
+            most_unparsed = 1.0
+        share = max(most_unparsed * present, bad_share * len(codes))
+        fits = len(unparsed) <= share and len(unparsed) < present
         if other and (fits or kind is wanted):
             note = f"its dates fit {describe_form(used)} and {describe_form(other)}"
             remedy, fits = ("date", f"they are {describe_form(used)}"), False
         if kind is wanted or fits:
-            texts = {row: words[codes[row]] for row in odd.tolist()}
-            bad = _bad_cells(parsed, words, codes)
-            if len(odd) > odd_share * present:
-                wrong = {row: f"{x[:LONGEST]} is not {wanted.value}" for row, x in texts.items()}
-                bad, texts = {**wrong, **bad}, {}
-            return ParsedColumn(parsed[codes], bad, texts, used, note)
-        if 2 * len(odd) < present and not other:
-            example = repr(words[codes[odd[0]]][:LONGEST])
-            cells = f"{len(odd):,} of {present:,} cells, such as {example}"
+            texts = {row: words[codes[row]] for row in unparsed.tolist()}
+            values = parsed[codes]
+            bad = {row: _problem(words[codes[row]], values[row]) for row in _not_float32(values)}
+            if len(unparsed) > most_unparsed * present:
+                bad, texts = {r: _not_a(text, wanted) for r, text in texts.items()} | bad, {}
+            return ParsedColumn(values, bad, texts, used, note)
+        if 2 * len(unparsed) < present and not other:
+            example = repr(words[codes[unparsed[0]]][:LONGEST])
+            cells = f"{len(unparsed):,} of {present:,} cells, such as {example}"
             note = f"{cells}, are not {wanted.value}"
-            remedy = ("number" if wanted is Kind.numbers else "date", MISSING_THEN)
+            remedy = (TYPE_OF[wanted], "those are missing values")
     stripped = tuple(word if word.strip() else "" for word in words)
     return ParsedColumn(Texts(stripped, codes), note=note, remedy=remedy)
 
@@ -146,16 +172,10 @@ def _reader(
     """What reads a text as that kind, the form of its dates, and another one that fits them."""
     if kind is Kind.numbers:
         return number, "", ""
-    used, other = form, ""
-    if used is None:
-        used, other = date_form(words, np.bincount(codes, minlength=len(words)))
-    return partial(parse_time, form=used), used, other if used else ""
-
-
-def _bad_cells(parsed: np.ndarray, words: list[str], codes: np.ndarray) -> dict[int, str]:
-    """By row, the numbers that float32 cannot hold."""
-    values = parsed[codes]
-    return {row: _problem(values[row], words[codes[row]]) for row in _not_float32(values)}
+    other = ""
+    if form is None:
+        form, other = date_form(words, np.bincount(codes, minlength=len(words)))
+    return partial(parse_time, form=form), form, other if form else ""
 
 
 def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
@@ -186,29 +206,22 @@ def id_reason(name: str, column: Any) -> str:
 
     named, value = ID_NAME.search(name), getattr(column.type, "value_type", column.type)
     if types.is_integer(column.type):
-        if len(column) >= ID_ROWS and not column.null_count and _counts(column):
+        steps = np.diff(column.to_numpy()) if not column.null_count else np.zeros(0)
+        if len(steps) + 1 >= ID_ROWS and steps[0] and (steps == steps[0]).all():
             return "it counts the rows"
         different = named and _different(column.drop_null())
         return f"its whole numbers are {different}, and its name says so" if different else ""
-    if not _is_text(value):
+    if not is_text(value):
         return ""
     words = _present(column.slice(0, HEAD).cast(value)).to_pylist()
     if len({*words}) < ID_HEAD * len(words) or not words:
         return ""
     form, _ = date_form(words, np.ones(len(words)))
-    readers = (number, partial(parse_time, form=form))
-    parsed = [np.array([read(word) for word in words]) for read in readers]
-    if not named and max((~is_none(values)).mean() for values in parsed) > 0.5:
-        return ""
+    for read in (number, partial(parse_time, form=form)):
+        if not named and 2 * is_none(np.array([read(word) for word in words])).sum() < len(words):
+            return ""
     different = _different(_present(column.cast(value)))
     return f"its texts are {different}" if different else ""
-
-
-def _counts(column: Any) -> bool:
-    if len({*np.diff(column.slice(0, HEAD).to_numpy()).tolist()}) != 1:
-        return False
-    steps = np.diff(column.to_numpy())
-    return bool(steps[0] and (steps == steps[0]).all())
 
 
 def _present(texts: Any) -> Any:
@@ -257,6 +270,48 @@ def number(word: str) -> float:
         return float("nan")
 
 
+def parse_time(word: str, form: str = "") -> np.datetime64:
+    """The time that a text says as ISO 8601, in UTC, or in that form of strptime; NaT: none."""
+    word, none = word.strip(), np.datetime64("NaT", "us")
+    iso = ISO_DATE.match(word)
+    if not iso and not form:
+        return none
+    try:
+        time = datetime.fromisoformat(word) if iso else datetime.strptime(word, form)
+    except ValueError:
+        return none
+    return np.datetime64(time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo else time, "us")
+
+
+def date_form(words: Sequence[str], counts: np.ndarray) -> tuple[str, str]:
+    """The form that most cells of a column can be read in, and another one that fits as well.
+
+    Of the different `words` there are so many cells. "" is ISO 8601, or no other form: one that
+    fits as well counts only where it makes other dates of the texts.
+    """
+    sample = [word for word in words if YEAR.search(word) and not ISO_DATE.match(word)][:SAMPLE]
+    if not sample:
+        return "", ""
+    clocks = CLOCKS[1:] if ":" in sample[0] else CLOCKS[:1]
+    forms = [day + clock for day in DAYS for clock in clocks]
+    fits = {form: int((~np.isnat(_times(sample, form))).sum()) for form in forms}
+    likely = [form for form in forms if fits[form] and 2 * fits[form] >= max(fits.values())]
+    parsed = {form: _times(words, form) for form in ("", *likely)}
+    cells = {form: int(counts[~np.isnat(times)].sum()) for form, times in parsed.items()}
+    best, *tied = [form for form in parsed if cells[form] == max(cells.values())]
+    other = (f for f in tied if not np.array_equal(parsed[f], parsed[best], equal_nan=True))
+    return best, next(other, "")
+
+
+def describe_form(form: str) -> str:
+    """What a message calls a form: `day/month/year`."""
+    return next(name for day, name in DAYS.items() if form.startswith(day))
+
+
+def _times(words: Sequence[str], form: str) -> np.ndarray:
+    return np.array([parse_time(word, form) for word in words], "M8[us]")
+
+
 PARTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "year": lambda times: times.astype("M8[Y]").astype(int) + 1970,
     "month": lambda times: times.astype("M8[M]").astype(int) % 12 + 1,
@@ -284,7 +339,8 @@ def is_none(values: np.ndarray) -> np.ndarray:
     return none
 
 
-def _is_text(arrow: Any) -> bool:
+def is_text(arrow: Any) -> bool:
+    """Whether it is the arrow type of a column of texts."""
     from pyarrow import types
 
     return bool(types.is_string(arrow) or types.is_large_string(arrow))
@@ -302,21 +358,6 @@ def _encode(column: Any) -> tuple[list[str], np.ndarray]:
     return [*words, ""], codes
 
 
-def _is_missing(word: str) -> bool:
-    return word.strip().lower() in MISSING
-
-
-def _is_marker(words: Sequence[str], codes: np.ndarray, present: int) -> bool:
-    """Whether these cells, less than half of those present, all hold one word without digits.
-
-    Beside few different numbers, such as the codes 1, 2 and c, it is a category.
-    """
-    if len(words) < FEW_NUMBERS:
-        return False
-    used = {words[code].strip().lower() for code in np.unique(codes)}
-    return len(used) == 1 and 2 * len(codes) < present and not re.search(r"\d", *used)
-
-
 def _not_float32(numbers: np.ndarray) -> list[int]:
     if numbers.dtype.kind == "M":
         return []
@@ -327,7 +368,20 @@ def _not_float32(numbers: np.ndarray) -> list[int]:
     return rows
 
 
-def _problem(value: float, word: str | None = None) -> str:
-    word = f"{value:g}" if word is None else word
+def _problem(word: str, value: float) -> str:
     what = "too large for float32" if np.isfinite(value) else "not a finite number"
     return f"{word[:LONGEST]} is {what}"
+
+
+def _not_a(word: str, kind: Kind) -> str:
+    return f"{word[:LONGEST]} is not {kind.value}"
+
+
+def _is_marker(words: Sequence[str], codes: np.ndarray, present: int) -> bool:
+    """Whether these cells, less than half of those present, all hold one word without digits.
+
+    Beside few different numbers, such as the codes 1, 2 and c, it is a category.
+    """
+    used = {words[code].strip().lower() for code in np.unique(codes)}
+    few = len(words) < FEW_NUMBERS or 2 * len(codes) >= present
+    return not few and len(used) == 1 and not re.search(r"\d", *used)

@@ -118,8 +118,7 @@ class DataConfig:
         if self.sampler is not None and not self.shuffle:
             problem = "draws samples in a random order, and data.shuffle=false"
             raise ConfigError("data.sampler", f"{self.sampler} {problem}", "leave one of them out")
-        table = self.kind in ("tabular", "text") and self._target_ is None
-        self._check_split(table)
+        self._check_split()
         self._check_folds()
 
     @property
@@ -128,9 +127,6 @@ class DataConfig:
         return None if self.folds is None or self.fold is None else (self.fold, self.folds)
 
     def _check_folds(self) -> None:
-        if self.folds is not None and self.kind in FIXED_SPLIT and self._target_ is None:
-            problem = f"data={self.kind} has parts of its own"
-            raise ConfigError("data.folds", problem, "leave it out")
         if self.folds is None and self.fold is not None:
             raise ConfigError("data.folds", f"data.fold={self.fold} needs it", "data.folds=5")
         if self.folds is not None and (self.fold is None or self.fold >= self.folds):
@@ -139,13 +135,15 @@ class DataConfig:
             fix = f"to train with each: -m data.fold={every}"
             raise ConfigError("data.fold", problem.replace("None", "null"), fix)
 
-    def _check_split(self, table: bool) -> None:
+    def _check_split(self) -> None:
         name, by = self.split and self.split.name, getattr(self, "split_by", None)
-        if name and self.kind in FIXED_SPLIT and self._target_ is None:
-            problem = f"data={self.kind} has parts of its own"
-            raise ConfigError("data.split", problem, "leave it out")
+        kind = self.kind if self._target_ is None else "own"
+        for key in ("split", "folds"):
+            if kind in FIXED_SPLIT and getattr(self, key) is not None:
+                problem = f"data={kind} has parts of its own"
+                raise ConfigError(f"data.{key}", problem, "leave it out")
         if name in ("group", "time"):
-            if not table:
+            if kind not in ("tabular", "text"):
                 problem = f"{name} is for a column of a table"
                 raise ConfigError("data.split", problem, "use stratified or random")
             if not by:

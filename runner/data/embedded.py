@@ -1,16 +1,20 @@
-"""The real data that is shipped inside the package; files/README.md says where it is from."""
+"""Data without files of the user's: shipped in the package (see files/README.md), or made up."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from runner.data.batch import Column, Sizes
-from runner.data.config import Cancer, Digits
+from runner.data.config import Cancer, DataConfig, Digits, Synthetic, SyntheticForm
+from runner.data.dataset import Tensors, fit_scale, scale
 from runner.data.order import split
-from runner.data.tensors import Tensors, fit_scale, scale
+from runner.device import memory
+from runner.errors import ConfigError
 
 FILES = Path(__file__).parent / "files"
 MEASURED = (
@@ -22,30 +26,64 @@ MEASURED = (
 def digits(config: Digits) -> Tensors:
     """Images float32 [1, 8, 8] of ink from 0 to 1, and which digit each one is."""
     with np.load(FILES / "digits.npz") as file:
-        images, labels = file["images"], file["labels"]
-    names = tuple(str(digit) for digit in range(10))
-    return Tensors(
-        torch.from_numpy(images.astype(np.float32)[:, None] / 16),
-        torch.from_numpy(labels.astype(np.int64)),
-        Sizes("classification", 64, in_channels=1, image_size=8, classes=10, class_names=names),
-        split(len(images), config.validation, config.split_seed, fold=config.validation_fold),
-    )
+        images, labels = file["images"].astype(np.float32)[:, None] / 16, file["labels"]
+    sizes = Sizes("classification", 64, 1, 8, 10, class_names=tuple("0123456789"))
+    target = torch.from_numpy(labels.astype(np.int64))
+    return Tensors(torch.from_numpy(images), target, sizes, _split(len(images), config))
 
 
 def cancer(config: Cancer) -> Tensors:
     """Measurements float32 [30], standardised, and whether the biopsy was benign (1)."""
     with np.load(FILES / "cancer.npz") as file:
         measurements, labels = file["measurements"], file["labels"]
-    parts = split(
-        len(measurements), config.validation, config.split_seed, fold=config.validation_fold
-    )
+    parts = _split(len(measurements), config)
     means, deviations = fit_scale(measurements, parts[0])
     names = [f"{kind} {what}" for kind in ("mean", "error of", "worst") for what in MEASURED]
-    columns = zip(names, means.tolist(), deviations.tolist(), strict=True)
-    return Tensors(
-        torch.from_numpy(scale(measurements, means, deviations)),
-        torch.from_numpy(labels.astype(np.int64)),
-        Sizes("classification", 30, classes=2, class_names=("malignant", "benign")),
-        parts,
-        columns=tuple(Column(name, mean, deviation) for name, mean, deviation in columns),
-    )
+    columns = map(Column, names, means.tolist(), deviations.tolist())
+    sizes = Sizes("classification", 30, classes=2, class_names=("malignant", "benign"))
+    inputs = torch.from_numpy(scale(measurements, means, deviations))
+    target = torch.from_numpy(labels.astype(np.int64))
+    return Tensors(inputs, target, sizes, parts, columns=tuple(columns))
+
+
+def synthetic(config: Synthetic) -> Tensors:
+    """Images, tokens or tables that can be learned, generated from `data.split_seed`."""
+    side, images = config.image_size, config.form is SyntheticForm.images
+    shape = (config.channels, side, side) if images else (config.features,)
+    tokens = config.form is SyntheticForm.tokens
+    size = config.samples * (2 * config.sequence if tokens else prod(shape)) * 4
+    if size > (available := memory.available_bytes()):
+        problem = f"{config.samples:,} of that size take {size / 1e9:,.1f} GB"
+        fix = f"use less than the {available / 1e9:,.1f} GB that are available"
+        raise ConfigError("data.samples", problem, fix)
+    rng, vocab = np.random.default_rng(config.split_seed), config.vocab
+    if tokens:
+        inputs, target = _markov_chains(config, rng)
+        sizes = Sizes("language_modelling", classes=vocab, vocab=vocab, sequence=config.sequence)
+    else:
+        # each class is a pattern; noise of the same strength lies over it
+        prototypes = rng.standard_normal((config.classes, *shape), dtype=np.float32)
+        labels = rng.integers(config.classes, size=config.samples)
+        samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
+        samples += prototypes[labels]
+        inputs, target = torch.from_numpy(samples), torch.from_numpy(labels)
+        layout = (config.channels, side) if images else (None, None)
+        sizes = Sizes("classification", prod(shape), *layout, config.classes)
+    return Tensors(inputs, target, sizes, _split(config.samples, config))
+
+
+def _split(samples: int, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    return split(samples, config.validation, config.split_seed, fold=config.validation_fold)
+
+
+def _markov_chains(config: Synthetic, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Each token fixes the next one, but for every tenth, which is drawn at random."""
+    following = rng.permutation(config.vocab)
+    ids = np.empty((config.samples, config.sequence + 1), np.int64)
+    ids[:, 0] = rng.integers(config.vocab, size=config.samples)
+    for position in range(config.sequence):
+        random = rng.random(config.samples) < 0.1
+        drawn = rng.integers(config.vocab, size=config.samples)
+        ids[:, position + 1] = np.where(random, drawn, following[ids[:, position]])
+    tensor = torch.from_numpy(ids)
+    return tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from runner.data.augment import blend, rand_augment
 from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.config import BadSamples, Images
 from runner.data.dataset import Dataset
-from runner.data.folders import labelled_files, relative_names
-from runner.data.image_cache import ImageCache
-from runner.data.labels import trained_labels
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.labels import labelled_files, relative_names, trained_labels
+from runner.data.open import PLAIN, Opening
 from runner.data.saved_dataset import SavedImages, is_saved
 from runner.data.usable import FIX, lacks_resources
 from runner.device import memory
@@ -33,6 +32,53 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded, under any name: others contain programs, such as PostScript's."""
 HEADS = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop
+HEADER = np.dtype([("crc", np.uint32), ("height", np.uint32), ("width", np.uint32)])
+
+
+class ImageCache:
+    """Pixels (uint8, [height, width, channels]) by image, each decoded once by any process.
+
+    The memory is mapped before workers are forked, which then share it. What a process wrote is
+    taken for whole only with its checksum, so that no lock is needed, and a process that dies in
+    the middle leaves nothing. Images are kept from the first on, as many as fit into `limit` bytes.
+    """
+
+    def __init__(self, sizes: np.ndarray, channels: int, limit: int) -> None:
+        """`sizes` are the numbers of pixels of each image at most."""
+        ends = np.cumsum(sizes.astype(np.int64) * channels + HEADER.itemsize)
+        self.kept = int(np.searchsorted(ends, limit, "right"))  # images
+        self.bytes = int(ends[self.kept - 1]) if self.kept else 0
+        self.starts, self.channels = np.concatenate([[0], ends]), channels
+        # all at once: memory that grew with the steps would look like a leak
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        self.memory = mmap.mmap(-1, self.bytes, flags=flags) if self.bytes else b""
+        self.pixels = np.frombuffer(self.memory, np.uint8)
+
+    def get(self, index: int) -> np.ndarray | None:
+        """A view of the image's pixels, if it was decoded before."""
+        if index >= self.kept:
+            return None
+        start = int(self.starts[index])
+        head = self.pixels[start : start + HEADER.itemsize].view(HEADER)[0]
+        height, width = int(head["height"]), int(head["width"])
+        size = height * width * self.channels
+        start += HEADER.itemsize
+        if not size or start + size > self.starts[index + 1]:
+            return None
+        pixels = self.pixels[start : start + size]
+        if crc32(pixels.data) != head["crc"]:
+            return None
+        return pixels.reshape(height, width, self.channels)
+
+    def store(self, index: int, pixels: np.ndarray) -> None:
+        """Keep them, if there is room for that image."""
+        start = int(self.starts[index]) if index < self.kept else 0
+        if index >= self.kept or start + HEADER.itemsize + pixels.size > self.starts[index + 1]:
+            return
+        flat = np.ascontiguousarray(pixels).reshape(-1)
+        self.pixels[start + HEADER.itemsize :][: flat.size] = flat
+        head = np.array([(crc32(flat.data), *pixels.shape[:2])], HEADER)
+        self.pixels[start : start + HEADER.itemsize] = head.view(np.uint8)
 
 
 class ImageFolder(Dataset):
@@ -149,31 +195,26 @@ class ImageFolder(Dataset):
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Read, decode and crop; a file that cannot be decoded is a BadSample with its name."""
-        if seeds is not None and self.blends:
-            return self._blended(indices, seeds)
-        batch = np.empty(
-            (len(indices), self.size, self.size, self.sizes.in_channels or 1), np.uint8
-        )
-        for row, index in enumerate(indices.tolist()):
-            draw = _generator(seeds[row]) if seeds is not None and self.distorts else None
-            batch[row] = self._sample(index, draw, row)
-        return _scaled(batch), self.target[torch.from_numpy(indices)]
-
-    def _blended(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
-        """Each with a training sample that its seed chooses: the batch has no part in it."""
-        batch = np.empty(
-            (len(indices), self.size, self.size, self.sizes.in_channels or 1), np.float32
-        )
+        blends = seeds is not None and self.blends
+        shape = (len(indices), self.size, self.size, self.sizes.in_channels or 1)
+        batch = np.empty(shape, np.float32 if blends else np.uint8)
         target = torch.zeros(len(indices), self.sizes.classes or 1)
         for row, index in enumerate(indices.tolist()):
-            draw = _generator(seeds[row])
-            other = int(self.train[draw.integers(len(self.train))])
+            draw = None if seeds is None else np.random.Generator(np.random.PCG64(int(seeds[row])))
             used = draw if self.distorts else None
-            pair = self._sample(index, used, row), self._sample(other, used, row)
-            batch[row], share = blend(*pair, draw, self.config.mixup, self.config.cutmix)
-            target[row, self.target[index]] += share
-            target[row, self.target[other]] += 1 - share
-        return _scaled(batch), target
+            if draw is not None and self.blends:
+                # with a training sample that its seed chooses: the batch has no part in it
+                other = int(self.train[draw.integers(len(self.train))])
+                first, second = (self._sample(i, used, row) for i in (index, other))
+                how = draw, self.config.mixup, self.config.cutmix
+                batch[row], share = blend(first, second, *how)
+                target[row, self.target[index]] += share
+                target[row, self.target[other]] += 1 - share
+            else:
+                batch[row] = self._sample(index, used, row)
+        # pixels from 0 to 255 as float32 from 0 to 1, the channel second
+        images = torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
+        return images, target if blends else self.target[torch.from_numpy(indices)]
 
     def _sample(self, index: int, draw: np.random.Generator | None, row: int) -> np.ndarray:
         """Its pixels, uint8 [size, size, channels]; a bad one is named by its row in the batch."""
@@ -216,18 +257,9 @@ class ImageFolder(Dataset):
         return image
 
 
-def _generator(seed: Any) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(int(seed)))
-
-
 def _pixels(image: Image) -> np.ndarray:
     pixels = np.asarray(image)
     return pixels if pixels.ndim == 3 else pixels[..., None]
-
-
-def _scaled(batch: np.ndarray) -> Tensor:
-    """Pixels from 0 to 255 as float32 from 0 to 1, the channel second."""
-    return torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
 
 
 def _open(source: Any) -> Image:

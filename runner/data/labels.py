@@ -1,13 +1,18 @@
-"""Targets: what the task is, which classes there are, and whether each label is one of them."""
+"""Targets: the task, the classes, whether each label is one of them, and files by class."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from runner.data.batch import RowNames
+from runner.data.open import Opening
+from runner.data.paths import check_link, listed
 from runner.errors import BadSample, ConfigError, DataError
+from runner.techniques.base import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
 NO_LOSS = -100  # torch's own default for a target that carries no loss
@@ -67,13 +72,65 @@ def trained_labels(
     unknown = [name for name in names if name not in places]
     if unknown:
         at = np.isin(labels, [names.index(name) for name in unknown])
-        listed = ", ".join(repr(name[:40]) for name in unknown[:5])
-        more = f", … ({len(unknown)} in all)" if len(unknown) > 5 else ""
+        names_unknown = listed(repr(name[:40]) for name in unknown)
         classes = ", ".join(name[:40] for name in trained[:10])
         raise DataError(
             f"data.path: {what}: {int(at.sum()):,} of {len(labels):,} samples have a class that "
-            f"the model was not trained on: {listed}{more}; its classes are {classes}; remove "
+            f"the model was not trained on: {names_unknown}; its classes are {classes}; remove "
             "those samples, or train with such ones, too"
         )
     trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]
     return trained_places
+
+
+def labelled_files(
+    root: Path, opening: Opening, takes: Callable[[Path], bool], what: str
+) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
+    """The files in `root` that are taken, the label of each, the classes, and what was skipped.
+
+    Sorted by name, at any depth; folders that are hidden or have no files are no classes. Raises
+    SecurityError for a link out of `root`; `what` names the files that are taken.
+    """
+    if not opening.labelled:
+        files_inside = [root]  # one file
+        if root.is_dir():
+            files_inside = _inside(root, root.rglob("*"), opening, Path.is_file)
+        files = [file for file in files_inside if takes(file)]
+        if not files:
+            raise DataError(f"{root}: has no {what}")
+        return files, np.zeros(len(files), np.int64), (), ()
+    classes = dict[str, list[Path]]()
+    skipped = [f"{f.name} (hidden)" for f in sorted(root.glob(".*/"))]
+    for folder in _inside(root, root.iterdir(), opening, Path.is_dir):
+        inside = _inside(root, folder.rglob("*"), opening, Path.is_file)
+        if taken := [file for file in inside if takes(file)]:
+            classes[folder.name] = taken
+        else:
+            skipped.append(f"{folder.name} (has no {what})")
+    choices: tuple[Choice, ...] = ()
+    note = f"folders that are no classes: {', '.join(skipped)}" if skipped else ""
+    if len(classes) < (2 if opening.fitted is None else 1):
+        fix = "put the files of each class into a folder with its name, two or more of them"
+        problem = f"{root} has {len(classes)} folders with {what} in it"
+        raise ConfigError("data.path", f"{problem}; {note}" if note else problem, fix)
+    if note:
+        choices = (Choice("data.path", str(root), f"left out: {note}"),)
+    names, files = tuple(classes), [file for taken in classes.values() for file in taken]
+    labels = np.repeat(np.arange(len(names)), [len(taken) for taken in classes.values()])
+    if opening.fitted is None:
+        return files, labels, names, choices
+    trained = opening.fitted.sizes.class_names
+    return files, trained_labels(names, labels, trained, str(root)), trained, choices
+
+
+def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
+    """The files' paths within `root`, or the name of the one file that `root` is."""
+    folder = root if root.is_dir() else root.parent
+    return RowNames(names=[str(file.relative_to(folder)) for file in files])
+
+
+def _inside(
+    root: Path, paths: Iterable[Path], opening: Opening, kind: Callable[[Path], bool]
+) -> list[Path]:
+    shown = (path for path in paths if kind(path) and not path.name.startswith("."))
+    return sorted(check_link(path, root, opening.policy) for path in shown)

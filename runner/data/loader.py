@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,16 +67,9 @@ def make_loader(
         problem = f"{batch_size} is more than the {n} training samples, and data.drop_last=true"
         fix = "use a smaller batch or data.drop_last=false"
         raise ConfigError("training.batch_size", problem, fix)
-    order = BatchSampler(
-        np.asarray(indices, np.int64),
-        batch_size=batch_size,
-        batches=batches,
-        seed=seed,
-        shuffle=shuffle,
-        seeds=augment and source.augments,
-        labels=labels,
-        part=part,
-    )
+    seeds = augment and source.augments
+    sizes = batch_size, batches, seed, shuffle, seeds
+    order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, part)
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
@@ -94,49 +88,45 @@ def make_loader(
         from runner.data.usable import UsableFetch
 
         usable = UsableFetch(source, order)
-    loader = BatchLoader(source, order, repeat, placements, [*source.choices, *choices], usable)
+    fetch = usable or Fetch(source, order)
+    persistent = config.persistent_workers is not False
+    pool = None
     if workers:
         from runner.data.workers import Workers
 
         ahead = config.prefetch or PREFETCH
-        loader.persistent = config.persistent_workers is not False
-        loader.pool = Workers(
-            *(loader.fetch, workers, ahead, config.timeout_s, config.worker_restarts),
-            share=loader.persistent,
-        )
-    return loader
+        limits = config.timeout_s, config.worker_restarts
+        pool = Workers(fetch, workers, ahead, *limits, share=persistent)
+    return BatchLoader(fetch, repeat, placements, [*source.choices, *choices], pool, persistent)
 
 
+@dataclass(frozen=True)
 class Fetch:
     """The batch of a key, on the CPU; what a worker process runs."""
 
-    def __init__(self, source: Dataset, order: BatchSampler) -> None:
-        self.source, self.order = source, order
+    source: Dataset
+    order: BatchSampler
 
     def __call__(self, key: Key) -> Batch:
         """The batch with that number in that epoch."""
         return self.source.fetch(*self.order.batch(*key))
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """Batches of one part of a data set, as a pure function of the step: resuming costs nothing."""
 
-    def __init__(
-        self,
-        source: Dataset,
-        order: BatchSampler,
-        repeat: bool,
-        placements: Sequence[Callable[[Batch], Batch]],
-        choices: list[Choice],
-        usable: UsableFetch | None = None,
-    ) -> None:
-        self.fetch: Fetch | UsableFetch = usable or Fetch(source, order)
-        self.repeat, self.usable = repeat, usable
-        self.pool: Workers | None = None
-        self.persistent = True  # workers live for more than an epoch
-        self.placements, self.choices = placements, choices
-        self.steps_per_epoch = order.batches
-        self.inspector: Inspector | None = None
+    fetch: Fetch | UsableFetch
+    repeat: bool
+    placements: Sequence[Callable[[Batch], Batch]]
+    choices: list[Choice]
+    pool: Workers | None = None
+    persistent: bool = True  # workers live for more than an epoch
+    inspector: Inspector | None = None
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = self.fetch.order.batches
+        self.usable: UsableFetch | None = None if isinstance(self.fetch, Fetch) else self.fetch
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Batches from step `start` on; ends after an epoch unless the loader repeats."""
@@ -171,8 +161,7 @@ class BatchLoader:
         chosen = self.fetch.order.batch(*key)[0]
         if self.usable is not None:
             chosen = self.usable.remaining(key, chosen)
-        indices: list[int] = chosen.tolist()
-        return indices
+        return [int(index) for index in chosen]
 
     @property
     def empty(self) -> bool:

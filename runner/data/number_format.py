@@ -1,24 +1,23 @@
-"""Numbers in texts of a csv: decimal commas and signs between thousands."""
+"""Numbers in texts of a csv: decimal commas, signs between thousands, and signs of money."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.config import SIGNS, CsvFormat, Tabular, sign_of
+from runner.data.cells import MISSING
+from runner.data.config import SIGNS, Tabular, sign_of
 from runner.data.preprocessing import Preprocessing
 from runner.errors import DataError
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
 
-MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
 SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
 GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
@@ -34,17 +33,19 @@ MANY_GROUPS = r"^\s*[+-]?\d{{1,3}}([{0}]\d{{3}}){{2,}}\s*$"
 READABLE = r"^\s*[+-]?(\d{{1,3}}([{0}]\d{{3}})+|\d*)([{1}]\d*)?([eE][+-]?\d+)?\s*$"
 PAIRS = [(",", "."), (".", ","), *((t, d) for t in (SPACES, APOSTROPHES) for d in ",.")]
 COMMA, POINT = DECIMAL.format(","), DECIMAL.format("[.]")
+GROUPED_BY_COMMA, GROUPED_BY_ANY = GROUPED.format(","), GROUPED.format(f"[{GROUP_SIGNS}]")
+NOTHING = "^$"
 
 
 @dataclass
 class _Texts:
-    """A column of texts nearly all of which look like numbers."""
+    """A column of texts, and how many cells have each of them; missing values count as none."""
 
     name: str
     column: Any  # pyarrow.DictionaryArray
-    counts: np.ndarray  # cells of each different text
+    counts: np.ndarray
 
-    def count(self, pattern: str, without: str = "^$") -> int:
+    def count(self, pattern: str, without: str = NOTHING) -> int:
         """Cells that match, and do not match the other one."""
         return int(self.counts[self._match(pattern) & ~self._match(without)].sum())
 
@@ -70,114 +71,75 @@ class _Texts:
         return np.asarray(matches.fill_null(False))
 
 
-def encode_texts(columns: dict[str, Any]) -> None:
-    """Make dictionaries of the columns of texts, of which each text is then parsed once."""
-    import pyarrow
-
-    for name, column in columns.items():
-        if pyarrow.types.is_string(column.type):
-            columns[name] = pyarrow.chunked_array([column.dictionary_encode().combine_chunks()])
-
-
 def convert_numbers(
     columns: dict[str, Any], path: Path, separator: str, config: Tabular
 ) -> tuple[Choice, ...]:
-    """Write numbers among encoded texts as Python reads them; returns what was recognised.
+    """Write numbers among texts as Python reads them; returns what was recognised.
 
-    Signs between thousands are recognised where some number, such as 1,234.5, needs them and all
-    numbers can be read with them; a decimal comma where commas do not separate cells, no number has
-    a decimal point, and some number, such as 12,5, cannot have it between thousands.
+    Texts become dictionaries, of which each text is parsed once. A sign of money or % is taken off
+    a column that has it nearly everywhere. Signs between thousands are recognised where some
+    number, such as 1,234.5, needs them and all numbers can be read with them; a decimal comma where
+    commas do not separate cells, no number has a decimal point, and some number, such as 12,5,
+    cannot have it between thousands.
     """
     import pyarrow
 
-    candidates = (_like_numbers(*item, config.most_bad) for item in columns.items())
-    parsed = [texts for texts in candidates if texts is not None]
-    if not parsed:
-        return ()
-    choices: tuple[Choice, ...] = ()
+    texts = [
+        _texts(name, column)
+        for name, column in columns.items()
+        if pyarrow.types.is_string(column.type)
+    ]
+    units = [choice for column in texts for choice in _strip_units(column)]
+    parsed = [column for column in texts if _like_numbers(column, config.most_bad)]
     points = any(str(column.type) == "double" for column in columns.values())
     decimal, thousands = sign_of(config.decimal), sign_of(config.thousands)
+    choices: tuple[Choice, ...] = ()
     if decimal is None and thousands is None:
         decimal, thousands, choices = _recognise_signs(parsed, points)
     if thousands == ".":
         decimal = ","
     if thousands is not None:
         signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
-        for texts in parsed:
-            texts.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
+        for column in parsed:
+            column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
+    if decimal is None and thousands != "," and separator != "," and not points:
+        certain = [column for column in parsed if column.count(COMMA, GROUPED_BY_COMMA)]
+        if certain and not any(c.count(POINT) or c.count(GROUPED_BY_COMMA, COMMA) for c in parsed):
+            reason = f"column {certain[0].name!r} holds numbers such as {certain[0].example(COMMA)}"
+            decimal, choices = ",", (Choice("data.decimal", "comma", reason),)
     if decimal is None and thousands is None:
-        choices = _hints(parsed)
-    if decimal is None and thousands != ",":
-        certain = [t for t in parsed if t.count(COMMA, GROUPED.format(","))]
-        mixed = any(t.count(POINT) or t.count(GROUPED.format(","), COMMA) for t in parsed)
-        if certain and separator != "," and not points and not mixed:
-            decimal, example = ",", certain[0].example(COMMA)
-            reason = f"column {certain[0].name!r} holds numbers such as {example}"
-            choices = (Choice("data.decimal", "comma", reason),)
-    for choice in choices:
-        if choice.value == "none":
-            log.warning("%s: %s", choice.key, choice.reason)
+        choices = tuple(choice for column in parsed for choice in _hint(column))
     if decimal == ",":
-        for texts in parsed:
-            if texts.count(POINT):
-                problem = f"column {texts.name!r} holds {texts.example(POINT)}, and the decimal"
-                fix = f"data.decimal=point, data.thousands=point, or data.ignore=[{texts.name}]"
-                raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
-            texts.replace(COMMA, ",", ".")
-    columns.update({texts.name: pyarrow.chunked_array([texts.column]) for texts in parsed})
-    return choices
+        for column in parsed:
+            _convert_commas(column, path)
+    columns.update({column.name: pyarrow.chunked_array([column.column]) for column in texts})
+    return (*units, *choices)
 
 
-def as_trained(config: CsvFormat, fitted: Preprocessing | None) -> Tabular | None:
+def as_trained(config: Tabular, fitted: Preprocessing | None) -> tuple[Tabular, tuple[Choice, ...]]:
     """The config with the signs of the training file, if it had any and the config names none."""
-    if fitted is None or not isinstance(config, Tabular) or config.decimal or config.thousands:
-        return None
+    if fitted is None or config.decimal or config.thousands:
+        return config, ()
     if not fitted.decimal and not fitted.thousands:
-        return None
-    decimal = fitted.decimal or "point"
-    return replace(config, decimal=decimal, thousands=fitted.thousands or None)
+        return config, ()
+    decimal, thousands = fitted.decimal or "point", fitted.thousands or None
+    signs = {"data.decimal": decimal, "data.thousands": thousands}
+    reason = "as in the file of the training"
+    choices = tuple(Choice(key, word, reason) for key, word in signs.items() if word)
+    return replace(config, decimal=decimal, thousands=thousands), choices
 
 
-def trained_signs(config: Tabular | None) -> tuple[Choice, ...]:
-    """The signs of the training file, where it had any."""
-    signs = () if config is None else ("decimal", "thousands")
-    words = [(f"data.{key}", getattr(config, key)) for key in signs if getattr(config, key)]
-    return tuple(Choice(key, word, "as in the file of the training") for key, word in words)
+def word_of(sign: str) -> str:
+    """The word that a key has for a sign; any other sign is itself."""
+    sign = " " if sign in SPACES else "'" if sign in APOSTROPHES else sign
+    return next((word for word, known in SIGNS.items() if known == sign), sign)
 
 
-def uses_other_decimals(columns: Mapping[str, Any], config: Tabular) -> bool:
-    """Whether some number has the other decimal sign for certain: 12.5, where 1.234 may be 1234."""
-    other = "[.]" if sign_of(config.decimal) == "," else ","
-    parsed = (_like_numbers(*item, config.most_bad) for item in columns.items())
-    return any(t and t.count(DECIMAL.format(other), GROUPED.format(other)) for t in parsed)
-
-
-def strip_units(columns: dict[str, Any]) -> tuple[Choice, ...]:
-    """Take off the sign, such as € or %, that nearly all numbers of a column have; says which."""
-    import pyarrow
-
-    choices = []
-    for name, column in columns.items():
-        texts = _texts(name, column)
-        total = 0 if texts is None else int(texts.counts.sum())
-        for sign in UNITS if total else "":
-            pattern = UNIT.format(re.escape(sign))
-            if texts is not None and texts.count(pattern) >= UNIT_SHARE * total:
-                reason = f"its cells are numbers with {sign}, such as {texts.example(pattern)}"
-                choices.append(Choice("data.types", f"{name}: number", reason))
-                texts.replace(pattern, rf"\s*{re.escape(sign)}\s*", "")
-                columns[name] = pyarrow.chunked_array([texts.column])
-    return tuple(choices)
-
-
-def _texts(name: str, column: Any) -> _Texts | None:
-    """The texts of a column and how many cells have each; missing values count as none."""
+def _texts(name: str, column: Any) -> _Texts:
     import pyarrow
     from pyarrow import compute
 
-    if not pyarrow.types.is_dictionary(column.type):
-        return None
-    encoded = column.combine_chunks()
+    encoded = column.dictionary_encode().combine_chunks()
     codes = encoded.indices.drop_null().to_numpy()
     counts = np.bincount(codes, minlength=len(encoded.dictionary))
     words = compute.utf8_lower(compute.utf8_trim_whitespace(encoded.dictionary))
@@ -185,13 +147,22 @@ def _texts(name: str, column: Any) -> _Texts | None:
     return _Texts(name, encoded, counts * known)
 
 
-def _like_numbers(name: str, column: Any, share: float) -> _Texts | None:
-    """The texts of a column, if at most that share of its cells is not like a number."""
-    texts = _texts(name, column)
-    if texts is None:
-        return None
+def _strip_units(texts: _Texts) -> list[Choice]:
+    """Take off the sign, such as € or %, that nearly all numbers of a column have; says which."""
+    total, choices = int(texts.counts.sum()), []
+    for sign in UNITS if total else "":
+        pattern = UNIT.format(re.escape(sign))
+        if texts.count(pattern) >= UNIT_SHARE * total:
+            reason = f"its cells are numbers with {sign}, such as {texts.example(pattern)}"
+            choices.append(Choice("data.types", f"{texts.name}: number", reason))
+            texts.replace(pattern, rf"\s*{re.escape(sign)}\s*", "")
+    return choices
+
+
+def _like_numbers(texts: _Texts, share: float) -> bool:
+    """Whether at most that share of the cells is not like a number."""
     numbers = texts.count(LIKE_A_NUMBER, DOTTED_DATE)
-    return texts if numbers and numbers >= (1 - share) * texts.counts.sum() else None
+    return numbers > 0 and numbers >= (1 - share) * texts.counts.sum()
 
 
 def _recognise_signs(
@@ -211,29 +182,31 @@ def _recognise_signs(
         return None, None, ()
     thousands, decimal, example = readable[0]
     reason = f"the file holds numbers such as {example}"
-    choices = [Choice("data.thousands", _word(thousands[0]), reason)]
+    choices = [Choice("data.thousands", word_of(thousands[0]), reason)]
     if decimal == ",":
         choices.append(Choice("data.decimal", "comma", reason))
     return decimal, thousands, tuple(choices)
 
 
-def _word(sign: str) -> str:
-    """How a key names a sign."""
-    if sign in SPACES:
-        return "space"
-    return "apostrophe" if sign in APOSTROPHES else next(w for w, s in SIGNS.items() if s == sign)
+def _convert_commas(texts: _Texts, path: Path) -> None:
+    if texts.count(POINT):
+        problem = f"column {texts.name!r} holds {texts.example(POINT)}, and the decimal"
+        fix = f"data.decimal=point, data.thousands=point, or data.ignore=[{texts.name}]"
+        raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
+    texts.replace(COMMA, ",", ".")
 
 
-def _hints(parsed: list[_Texts]) -> tuple[Choice, ...]:
-    """What to name for columns that hold numbers with signs that were not asked for."""
-    choices = []
-    for texts in parsed:
-        for pattern, key in ((COMMA, "decimal"), (GROUPED.format(f"[{GROUP_SIGNS}]"), "thousands")):
-            if not texts.count(pattern, "^$" if key == "thousands" else GROUPED.format(",")):
-                continue
+def _hint(texts: _Texts) -> list[Choice]:
+    """What to name for a column that holds numbers with signs that are not certain."""
+    for key, pattern, without in (
+        ("decimal", COMMA, GROUPED_BY_COMMA),
+        ("thousands", GROUPED_BY_ANY, NOTHING),
+    ):
+        if texts.count(pattern, without):
             example = texts.example(pattern)
-            sign = next(iter(re.findall(rf"[{GROUP_SIGNS}]", example)))
-            reason = f"column {texts.name!r} holds texts such as {example}; if they are numbers,"
-            choices.append(Choice(f"data.{key}", "none", f"{reason} use data.{key}={_word(sign)}"))
-            break
-    return tuple(choices)
+            sign = word_of(next(char for char in example if char in GROUP_SIGNS))
+            holds = f"column {texts.name!r} holds texts such as {example}; if they are numbers,"
+            reason = f"{holds} use data.{key}={sign}"
+            log.warning("data.%s: %s", key, reason)
+            return [Choice(f"data.{key}", "none", reason)]
+    return []

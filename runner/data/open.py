@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.preprocessing import Preprocessing, source_of
 from runner.errors import ConfigError
+from runner.security.files.policy import FilePolicy
+from runner.techniques.base import Choice
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
 OPENERS = {
@@ -18,7 +23,7 @@ OPENERS = {
     "cancer": ("embedded", "cancer"),
     "stdlib_text": ("stdlib", "stdlib_text"),
     "stdlib_parts": ("stdlib", "stdlib_parts"),
-    "synthetic": ("synthetic", "synthetic"),
+    "synthetic": ("embedded", "synthetic"),
     "tabular": ("tabular", "tabular"),
     "images": ("images", "ImageFolder"),
     "text": ("text", "text"),
@@ -26,6 +31,52 @@ OPENERS = {
     "arrays": ("arrays", "arrays"),
 }
 FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How data are opened, beyond what the config says."""
+
+    policy: FilePolicy | None = None  # about files of arrays and links; None: the standard one
+    fitted: Preprocessing | None = None  # is applied, and nothing is fitted
+    evaluates: bool = False  # the data are evaluated and not trained on
+    labelled: bool = True  # False: the data may lack what is to be predicted
+    rule: str | None = None  # the split of the run that is resumed
+    folder: str = ""  # in data.path, of the samples; "": all of it
+    trains: bool = False  # all samples are trained on: those of validation lie elsewhere
+
+    def split(
+        self,
+        samples: int,
+        config: DataConfig,
+        what: str,
+        labels: np.ndarray | None = None,  # of classes
+        by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
+    ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
+        """Training and validation samples; data that were not trained on are evaluated whole."""
+        from runner.data.split import split_samples  # embedded data do without
+
+        return split_samples(self, samples, config, what, labels, by)
+
+    def divides(self, config: DataConfig) -> bool:
+        """Whether the samples become training and validation."""
+        return not self.trains and not self.whole(config)
+
+    def root(self, config: Any) -> Path:
+        """The file or folder of the samples; ConfigError where there is none."""
+        from runner.data.paths import existing
+
+        return existing(config.path) / self.folder
+
+    def whole(self, config: DataConfig) -> bool:
+        """Whether all samples are evaluated: those that the model was not trained on."""
+        if self.fitted is None or not self.evaluates:
+            return False
+        return not self.labelled or self.fitted.source != source_of(config)
+
+
+PLAIN = Opening()
+"""Data that are trained on, with nothing fitted."""
 
 
 def open_data(

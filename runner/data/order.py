@@ -8,18 +8,33 @@ aside because their streams may change between NumPy versions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from runner.data.seeds import mix
 from runner.errors import DataError
 
 # Which of the streams; without it a split and a shuffle with the same seed would be the same order.
 _SPLIT, _SHUFFLE, _SAMPLE, _EPOCH, _BALANCE = range(5)
-
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 Fold = tuple[int, int]
 """Which part of a cross-validation is held out, and of how many: (0, 5) is the first of five."""
+
+
+def mix(*numbers: int) -> int:
+    """One well-mixed 63-bit seed from several whole numbers.
+
+    SplitMix64's finaliser, folded over the numbers, so that neighbouring seeds and steps share
+    nothing.
+    """
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E37_79B9_7F4A_7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58_476D_1CE4_E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D0_49BB_1331_11EB & _MASK
+        state ^= state >> 31
+    return state >> 1
 
 
 def split(
@@ -104,25 +119,21 @@ def _hash(start: int, positions: np.ndarray) -> np.ndarray:
     return state
 
 
+@dataclass(eq=False)
 class BatchSampler:
     """The batches of a part of a data set: which samples, with which seeds, epoch after epoch."""
 
-    def __init__(
-        self,
-        indices: np.ndarray,
-        *,
-        batch_size: int,
-        batches: int,  # in an epoch
-        seed: int,
-        shuffle: bool,
-        seeds: bool,  # whether the samples get seeds
-        labels: np.ndarray | None = None,  # of `indices`: draw each class equally often
-        part: Callable[[int], slice] | None = None,  # which of so many samples one process takes
-    ) -> None:
-        self.indices, self.batch_size, self.batches = indices, batch_size, batches
-        self.seed, self.shuffle, self.seeds = seed, shuffle, seeds
-        self.labels, self.part = labels, part
-        self._epoch, self._order, self._repeats = -1, indices, np.zeros_like(indices)
+    indices: np.ndarray
+    batch_size: int
+    batches: int  # in an epoch
+    seed: int
+    shuffle: bool
+    seeds: bool  # whether the samples get seeds
+    labels: np.ndarray | None = None  # of `indices`: draw each class equally often
+    part: Callable[[int], slice] | None = None  # which of so many samples one process takes
+
+    def __post_init__(self) -> None:
+        self._epoch, self._order, self._repeats = -1, self.indices, np.zeros_like(self.indices)
 
     def samples(self, number: int) -> int:
         """How many samples that batch of an epoch has, those of other processes included."""
@@ -138,18 +149,12 @@ class BatchSampler:
             self._order, self._epoch = self.indices[places], epoch
         part = slice(number * self.batch_size, (number + 1) * self.batch_size)
         if self.part is not None:
-            part = _within(part.start, self.part(self.samples(number)))
+            own = self.part(self.samples(number))
+            if own.start == own.stop:  # the first sample of the batch stands in
+                own = slice(0, 1)
+            part = slice(part.start + own.start, part.start + own.stop)
         chosen = self._order[part]
         if not self.seeds:
             return chosen, None
         # a sample that is drawn again is augmented in another way
         return chosen, sample_seeds(self.seed, epoch, chosen + (self._repeats[part] << 32))
-
-
-def _within(start: int, part: slice) -> slice:
-    """The part of a batch that begins at `start`; the first sample stands in where it is empty."""
-    return (
-        slice(start + part.start, start + part.stop)
-        if part.stop > part.start
-        else slice(start, start + 1)
-    )

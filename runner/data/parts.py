@@ -9,9 +9,9 @@ from typing import Any
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.open import open_data
+from runner.data.open import Opening, open_data
 from runner.data.paths import check_link, existing
-from runner.data.preprocessing import Opening, Preprocessing, source_of
+from runner.data.preprocessing import Preprocessing, source_of
 from runner.errors import ConfigError, DataError, UsageError
 from runner.techniques.base import Choice
 
@@ -48,13 +48,12 @@ def find_parts(config: DataConfig, opening: Opening) -> Parts:
     root = Path(getattr(config, "path", "")).expanduser()
     own, places = Parts(), {"": root}
     if config._target_ is None and root.is_dir():
-        if splits := _split_names(root, config):
-            own = _saved_splits(root, splits, config, opening)
-            places = {"": root / own.folder}
-        elif getattr(config, "split_folders", False):
+        if config.kind in SAVED:
+            own = _saved_splits(root, opening, config) or own
+        if not own.folder and getattr(config, "split_folders", False):
             own = _split_folders(root, config, opening)
-            places = {"": root / own.folder}
-        elif config.kind == "tokens" and not whole:
+        places = {"": root / own.folder}
+        if config.kind == "tokens" and not whole:
             own = _token_files(root, paths, opening)
             places = {"": root / "train.bin", "validation": root / "val.bin"}
     if "validation" in own.paths and (config.split is not None or config.folds is not None):
@@ -105,30 +104,21 @@ def _check_disjoint(places: dict[str, Path]) -> None:
             raise ConfigError(PATHS[part], problem, "name other samples")
 
 
-def _split_names(root: Path, config: DataConfig) -> list[str]:
-    """The splits of a folder that `datasets` wrote."""
-    if config.kind not in SAVED:
-        return []
+def _saved_splits(root: Path, opening: Opening, config: DataConfig) -> Parts | None:
+    """The splits of a folder that `datasets` wrote; those with other names are not used."""
     from runner.data.saved_dataset import split_names
 
-    return split_names(root)
-
-
-def _saved_splits(root: Path, splits: list[str], config: DataConfig, opening: Opening) -> Parts:
-    """The splits of a folder that `datasets` wrote; those with other names are not used."""
+    if not (splits := split_names(root)):
+        return None
     places = {part: [n for n in splits if n.lower() in FOLDERS[part]] for part in FOLDERS}
     if opening.whole(config) or len(places["train"]) != 1:
         problem = f"{root} has the splits {', '.join(splits)}"
         raise ConfigError("data.path", problem, f"name one of them, such as {root / splits[0]}")
-    train, *_ = places.pop("train")
-    paths = {part: root / names[0] for part, names in places.items() if names}
-    for folder in (root / train, *paths.values()):
-        check_link(folder, root, opening.policy)
-    used = [train, *(path.name for path in paths.values())]
+    used = {part: root / names[0] for part, names in places.items() if names}
     reason = f"splits of {root}"
-    if others := [name for name in splits if name not in used]:
+    if others := [name for name in splits if root / name not in used.values()]:
         reason += f"; not used: {', '.join(others)}"
-    return Parts(train, paths, (Choice("data.path", ", ".join(used), reason),))
+    return _checked_parts(root, used, "data.path", reason, opening)
 
 
 def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> Parts:
@@ -148,8 +138,8 @@ def _split_folders(root: Path, config: DataConfig, opening: Opening) -> Parts:
     """The folders of a folder that is split into train and others; none where it has classes."""
     shown = _folders(root)
     places = {part: [f for f in shown if f.name.lower() in FOLDERS[part]] for part in FOLDERS}
-    train = places.pop("train")
-    if len(train) != 1 or len(_folders(train[0])) < 2 or not any(places.values()):
+    train, *others = places.values()
+    if len(train) != 1 or len(_folders(train[0])) < 2 or not any(others):
         return Parts()
     if opening.whole(config):
         if not opening.labelled:  # all files at any depth are predicted
@@ -157,21 +147,28 @@ def _split_folders(root: Path, config: DataConfig, opening: Opening) -> Parts:
         names = ", ".join(folder.name for folder in shown)
         fix = f"name one of them, such as data.path={train[0]}"
         raise ConfigError("data.path", f"{root} has the folders {names}", fix)
-    paths = dict[str, Path]()
+    used = dict[str, Path]()
     for part, folders in places.items():
         if len(folders) > 1:
             names = " and ".join(folder.name for folder in folders)
             raise ConfigError(PATHS[part], f"{root} has {names}", f"name one: {PATHS[part]}=…")
         if folders and _folders(folders[0]):
-            paths[part] = folders[0]
-    used = [*train, *paths.values()]
-    for folder in used:
-        check_link(folder, root, opening.policy)
+            used[part] = folders[0]
     reason = f"parts of {root}, and no classes; {SPLIT_FOLDERS}=false makes classes of them"
-    if skipped := [folder.name for folder in shown if folder not in used]:
+    if skipped := [folder.name for folder in shown if folder not in used.values()]:
         reason += f"; not used, as no part with a folder for each class: {', '.join(skipped)}"
-    names = ", ".join(folder.name for folder in used)
-    return Parts(train[0].name, paths, (Choice(SPLIT_FOLDERS, names, reason),))
+    return _checked_parts(root, used, SPLIT_FOLDERS, reason, opening)
+
+
+def _checked_parts(
+    root: Path, used: dict[str, Path], key: str, reason: str, opening: Opening
+) -> Parts:
+    """The parts in folders of `root`; SecurityError where one is a link out of it."""
+    for folder in used.values():
+        check_link(folder, root, opening.policy)
+    names = ", ".join(folder.name for folder in used.values())
+    train = used.pop("train")
+    return Parts(train.name, used, (Choice(key, names, reason),))
 
 
 def _folders(root: Path) -> list[Path]:

@@ -36,8 +36,14 @@ def suggestion(name: str, known: Iterable[str], has: str) -> str:
     names = sorted(known)
     if near := nearest(name, names):
         return f"did you mean {near!r}?"
-    some = ", ".join(names[:10]) + (f", … ({len(names)} in all)" if len(names) > 10 else "")
-    return f"{has} {some}" if names else f"{has} nothing"
+    return f"{has} {listed(names, 10)}" if names else f"{has} nothing"
+
+
+def listed(texts: Iterable[str], most: int = 5) -> str:
+    """The first ones, and how many there are."""
+    every = [*texts]
+    more = f", … ({len(every)} in all)" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:

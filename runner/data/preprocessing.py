@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from runner.data.batch import Column, ColumnUse, Sizes
-from runner.errors import ConfigError
-from runner.security.files.policy import FilePolicy
+from runner.errors import CheckpointError, ConfigError
+from runner.record.text import dataclass_from_json
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
@@ -50,14 +48,18 @@ class Preprocessing:
     @classmethod
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
         """That of a data set that was opened with `config`."""
-        columns = getattr(data, "columns", ())
-        target = getattr(config, "target", "")
-        chosen = [choice.value for choice in data.choices if choice.key == "data.split"]
-        rule = config.split.name if config.split else next(iter(chosen), "random")
-        known = (data.sizes, columns, target, tuple(data.ids), rule, config.folds or 0)
-        signs = _number_signs(config, data.choices)
-        tokenizer = getattr(data, "tokenizer", "")
-        return cls(kind_of(config), source_of(config), *known, config.fold or 0, *signs, tokenizer)
+        chosen = {c.key: str(c.value) for c in data.choices if c.value != "none"}
+        decimal, thousands = (
+            getattr(config, sign, None) or chosen.get(f"data.{sign}", "")
+            for sign in ("decimal", "thousands")
+        )
+        if not decimal and thousands in ("point", "."):
+            decimal = "comma"
+        rule = config.split.name if config.split else chosen.get("data.split", "random")
+        known = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
+        split = rule, config.folds or 0, config.fold or 0
+        signs = decimal, thousands, getattr(data, "tokenizer", "")
+        return cls(kind_of(config), source_of(config), *known, *split, *signs)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
         """What each column of a table was taken for, and its missing cells in training rows.
@@ -68,14 +70,14 @@ class Preprocessing:
         for name, columns in groupby(self.columns, key=lambda column: column.name):
             first, *_ = parts = [*columns]
             dates = [part.part for part in parts if part.part not in ("", "missing")]
-            taken = f"date: {', '.join(dates)}" if dates else "number"
+            use = f"date: {', '.join(dates)}" if dates else "number"
             if first.values:
-                taken = f"category: {len(first.values):,} values"
-            described.append(ColumnUse(name, taken, first.gaps))
+                use = f"category: {len(first.values):,} values"
+            described.append(ColumnUse(name, use, first.gaps))
         left_out = {choice.value for choice in choices if choice.key == "data.types"}
         for name in self.ids:
-            taken = "left out" if f"{name}: left out" in left_out else "id"
-            described.append(ColumnUse(name, taken))
+            use = "left out" if f"{name}: left out" in left_out else "id"
+            described.append(ColumnUse(name, use))
         return described
 
     def dump(self) -> bytes:
@@ -90,57 +92,15 @@ class Preprocessing:
             raise ConfigError("data", problem, "name data of that kind")
 
 
-@dataclass(frozen=True)
-class Opening:
-    """How data are opened, beyond what the config says."""
-
-    policy: FilePolicy | None = None  # about files of arrays and links; None: the standard one
-    fitted: Preprocessing | None = None  # is applied, and nothing is fitted
-    evaluates: bool = False  # the data are evaluated and not trained on
-    labelled: bool = True  # False: the data may lack what is to be predicted
-    rule: str | None = None  # the split of the run that is resumed
-    folder: str = ""  # in data.path, of the samples; "": all of it
-    trains: bool = False  # all samples are trained on: those of validation lie elsewhere
-
-    def split(
-        self,
-        samples: int,
-        config: DataConfig,
-        what: str,
-        labels: np.ndarray | None = None,  # of classes
-        by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
-    ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-        """Training and validation samples; data that were not trained on are evaluated whole."""
-        from runner.data import split as rules  # embedded data do without
-
-        if self.whole(config):
-            return rules.take_all(samples, self, what)
-        if self.trains:
-            return np.arange(samples), np.arange(0), ()
-        rule, choices = rules.choose_rule(config, self.rule, labels)
-        config, folds = rules.choose_fold(config, self.fitted)
-        parts = rules.divide(rule, samples, config, what, labels, by)
-        return *parts, (*choices, *folds, *rules.describe_window(rule, config, samples, parts))
-
-    def divides(self, config: DataConfig) -> bool:
-        """Whether the samples become training and validation."""
-        return not self.trains and not self.whole(config)
-
-    def root(self, config: Any) -> Path:
-        """The file or folder of the samples; ConfigError where there is none."""
-        from runner.data.paths import existing
-
-        return existing(config.path) / self.folder
-
-    def whole(self, config: DataConfig) -> bool:
-        """Whether all samples are evaluated: those that the model was not trained on."""
-        if self.fitted is None or not self.evaluates:
-            return False
-        return not self.labelled or self.fitted.source != source_of(config)
-
-
-PLAIN = Opening()
-"""Data that are trained on, with nothing fitted."""
+def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:
+    """From what `Preprocessing.dump` made; CheckpointError names `where` and what is wrong."""
+    try:
+        content = json.loads(data)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"has format {content.get('format')!r}, and {FORMAT} is read")
+        return dataclass_from_json(Preprocessing, content)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: is no preprocessing: {error}") from None
 
 
 def check_predicts(fitted: Preprocessing | None) -> None:
@@ -151,16 +111,6 @@ def check_predicts(fitted: Preprocessing | None) -> None:
     if fitted.sizes.task not in PREDICTED:
         problem = f"predict is for {' and '.join(PREDICTED)}, and this is {fitted.sizes.task}"
         raise ConfigError("job", problem, "use job=evaluate")
-
-
-def _number_signs(config: DataConfig, choices: Iterable[Choice]) -> tuple[str, str]:
-    """The words for the decimal sign and the one between thousands: stated ones or recognised."""
-    recognised = {choice.key: str(choice.value) for choice in choices if choice.value != "none"}
-    decimal, thousands = (
-        getattr(config, key, None) or recognised.get(f"data.{key}", "")
-        for key in ("decimal", "thousands")
-    )
-    return decimal or ("comma" if thousands in ("point", ".") else ""), thousands
 
 
 def kind_of(config: DataConfig) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.data.cells import LONGEST
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
-from runner.data.paths import nearest, suggestion
+from runner.data.paths import listed, nearest, suggestion
 from runner.data.usable import KEY, NAMED, examples
 from runner.errors import ConfigError, DataError
 from runner.record.provenance import changed_command
@@ -21,27 +22,10 @@ from runner.techniques.base import Choice
 GAPS = "data.missing"
 TYPES = "data.types"
 IGNORE = "data.ignore"
-LONGEST = 40  # characters of a cell or a name, in a message
 KINDS = 10  # kinds of bad rows, in a message
 MOST_DROPPED = 0.5  # of the rows, by a command that is suggested
 COMMAND = 2_000  # characters; a longer command is left out
 PLAIN = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*")
-
-
-@dataclass
-class RowProblem:
-    """What is wrong with some rows, such as a cell of one column."""
-
-    text: str  # about the first row
-    count: int = 0
-    rows: list[int] = field(default_factory=list)  # the first ones
-
-    def describe(self, word: str) -> str:
-        """The first row, how many rows there are, and the next ones."""
-        following = ", ".join(map(str, self.rows[1:]))
-        more = f" ({self.count:,} {word}s in all: also {following}" if following else ""
-        more += (", …)" if self.count > NAMED else ")") if more else ""
-        return f"{word} {self.rows[0]}{self.text}{more}"
 
 
 @dataclass
@@ -57,16 +41,20 @@ class Problems:
     needed: dict[str, str]
     ignore: list[str] = field(default_factory=list)
     types: dict[str, ColumnType] = field(default_factory=dict)
-    absent: list[tuple[str, str]] = field(default_factory=list)  # by the key that names them
-    columns: list[str] = field(default_factory=list)
-    unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     word: str = "line"  # what a row is called
     total: int = 0  # rows
     bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop leaves out
     gaps: dict[int, str] = field(default_factory=dict)  # those that data.missing=drop does
-    kinds: dict[str, RowProblem] = field(default_factory=dict)
-    avoidable: bool = True  # by other values of keys
     fixed: bool = False  # the columns are those of a training
+    absent: list[tuple[str, str]] = field(default_factory=list)  # by the key that names them
+    columns: str = ""  # which are absent
+    unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
+    kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
+    avoidable: bool = True  # by other values of keys
+
+    def __post_init__(self) -> None:
+        gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
+        self.drops = {KEY: self.config.bad_samples is BadSamples.drop, GAPS: gaps}
 
     def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
         """Compare what is asked for, or what the model was `trained` on, with the file's names."""
@@ -79,11 +67,10 @@ class Problems:
         if trained:
             self.fixed = True
             if missing := [name for name in dict.fromkeys(trained) if name not in names]:
-                problem = f"lacks {_listed(map(repr, missing))}, which the model was trained on"
+                problem = f"lacks {listed(map(repr, missing))}, which the model was trained on"
                 others = [name for name in names if name not in trained]
                 fix = f"; {suggestion(missing[0], others, 'its other columns are')}"
-                self.columns = [f"{problem}{fix if others else ''}"]
-                self.avoidable = False
+                self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
             return
         if self.absent:  # the file is opened a second time
             return
@@ -95,8 +82,8 @@ class Problems:
     def _replace(self, absent: list[tuple[str, str]], names: Sequence[str]) -> None:
         names = [name for name in names if name not in self.needed.values()]
         near = dict.fromkeys(suggestion(n, names, "its columns are") for _, n in absent[:NAMED])
-        more = f", nor {_listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
-        self.columns = [f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"]
+        more = f", nor {listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
+        self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
         self.absent = absent
         for key, name in absent:
             instead = nearest(name, names)
@@ -111,29 +98,26 @@ class Problems:
 
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
         """Keep columns whose cells are no single number, time or text."""
-        if not types:
-            return
         self.unreadable |= {name: str(arrow)[:LONGEST] for name, arrow in types.items()}
         needed = not types.keys().isdisjoint(self.needed.values())
-        self.avoidable &= isinstance(self.config, Tabular) and not needed
+        self.avoidable &= not types or (isinstance(self.config, Tabular) and not needed)
 
     def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
         """Keep what is wrong with rows, which are left out where `key` is drop."""
         rows = self.bad if key == KEY else self.gaps
         for row, text in problems.items():
             rows.setdefault(row, text)
-        if self._drops()[key]:
-            return
-        for row, text in problems.items():
-            kind = self.kinds.setdefault(re.sub(": .* is ", ": is ", text), RowProblem(text))
-            kind.count += 1
-            if len(kind.rows) < NAMED:
-                kind.rows.append(row)
+            if not self.drops[key]:
+                kind = re.sub(": .* is ", ": is ", text)
+                self.kinds.setdefault(kind, (text, []))[1].append(row)
 
     def refuse(self, cause: DataError | None = None) -> None:
         """Raise all that is wrong as one error; the `cause` is what ended the reading."""
         rows = [*self._rows()]
-        texts = [*self.columns, *self._unreadable(), *([str(cause)] if cause else []), *rows]
+        types = listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
+        unreadable = f"cannot read the columns {types}" if types else ""
+        texts = [self.columns, unreadable, "" if cause is None else str(cause), *rows]
+        texts = [text for text in texts if text]
         if cause is not None and len(texts) == 1:
             raise cause
         if not texts:
@@ -153,27 +137,20 @@ class Problems:
             if rows
         )
 
-    def _unreadable(self) -> list[str]:
-        listed = _listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
-        return [f"cannot read the columns {listed}"] if listed else []
-
-    def _drops(self) -> dict[str, bool]:
-        """Whether rows are left out, by key."""
-        gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
-        return {KEY: self.config.bad_samples is BadSamples.drop, GAPS: gaps}
-
     def _rows(self) -> Iterator[str]:
         """Each kind of problem with rows: cells first, then whole rows."""
-        kinds = sorted(self.kinds.values(), key=lambda k: (", column" not in k.text, k.rows[0]))
-        yield from (kind.describe(self.word) for kind in kinds[:KINDS])
+        kinds = sorted(self.kinds.values(), key=lambda kind: (", column" not in kind[0], kind[1]))
+        for text, rows in kinds[:KINDS]:
+            following = ", ".join(map(str, rows[1:NAMED])) + ", …" * (len(rows) > NAMED)
+            more = f" ({len(rows):,} {self.word}s in all: also {following})" if rows[1:] else ""
+            yield f"{self.word} {rows[0]}{text}{more}"
         if len(kinds) > KINDS:
             yield f"and {len(kinds) - KINDS:,} more kinds of bad rows"
-        drops = self._drops()
-        for key, rows in ((KEY, self.bad), (GAPS, self.gaps)):
-            if drops[key] and len(rows) > self.config.most_bad * self.total:
+        for key, bad in ((KEY, self.bad), (GAPS, self.gaps)):
+            if self.drops[key] and len(bad) > self.config.most_bad * self.total:
                 limit = f"more than data.most_bad={self.config.most_bad:g}"
-                count = f"{len(rows):,} of {self.total:,} rows cannot be used"
-                yield f"{count}, {limit}: {self._examples(rows)}"
+                count = f"{len(bad):,} of {self.total:,} rows cannot be used"
+                yield f"{count}, {limit}: {self._examples(bad)}"
 
     def _examples(self, rows: Mapping[int, str]) -> str:
         return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
@@ -190,32 +167,23 @@ class Problems:
 
     def _changes(self) -> dict[str, str]:
         """The overrides that avoid the problems."""
-        changes = {key: _typed(self.needed[key]) for key, _ in self.absent if key in self.needed}
-        ignore = [*self.ignore, *self.unreadable]
-        if self.unreadable or IGNORE in dict(self.absent):
-            changes[IGNORE] = f"[{','.join(map(_typed, ignore))}]"
-        if TYPES in dict(self.absent):
-            changes[f"+{TYPES}"] = (
-                f"{{{', '.join(f'{n}: {k.name}' for n, k in self.types.items())}}}"
-            )
-        most, drops = self.config.most_bad, self._drops()
-        share = {KEY: len(self.bad) / max(self.total, 1), GAPS: len(self.gaps) / max(self.total, 1)}
-        if self.gaps and not drops[GAPS]:
-            changes[GAPS] = "drop" if share[GAPS] <= most else "mean"
-            drops[GAPS], share[GAPS] = True, share[GAPS] if share[GAPS] <= most else 0.0
-        if self.bad and not drops[KEY]:
+        absent, most, total = dict(self.absent), self.config.most_bad, max(self.total, 1)
+        changes = {key: _typed(self.needed[key]) for key in absent if key in self.needed}
+        if self.unreadable or IGNORE in absent:
+            changes[IGNORE] = f"[{','.join(map(_typed, [*self.ignore, *self.unreadable]))}]"
+        if TYPES in absent:
+            types = ", ".join(f"{name}: {kind.name}" for name, kind in self.types.items())
+            changes[f"+{TYPES}"] = f"{{{types}}}"
+        bad, gaps = len(self.bad) / total, len(self.gaps) / total
+        if gaps and not self.drops[GAPS]:
+            changes[GAPS] = "drop" if gaps <= most else "mean"
+            gaps = gaps if gaps <= most else 0.0
+        if bad and not self.drops[KEY]:
             changes[KEY] = "drop"
-        if (largest := max(share.values())) > most:
+        if (largest := max(bad, gaps)) > most:
             changes["data.most_bad"] = f"{math.ceil(100 * largest) / 100:g}"
             self.avoidable &= largest <= MOST_DROPPED
         return changes
-
-
-def _listed(texts: Iterable[str]) -> str:
-    """The first ones, and how many there are."""
-    listed = [*texts]
-    more = f", … ({len(listed)} in all)" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
 
 
 def _typed(name: str) -> str:

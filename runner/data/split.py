@@ -17,53 +17,63 @@ from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
     from runner.data.config import DataConfig
-    from runner.data.preprocessing import Opening, Preprocessing
+    from runner.data.open import Opening
 
 KEY = "data.split"
 Parts = tuple[np.ndarray, np.ndarray]
 """Indices of the training and of the validation part, each ascending."""
 
 
-def choose_rule(
+def split_samples(
+    opening: Opening,
+    samples: int,
+    config: DataConfig,
+    what: str,
+    labels: np.ndarray | None,
+    by: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
+    """Training and validation samples as `Opening.split` says; `what` names the data in errors."""
+    fitted, every = opening.fitted, np.arange(samples)
+    if opening.whole(config):  # all are in both parts
+        if not samples:
+            raise DataError(f"{what}: has no samples")
+        verb = "evaluated" if opening.labelled else "predicted"
+        source = "" if fitted is None else f"; the model was trained on {fitted.source}"
+        reason = f"all {samples:,} are {verb}{source}"
+        return every, every, (Choice("data.validation", "all", reason),)
+    if opening.trains:
+        return every, every[:0], ()
+    rule, choices = _choose_rule(config, opening.rule, labels)
+    if fitted is not None and fitted.folds and config.folds is None:
+        choices.append(
+            Choice("data.folds", fitted.folds, f"as before, with data.fold={fitted.fold}")
+        )
+        config = replace(config, folds=fitted.folds, fold=fitted.fold)
+    train, validation = _divide(rule, samples, config, what, labels, by)
+    if rule == "time" and config.folds is not None:
+        earlier = f"{len(train):,} earlier samples are trained on, the next {len(validation):,}"
+        later = f"held out, {samples - len(train) - len(validation):,} later ones not used"
+        choices.append(Choice("data.folds", "expanding window", f"{earlier} {later}"))
+    return train, validation, tuple(choices)
+
+
+def _choose_rule(
     config: DataConfig, resumed: str | None, labels: np.ndarray | None
-) -> tuple[str, tuple[Choice, ...]]:
+) -> tuple[str, list[Choice]]:
     """How the data are divided: what the config says, the resumed run did, or fits the labels."""
     if config.split is not None:
         if config.split.name == "stratified" and labels is None:
             problem = "stratified keeps the shares of classes, and there are none"
             raise ConfigError(KEY, problem, "use random")
-        return config.split.name, ()
+        return config.split.name, []
     if resumed is not None:
-        return resumed, (Choice(KEY, resumed, "as before the run was resumed"),)
+        return resumed, [Choice(KEY, resumed, "as before the run was resumed")]
     if labels is None:
-        return "random", ()
-    return "stratified", (Choice(KEY, "stratified", "each class has its share in both parts"),)
+        return "random", []
+    return "stratified", [Choice(KEY, "stratified", "each class has its share in both parts")]
 
 
-def choose_fold(
-    config: DataConfig, fitted: Preprocessing | None
-) -> tuple[DataConfig, tuple[Choice, ...]]:
-    """The config with the fold that the resumed run held out, where the config names none."""
-    if fitted is None or not fitted.folds or config.folds is not None:
-        return config, ()
-    choice = Choice("data.folds", fitted.folds, f"as before, with data.fold={fitted.fold}")
-    return replace(config, folds=fitted.folds, fold=fitted.fold), (choice,)
-
-
-def describe_window(
-    rule: str, config: DataConfig, samples: int, parts: Parts
-) -> tuple[Choice, ...]:
-    """What a fold of data.split=time leaves out."""
-    if rule != "time" or config.validation_fold is None:
-        return ()
-    reason = (
-        f"{len(parts[0]):,} earlier samples are trained on, the next {len(parts[1]):,} held out"
-    )
-    later = samples - len(parts[0]) - len(parts[1])
-    return (Choice("data.folds", "expanding window", f"{reason}, {later:,} later ones not used"),)
-
-
-def divide(
+def _divide(
     rule: str,
     samples: int,
     config: DataConfig,
@@ -71,7 +81,7 @@ def divide(
     labels: np.ndarray | None,
     by: np.ndarray | None,
 ) -> Parts:
-    """The two parts by that rule; `what` names the data in a DataError."""
+    """The two parts by that rule."""
     share, seed, fold = config.validation, config.split_seed, config.validation_fold
     if by is not None:
         what = f"{what}: column {getattr(config, 'split_by', '')!r}"
@@ -84,19 +94,6 @@ def divide(
             return take_fold(ranked, fold, what)
         return split_classes(labels, share, seed)
     return split(samples, share, seed, what, fold)
-
-
-def take_all(
-    samples: int, opening: Opening, what: str
-) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-    """Every sample in both parts: of data that a model was not trained on."""
-    if not samples:
-        raise DataError(f"{what}: has no samples")
-    every = np.arange(samples)
-    verb = "evaluated" if opening.labelled else "predicted"
-    source = "" if opening.fitted is None else f"; the model was trained on {opening.fitted.source}"
-    reason = f"all {samples:,} are {verb}{source}"
-    return every, every, (Choice("data.validation", "all", reason),)
 
 
 def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Parts:

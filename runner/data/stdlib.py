@@ -11,7 +11,7 @@ import numpy as np
 
 from runner.data.config import StdlibParts, StdlibText
 from runner.data.paths import suggestion
-from runner.data.text import TextClassificationDataset, cut
+from runner.data.text import TextDataset, byte_sizes, cut
 from runner.data.tokens import TokenStream, TokenWindows
 from runner.errors import ConfigError, DataError
 
@@ -33,7 +33,7 @@ def stdlib_text(config: StdlibText) -> TokenWindows:
     )
 
 
-def stdlib_parts(config: StdlibParts) -> TextClassificationDataset:
+def stdlib_parts(config: StdlibParts) -> TextDataset:
     """Passages of `config.sequence` bytes, labelled by the part they are from."""
     if len(config.parts) < 2 or len(set(config.parts)) < len(config.parts):
         raise ConfigError("data.parts", f"{config.parts} are not two or more different parts")
@@ -57,7 +57,7 @@ def stdlib_parts(config: StdlibParts) -> TextClassificationDataset:
             held_out += [number < validation] * len(passages)
     where = np.array(held_out)
     parts, names = (np.flatnonzero(~where), np.flatnonzero(where)), tuple(config.parts)
-    return TextClassificationDataset(texts, np.array(labels), names, config.sequence, parts)
+    return TextDataset(texts, np.array(labels), byte_sizes(names, config.sequence), parts)
 
 
 def read_stdlib() -> list[tuple[str, bytes]]:

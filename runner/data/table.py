@@ -14,26 +14,29 @@ from runner.data.batch import RowNames
 from runner.data.cells import (
     GAP,
     LONGEST,
-    ODD_CELLS,
+    MOST_UNPARSED,
     PARTS,
+    READABLE,
+    Kind,
     ParsedColumn,
     Texts,
     Values,
+    describe_form,
     id_reason,
     is_none,
     missing_cells,
     number,
     parse_column,
+    parse_time,
     select_rows,
 )
 from runner.data.config import BadSamples, ColumnType, Missing, SplitRule, Tabular, Text
-from runner.data.dates import READABLE, describe_form, parse_time
 from runner.data.labels import class_name
 from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
 from runner.data.problems import GAPS, IGNORE, TYPES, Problems
 from runner.data.saved_dataset import is_saved
-from runner.data.table_files import Content, Kind, Select, read_content
+from runner.data.table_files import Content, read_content
 from runner.data.usable import KEY, NAMED
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
@@ -58,7 +61,7 @@ class Table:
     rows: RowNames  # what a message calls a row, such as `line 17`
     choices: tuple[Choice, ...]  # which rows were left out, and what columns were read as
     size: int  # rows
-    odd: dict[str, tuple[str, ...]]  # by column, the texts among numbers that are read as missing
+    unparsed: dict[str, tuple[str, ...]]  # by column, texts among numbers that are read as missing
     ids: dict[str, Any]  # arrow columns that name the rows
     forms: dict[str, str]  # by column, how dates are written that are not ISO 8601
 
@@ -91,55 +94,56 @@ def read_table(
         declared = problems.types.get(name)
         return KINDS[declared] if declared else kinds.get(name, Kind.any)
 
+    def select(names: Sequence[str], unreadable: Mapping[str, Any]) -> list[str]:
+        return _select(problems, ignore is None, fitted, names, unreadable)
+
     try:
-        select = _select(problems, ignore is None, fitted)
         content = read_content(path, select, kind, config, fitted)
-        problems.total = len(content.numbers) + len(content.malformed)
+        problems.word, problems.total = content.word, len(content.numbers) + len(content.malformed)
         if not problems.total:
             raise DataError(f"data.path: {path} has no rows below its header")
     except DataError as error:
         problems.refuse(error)
         raise
-    index = _take_index(content, problems)
-    ids, choices = _take_ids(content, problems, fitted)
+    index = _take_index(content, path)
+    ids, id_choices = _take_ids(content, problems, fitted)
     columns = _parse_columns(content, kind, problems, fitted)
     problems.refuse()
-    choices = (
-        *content.choices,
-        *index,
-        *choices,
-        *problems.left_out(),
-        *_type_choices(columns, content),
-    )
+    types_chosen = _type_choices(columns, content)
     left_out = [*problems.bad, *problems.gaps]
     usable = ~np.isin(content.numbers, left_out) if left_out else slice(None)
-    rows = RowNames(content.word, content.numbers[usable])
-    odd = {n: tuple(sorted({*column.odd.values()}))[:MOST_WORDS] for n, column in columns.items()}
-    values = {name: select_rows(column.values, usable) for name, column in columns.items()}
-    if left_out:
-        ids = {name: column.filter(usable) for name, column in ids.items()}
-    forms = {name: column.form for name, column in columns.items() if column.form}
-    return Table(path, values, rows, choices, problems.total - len(left_out), odd, ids, forms)
+    return Table(
+        path,
+        {name: select_rows(column.values, usable) for name, column in columns.items()},
+        RowNames(content.word, content.numbers[usable]),
+        (*content.choices, *index, *id_choices, *problems.left_out(), *types_chosen),
+        problems.total - len(left_out),
+        {n: tuple(sorted({*c.unparsed.values()}))[:MOST_WORDS] for n, c in columns.items()},
+        {n: column.filter(usable) for n, column in ids.items()} if left_out else ids,
+        {name: column.form for name, column in columns.items() if column.form},
+    )
 
 
-def _select(problems: Problems, only: bool, fitted: Preprocessing | None) -> Select:
-    """What chooses the columns to read: the needed ones `only`, those trained on, or all."""
+def _select(
+    problems: Problems,
+    only: bool,  # the needed columns
+    fitted: Preprocessing | None,
+    names: Sequence[str],
+    unreadable: Mapping[str, Any],
+) -> list[str]:
+    """The columns to read: the needed ones, those trained on, or all."""
     trained = [] if fitted is None else [column.name for column in fitted.columns]
-
-    def select(names: Sequence[str], unreadable: Mapping[str, Any]) -> list[str]:
-        problems.check_names(names, trained and [*trained, *problems.needed.values()])
-        used = list(dict.fromkeys([*trained, *problems.needed.values()]))
-        if fitted is not None and trained:
-            used += [name for name in fitted.ids if name not in used]
-        elif not only:
-            used = [name for name in names if name in used or name not in problems.ignore]
-        problems.add_unreadable({name: unreadable[name] for name in used if name in unreadable})
-        readable = [name for name in used if name in names and name not in unreadable]
-        if not readable:
-            problems.refuse()
-        return readable
-
-    return select
+    problems.check_names(names, trained and [*trained, *problems.needed.values()])
+    used = list(dict.fromkeys([*trained, *problems.needed.values()]))
+    if fitted is not None and trained:
+        used += [name for name in fitted.ids if name not in used]
+    elif not only:
+        used = [name for name in names if name in used or name not in problems.ignore]
+    problems.add_unreadable({name: unreadable[name] for name in used if name in unreadable})
+    readable = [name for name in used if name in names and name not in unreadable]
+    if not readable:
+        problems.refuse()
+    return readable
 
 
 def _parse_columns(
@@ -149,33 +153,30 @@ def _parse_columns(
     fitted: Preprocessing | None,
 ) -> dict[str, ParsedColumn]:
     """The cells of each column; what is wrong with them goes to the problems, by row."""
-    config = problems.config
+    config, needed = problems.config, problems.needed.values()
     policy = config.missing if isinstance(config, Tabular) else None
     share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
     trained = {} if fitted is None else {c.name: c for c in fitted.columns}
-    problems.word = content.word
     problems.add_rows(KEY, content.malformed)
     columns = dict[str, ParsedColumn]()
     for name in list(content.columns):
         cells = content.columns.pop(name)  # its memory is free once it is parsed
-        odd_share = 1.0 if name in problems.types else ODD_CELLS
         try:
-            column = parse_column(
+            column = columns[name] = parse_column(
                 cells,
                 kind(name),
-                odd_share=odd_share,
+                most_unparsed=1.0 if name in problems.types else MOST_UNPARSED,
                 bad_share=share,
                 missing=trained[name].missing if name in trained else (),
-                marker=name not in problems.needed.values(),
+                marker=name not in needed,
                 form=trained[name].form if name in trained else None,
             )
-            _check_declared(name, column, problems)
         except DataError as error:
             problems.add_unreadable({name: error})
             continue
-        columns[name] = column
+        _check_declared(name, column, problems)
         wrong = [(KEY, column.bad)]
-        if name in problems.needed.values():
+        if name in needed:
             wrong.append((KEY, column.missing()))
         elif policy in (Missing.drop, Missing.error):
             wrong.append((GAPS, column.missing()))
@@ -189,36 +190,34 @@ def _parse_columns(
 
 def _check_declared(name: str, column: ParsedColumn, problems: Problems) -> None:
     """Raise ConfigError where most cells are not what `data.types` says of the column."""
-    if name not in problems.types or not column.odd:
+    if name not in problems.types or not column.unparsed:
         return
-    present = int((~missing_cells(column.values)).sum()) + len(column.odd)
-    if 2 * len(column.odd) > present:
-        example = next(iter(column.odd.values()))[:LONGEST]
-        cells = f"{len(column.odd):,} of {present:,} cells of {name!r}, such as {example!r},"
+    count = len(column.unparsed)
+    present = int((~missing_cells(column.values)).sum()) + count
+    if 2 * count > present:
+        example = next(iter(column.unparsed.values()))[:LONGEST]
+        cells = f"{count:,} of {present:,} cells of {name!r}, such as {example!r},"
         fix = f"dates are read as {READABLE}" if column.kind is Kind.times else "use text"
         raise ConfigError(TYPES, f"{problems.path}: {cells} are not {column.kind.value}", fix)
 
 
-def _take_index(content: Content, problems: Problems) -> tuple[Choice, ...]:
+def _take_index(content: Content, path: Path) -> tuple[Choice, ...]:
     """Take out a column without a name, if it numbers the rows as pandas does."""
     import pyarrow
     from pyarrow import compute
 
-    cells = content.columns.get("")
-    if cells is None:
+    if (cells := content.columns.pop("", None)) is None:
         return ()
     whole = pyarrow.types.is_integer(cells.type) and not cells.null_count
     if not whole or compute.min(cells).as_py() < 0 or len(cells.unique()) < len(cells):
         problem = "a column has no name, and its cells are no numbers of rows"
-        fix = "name it in the first line"
-        raise DataError(f"data.path: {problems.path}: {problem}; {fix}")
-    del content.columns[""]
+        raise DataError(f"data.path: {path}: {problem}; name it in the first line")
     return (Choice(IGNORE, "1 column left out", "it has no name, and numbers the rows"),)
 
 
 def _take_ids(
     content: Content, problems: Problems, fitted: Preprocessing | None
-) -> tuple[dict[str, Any], tuple[Choice, ...]]:
+) -> tuple[dict[str, Any], list[Choice]]:
     """The columns that are ids, taken out of the content, and why; one column always stays."""
     declared, needed = problems.types, problems.needed.values()
     names = [name for name in content.columns if name not in needed]
@@ -234,12 +233,10 @@ def _take_ids(
     choices = [
         Choice(TYPES, f"{n}: id", f"{reason}: {way}") for n, reason in reasons.items() if reason
     ]
-    ids = dict[str, Any]()
-    for name in names:
-        if name in reasons:
-            column = content.columns.pop(name)
-            ids[name] = column.cast(getattr(column.type, "value_type", column.type))
-    return ids, tuple(choices)
+    columns = {name: content.columns.pop(name) for name in names if name in reasons}
+    for name, column in columns.items():
+        columns[name] = column.cast(getattr(column.type, "value_type", column.type))
+    return columns, choices
 
 
 def split_values(table: Table, by: str, rule: SplitRule | None) -> np.ndarray:
@@ -248,10 +245,10 @@ def split_values(table: Table, by: str, rule: SplitRule | None) -> np.ndarray:
     Times are numbers, or dates and times as ISO 8601 writes them; others are a DataError.
     """
     values = table.columns[by]
-    if rule is SplitRule.group:
-        return values.codes if isinstance(values, Texts) else values
     if not isinstance(values, Texts):
         return values
+    if rule is SplitRule.group:
+        return values.codes
     for parse in (number, parse_time):
         times = np.array([parse(word) for word in values.words])
         if not (none := is_none(times)).any():
@@ -277,24 +274,22 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
 def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iterator[Choice]:
     """What is said of cells that do not fit the type of their column."""
     for name, column in columns.items():
-        if column.odd:
-            rows = list(column.odd)[:NAMED]
+        if column.unparsed:
             cells = [
-                f"{column.odd[row][:LONGEST]!r} in {content.word} {content.numbers[row]}"
-                for row in rows
+                f"{column.unparsed[row][:LONGEST]!r} in {content.word} {content.numbers[row]}"
+                for row in list(column.unparsed)[:NAMED]
             ]
-            more = ", …" if len(column.odd) > NAMED else ""
-            value = (
-                f"{len(column.odd):,} of {len(content.numbers):,} cells of {name!r} read as missing"
-            )
-            yield Choice(GAPS, value, f"not {column.kind.value}: {', '.join(cells)}{more}")
-        if column.form and not column.note:
-            yield Choice(TYPES, f"{name}: date", f"its cells are {describe_form(column.form)}")
+            more = ", …" if len(column.unparsed) > NAMED else ""
+            count = f"{len(column.unparsed):,} of {len(content.numbers):,} cells of {name!r}"
+            reason = f"not {column.kind.value}: {', '.join(cells)}{more}"
+            yield Choice(GAPS, f"{count} read as missing", reason)
         if column.note:
-            kind = "date" if column.form else "text"
-            how, effect = column.remedy
-            advice = f"{describe_form(column.form)} is taken" if column.form else ""
-            advice = advice or f"with +{TYPES}={{{name}: {how}}} {effect}"
+            kind, (how, effect) = "date" if column.form else "text", column.remedy
+            advice = f"with +{TYPES}={{{name}: {how}}} {effect}"
+            if column.form:
+                advice = f"{describe_form(column.form)} is taken"
             reason = f"{column.note}; {advice}"
             log.warning("%s: column %r is read as %ss: %s", TYPES, name, kind, reason)
             yield Choice(TYPES, f"{name}: {kind}", reason)
+        elif column.form:
+            yield Choice(TYPES, f"{name}: date", f"its cells are {describe_form(column.form)}")

@@ -9,26 +9,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.config import SIGNS, CsvFormat, Tabular, sign_of
-from runner.data.number_format import (
-    MISSING,
-    as_trained,
-    convert_numbers,
-    encode_texts,
-    strip_units,
-    trained_signs,
-    uses_other_decimals,
-)
+from runner.data.cells import MISSING, Kind, is_text
+from runner.data.config import CsvFormat, Tabular, sign_of
+from runner.data.number_format import as_trained, convert_numbers, word_of
 from runner.data.preprocessing import Preprocessing
 from runner.device import memory
-from runner.errors import ConfigError, DataError
+from runner.errors import DataError
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
@@ -56,15 +48,6 @@ class Content:
     choices: tuple[Choice, ...] = ()  # what was recognised
 
 
-class Kind(Enum):
-    """What the cells of a column are read as; in a message, `12a is not a finite number`."""
-
-    any = "anything"  # numbers or dates, where it holds such
-    numbers = "a finite number"
-    times = "a date"
-    texts = "a text"
-
-
 Select = Callable[[Sequence[str], Mapping[str, Any]], list[str]]
 """Given the columns of a file, and the types of unreadable ones, returns those to read."""
 
@@ -78,11 +61,18 @@ def read_content(
 ) -> Content:
     """The selected columns of a csv or parquet file; `kind` says what each is read as.
 
-    Numbers of a csv are read as those of the file that was `fitted` on, unless they are certainly
-    written otherwise.
+    Numbers of a csv are read as those of the file that was `fitted` on.
     """
     if path.is_dir():
-        return _read_saved(path, select)
+        from runner.data.saved_dataset import read_saved
+
+        table = read_saved(path)
+        used = _select_readable(path, select, table.schema, len(table), "select some of them")
+        columns = {name: table.column(name) for name in used}
+        for name, column in columns.items():
+            if _is_text(column.type):  # as parquet reads it: equal texts once
+                columns[name] = column.dictionary_encode().unify_dictionaries()
+        return Content(columns, "row", np.arange(1, len(table) + 1), {})
     with path.open("rb") as file:
         start = file.read(4)
     if not start:
@@ -90,8 +80,12 @@ def read_content(
     if start == b"PK\x03\x04":
         raise DataError(f"data.path: {path} is a workbook or a zip archive; save its table as csv")
     if start == b"PAR1" or path.suffix in (".parquet", ".pq"):
-        return _read_parquet(path, select, kind)
-    return _read_csv(path, select, kind, config, as_trained(config, fitted))
+        return _read_parquet(path, select)
+    signs: tuple[Choice, ...] = ()
+    if isinstance(config, Tabular):
+        config, signs = as_trained(config, fitted)
+    content = _read_csv(path, select, kind, config)
+    return replace(content, choices=(*content.choices, *signs))
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -107,30 +101,24 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
 
 
 def _read_csv(
-    path: Path,
-    select: Select,
-    kind: Callable[[str], Kind],
-    config: CsvFormat,
-    trained: Tabular | None = None,  # the config with the signs of the training file
+    path: Path, select: Select, kind: Callable[[str], Kind], config: CsvFormat
 ) -> Content:
     import pyarrow
     from pyarrow.types import is_binary
 
     check_memory(path, CELLS * path.stat().st_size, "its cells", "split it, or leave out columns")
     try:
-        rows, table, malformed = _parse_csv(path, select, kind, trained or config)
-        invalid = any(is_binary(column.type) for column in table.columns)
+        rows, table, malformed = _parse_csv(path, select, kind, config)
+        decoded = not any(is_binary(column.type) for column in table.columns)
     except (UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
         if isinstance(error, pyarrow.ArrowInvalid) and "invalid UTF8" not in str(error):
             raise DataError(f"{path}: cannot be read as csv: {error}") from None
-        invalid = True
+        decoded = False
     except OSError as error:
         raise DataError(f"{path}: cannot be decompressed: {error}") from None
-    if invalid:
+    if not decoded:
         choice = _other_encoding(path, config.encoding)
-        config = replace(config, encoding=OTHER_ENCODING)
-        trained = trained and replace(trained, encoding=OTHER_ENCODING)
-        content = _read_csv(path, select, kind, config, trained)
+        content = _read_csv(path, select, kind, replace(config, encoding=OTHER_ENCODING))
         return replace(content, choices=(choice, *content.choices))
     total = len(malformed) + len(table)
     one_line_each = rows.lines == total
@@ -143,13 +131,7 @@ def _read_csv(
     choices = rows.choices
     if isinstance(config, Tabular):
         numeric = {n: column for n, column in columns.items() if kind(n) is not Kind.texts}
-        encode_texts(numeric)
-        units = strip_units(numeric)
-        if trained is not None and uses_other_decimals(numeric, trained):
-            del table, columns, numeric  # whose memory is needed again
-            return _read_csv(path, select, kind, config)
-        choices += units + convert_numbers(numeric, path, rows.separator, trained or config)
-        choices += trained_signs(trained)
+        choices += convert_numbers(numeric, path, rows.separator, config)
         columns |= numeric
     return Content(columns, "line" if one_line_each else "row", numbers, problems, choices)
 
@@ -179,7 +161,7 @@ def _parse_csv(
             true_values=[],
             false_values=[],
             null_values=MISSING_FORMS,
-            decimal_point=rows.decimal or ".",
+            decimal_point=rows.decimal,
         )
         read = partial(csv.ReadOptions, column_names=rows.names)
         parse = partial(csv.ParseOptions, delimiter=rows.separator)
@@ -235,11 +217,10 @@ class _CsvRows(io.RawIOBase):
         read = csv.ReadOptions(block_size=len(header) + 2)
         names = csv.read_csv(BufferReader(header + b"\n"), read, parse).column_names
         self.names = [name.strip() for name in names]
-        self._check_separator(config.separator, header.decode())
         self.size = 0  # of the rows alone
-        self.decimal = None
+        self.decimal = "."
         if isinstance(config, Tabular):
-            implied = "," if sign_of(config.thousands) == "." else None
+            implied = "," if sign_of(config.thousands) == "." else "."
             self.decimal = sign_of(config.decimal) or implied
 
     def close(self) -> None:
@@ -277,12 +258,7 @@ class _CsvRows(io.RawIOBase):
             if not lines[-1]:
                 raise DataError(f"{self.path}: a quote in the header is not closed")
         self.first += len(lines)
-        record = b"".join(lines)
-        if b"\r" in record.rstrip() and not quotes and not self.file.peek(1):
-            # it is the whole file, whose lines end with that alone
-            record, _, rest = record.partition(b"\r")
-            self.file = io.BufferedReader(io.BytesIO(rest))
-        return record
+        return b"".join(lines)
 
     def _line(self) -> bytes:
         line = self.file.readline(self.limit + 1)
@@ -291,33 +267,14 @@ class _CsvRows(io.RawIOBase):
 
     def _recognise(self, header: str) -> str:
         """The sign that the header has most of, outside of quotes."""
-        separator, count = _separator(header)
+        text = re.sub('"[^"]*"', "", header)
+        separator = max(SEPARATORS, key=text.count)
         if separator != ",":
-            self._choose("data.separator", separator, f"the header has {count}")
+            self._choose("data.separator", separator, f"the header has {text.count(separator)}")
         return separator
 
-    def _check_separator(self, typed: str | None, header: str) -> None:
-        """Refuse one that the header lacks, where it has another."""
-        other, count = _separator(header)
-        if typed is not None and len(self.names) == 1 and count and other != self.separator:
-            problem = f"the header of {self.path} has no {self.separator!r}"
-            fix = f"it looks like {_word(other)}; leave data.separator out"
-            raise ConfigError("data.separator", problem, fix)
-
     def _choose(self, key: str, sign: str, reason: str) -> None:
-        self.choices = (*self.choices, Choice(key, _word(sign), reason))
-
-
-def _separator(header: str) -> tuple[str, int]:
-    """The sign that a header has most of, outside of quotes, and how often."""
-    text = re.sub('"[^"]*"', "", header)
-    separator = max(SEPARATORS, key=text.count)
-    return separator, text.count(separator)
-
-
-def _word(sign: str) -> str:
-    """How a key names a sign."""
-    return next((word for word, known in SIGNS.items() if known == sign), sign)
+        self.choices = (*self.choices, Choice(key, word_of(sign), reason))
 
 
 def _open(path: Path, encoding: str | None, scope: ExitStack) -> tuple[io.BufferedReader, str]:
@@ -375,7 +332,7 @@ def _undecodable_line(path: Path, encoding: str) -> int:
 # -- parquet ---------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Content:
+def _read_parquet(path: Path, select: Select) -> Content:
     """The columns; what the footer says, and what is then decoded, must fit into memory."""
     import pyarrow
     from pyarrow import parquet
@@ -384,10 +341,8 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
     try:
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
-        unreadable = {f.name: f.type for f in schema if not _is_readable(f.type)}
-        used = select(schema.names, unreadable)
+        used = _select_readable(path, select, schema, rows, fix)
         texts = [name for name in used if _is_text(schema.field(name).type)]
-        check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)  # as float64
         batches, decoded = [], 0
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             for batch in file.iter_batches(PARQUET_ROWS, columns=used):
@@ -402,19 +357,12 @@ def _read_parquet(path: Path, select: Select, kind: Callable[[str], Kind]) -> Co
     return Content(columns, "row", np.arange(1, len(table) + 1), {})
 
 
-def _read_saved(path: Path, select: Select) -> Content:
-    """The columns of a folder that `datasets` wrote."""
-    from runner.data.saved_dataset import read_saved
-
-    table = read_saved(path)
-    unreadable = {f.name: f.type for f in table.schema if not _is_readable(f.type)}
-    used = select(table.column_names, unreadable)
-    check_memory(path, 8 * len(table) * len(used), f"{len(table):,} rows", "select some of them")
-    columns = {name: table.column(name) for name in used}
-    for name, column in columns.items():
-        if _is_text(column.type):  # as parquet reads it: equal texts once
-            columns[name] = column.dictionary_encode().unify_dictionaries()
-    return Content(columns, "row", np.arange(1, len(table) + 1), {})
+def _select_readable(path: Path, select: Select, schema: Any, rows: int, fix: str) -> list[str]:
+    """The columns to read, which fit into memory as float64."""
+    unreadable = {field.name: field.type for field in schema if not _is_readable(field.type)}
+    used = select(schema.names, unreadable)
+    check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)
+    return used
 
 
 def _is_readable(arrow: Any) -> bool:
@@ -430,6 +378,4 @@ def _is_readable(arrow: Any) -> bool:
 def _is_text(arrow: Any) -> bool:
     from pyarrow import types
 
-    return bool(
-        types.is_string(arrow) or types.is_large_string(arrow) or types.is_string_view(arrow)
-    )
+    return is_text(arrow) or bool(types.is_string_view(arrow))

@@ -18,13 +18,13 @@ import torch
 from runner.data.batch import Column, Sizes
 from runner.data.cells import GAP, ID_ROWS, LONGEST, PARTS, Texts, Values, missing_cells, part_of
 from runner.data.config import Missing, SplitRule, Tabular
+from runner.data.dataset import Tensors, fit_scale, scale, scale_of
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.open import PLAIN, Opening
+from runner.data.paths import listed
 from runner.data.problems import GAPS, TYPES
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
-from runner.data.tensors import Tensors, fit_scale, scale, scale_of
-from runner.data.usable import NAMED
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
@@ -41,17 +41,16 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
     needed = {"data.target": config.target} if opening.labelled else {}
-    by = config.split_by if opening.divides(config) else None
-    if by is not None:
-        needed["data.split_by"] = by
+    if config.split_by is not None and opening.divides(config):
+        needed["data.split_by"] = config.split_by
     table = read_table(config, needed, config.ignore, fitted, opening.folder)
     target = table.columns.pop(config.target) if opening.labelled else None
-    *parts, rule = _divide(table, target, config, opening)
+    train, validation, rule = _divide(table, target, config, opening)
     if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
     if fitted is None:
-        left_out = tuple(_take_unrepeated(table, parts[0], config))
-        columns = fit_columns(table, parts[0], config)
+        left_out = [*_take_unrepeated(table, train, config)]
+        columns = fit_columns(table, train, config)
         encoded, unknown = encode(table, columns, config.missing.value)
         rule = (*rule, *left_out, *_column_choices(columns))
     else:
@@ -61,12 +60,20 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     if fitted is not None:
         labels, sizes = _trained_target(target, fitted.sizes, config, table), fitted.sizes
     elif target is not None:
-        labels, sizes, inferred = fit_target(target, config, table, parts[0])
+        labels, sizes, inferred = fit_target(target, config, table, train)
         sizes = replace(sizes, in_features=encoded.shape[1])
         choices = (*choices, *inferred)
-    inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
-    known = ((*choices, *rule), columns, table.rows, "data.ignore", table.ids)
-    return Tensors(inputs, targets, sizes, (parts[0], parts[1]), *known)
+    return Tensors(
+        torch.from_numpy(encoded),
+        torch.from_numpy(labels),
+        sizes,
+        (train, validation),
+        (*choices, *rule),
+        columns,
+        table.rows,
+        "data.ignore",
+        table.ids,
+    )
 
 
 def _divide(
@@ -115,13 +122,7 @@ def _take_unrepeated(table: Table, train: np.ndarray, config: Tabular) -> Iterat
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
     """What becomes of each column: mean and deviation over the rows `train`, or its categories."""
-    return tuple(
-        column
-        for name, values in table.columns.items()
-        for column in _fit(
-            name, values, train, config, table.odd.get(name, ()), table.forms.get(name, "")
-        )
-    )
+    return tuple(column for name in table.columns for column in _fit(table, name, train, config))
 
 
 def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
@@ -171,20 +172,12 @@ def encode(
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
     if total := sum(gaps.values()):
         filled = [f"{name!r} ({count:,})" for name, count in gaps.items() if count]
-        listed = ", ".join(filled[:NAMED])
-        more = f", … ({len(filled)} columns)" if len(filled) > NAMED else ""
         how = "numbers are filled in with what training rows gave, and texts are a category"
-        yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed}{more}: {how}")
+        yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed(filled)}: {how}")
 
 
-def _fit(
-    name: str,
-    values: Values,
-    train: np.ndarray,
-    config: Tabular,
-    odd: tuple[str, ...],
-    form: str,
-) -> Iterator[Column]:
+def _fit(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:
+    values, unparsed = table.columns[name], table.unparsed.get(name, ())
     gaps = int(missing_cells(values)[train].sum())
     if isinstance(values, Texts):
         codes, counts = np.unique(values.codes[train], return_counts=True)
@@ -199,15 +192,14 @@ def _fit(
     if values.dtype.kind == "M":
         varies = [part for part in PARTS if len(np.unique(_known(values, part, train))) > 1]
         parts = varies or ["days"]
+    column = Column(name, missing=unparsed, form=table.forms.get(name, ""), gaps=gaps)
     for part in parts:
         known = _known(values, part, train)
-        mean, deviation = fit_scale(known[:, None], np.arange(len(known)))
-        fill = float(np.median(known) if config.missing is Missing.median else mean[0])
-        yield Column(
-            name, float(mean[0]), float(deviation[0]), (), part, fill, odd, form=form, gaps=gaps
-        )
+        mean, deviation = (float(x[0]) for x in fit_scale(known[:, None], np.arange(len(known))))
+        fill = float(np.median(known)) if config.missing is Missing.median else mean
+        yield replace(column, mean=mean, deviation=deviation, part=part, fill=fill)
     if gaps:
-        yield Column(name, part=GAP, missing=odd, form=form, gaps=gaps)
+        yield replace(column, part=GAP)
 
 
 def _known(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
@@ -225,9 +217,8 @@ def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndar
     if not unknown.any():
         return places, []
     words = [values.words[code][:LONGEST] for code in np.unique(values.codes[unknown]).tolist()]
-    examples = ", ".join(map(repr, words[:NAMED])) + (", …" if len(words) > NAMED else "")
     those = "that no training row has" if not column.others else "unknown or rare in training"
-    reason = f"column {column.name!r}: categories {those}: {examples}"
+    reason = f"column {column.name!r}: categories {those}: {listed(map(repr, words))}"
     value = f"{column.name}: {int(unknown.sum()):,} of {len(places):,} rows"
     return places, [Choice(UNKNOWN, value, reason)]
 

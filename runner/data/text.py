@@ -1,8 +1,8 @@
-"""Labelled texts as padded bytes: a csv with a text and a label column, or a folder per class."""
+"""Labelled texts: a csv with a text and a label column, or a folder per class."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -12,60 +12,62 @@ import torch
 from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.cells import Texts
 from runner.data.config import Text
-from runner.data.dataset import Dataset
-from runner.data.folders import labelled_files, relative_names
-from runner.data.labels import check_classes, trained_labels
-from runner.data.preprocessing import PLAIN, Opening
+from runner.data.dataset import Dataset, class_labels
+from runner.data.labels import check_classes, labelled_files, relative_names, trained_labels
+from runner.data.open import PLAIN, Opening
 from runner.data.saved_dataset import is_saved
 from runner.data.table import read_table, split_values
 from runner.data.usable import lacks_resources, leave_out
-from runner.errors import ConfigError
+from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
+MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor cores take
 
 
-class TextClassificationDataset(Dataset):
+class TextDataset(Dataset):
     """Batches of {input_ids, attention_mask} and labels, all int64; the mask is 1 on text.
 
-    Ids are bytes, and 256 where a passage is shorter than `sequence`; longer ones are cut off.
+    Ids are bytes, filled up with 256 to `sizes.sequence`; or those of a tokenizer, which are as
+    long as the longest text of a batch, rounded up to a multiple of 8: the same for the same
+    samples, whatever else is drawn. Longer texts are cut off.
     """
 
     def __init__(
         self,
-        texts: Sequence[bytes | np.ndarray],
+        texts: Iterable[np.ndarray],  # ids
         labels: np.ndarray,
-        class_names: tuple[str, ...],
-        sequence: int,
+        sizes: Sizes,
         parts: tuple[np.ndarray, np.ndarray],
         choices: tuple[Choice, ...] = (),
         names: RowNames | None = None,
+        tokenizer: str = "",  # the digest of its vocabulary
     ) -> None:
-        self.rows = names or RowNames()
-        rows = np.full((len(texts), sequence), PADDING, np.int16)  # a quarter of int64
-        lengths = np.empty(len(texts), np.int64)
-        for row, text in enumerate(texts):
-            ids = np.frombuffer(text, np.uint8)[:sequence]
-            rows[row, : len(ids)] = ids
-            lengths[row] = len(ids)
-        self.tokens, self.lengths = torch.from_numpy(rows), torch.from_numpy(lengths)
-        self.target = torch.from_numpy(labels.astype(np.int64))
-        self.positions = torch.arange(sequence)
-        self.train, self.validation = parts
-        self.choices = choices
-        known = {"classes": len(class_names), "vocab": PADDING + 1, "sequence": sequence}
-        self.sizes = Sizes("classification", **known, class_names=class_names)
+        self.rows, self.sizes, self.choices = names or RowNames(), sizes, choices
+        self.tokenizer, (self.train, self.validation) = tokenizer, parts
+        self.most, self.padding = sizes.sequence or 1, sizes.padding or 0
+        if not tokenizer:
+            self.padding = PADDING
+        ids = [text[: self.most] for text in texts]
+        self.lengths = np.array([len(text) for text in ids], np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.tokens, self.target = np.concatenate(ids), torch.from_numpy(labels.astype(np.int64))
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """A copy of the rows."""
-        rows = torch.from_numpy(indices)
-        mask = self.positions < self.lengths[rows, None]
-        inputs = {"input_ids": self.tokens[rows].long(), "attention_mask": mask.long()}
-        return inputs, self.target[rows]
+        """The texts, each followed by padding."""
+        lengths, width = self.lengths[indices][:, None], self.most
+        if self.tokenizer:
+            width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, width)
+        places = np.arange(width)
+        mask = places < lengths
+        ids = self.tokens[np.where(mask, self.starts[indices][:, None] + places, 0)]
+        ids = np.where(mask, ids.astype(np.int64), self.padding)
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask * 1)}
+        return inputs, self.target[torch.from_numpy(indices)]
 
-    def labels(self) -> np.ndarray:
-        """The class of each passage."""
-        return self.target.numpy()
+    def labels(self) -> np.ndarray | None:
+        """The class of each text."""
+        return class_labels(self.target, self.sizes)
 
 
 def cut(text: bytes, sequence: int) -> list[np.ndarray]:
@@ -75,41 +77,55 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
-def text(config: Text, opening: Opening = PLAIN) -> Dataset:
+def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
     """The first `data.sequence` bytes or tokens of each text, padded, and its label."""
-    path = opening.root(config)
-    passages = (path.is_dir() and not is_saved(path)) or (
-        path.suffix == ".txt" and not opening.labelled
-    )
-    if passages and config.split_by is not None and opening.divides(config):
+    path, fitted = opening.root(config), opening.fitted
+    folder = path.is_dir() and not is_saved(path)
+    if folder and config.split_by is not None and opening.divides(config):
         problem = f"is for a column of a table, and {path} is a folder"
         raise ConfigError("data.split", problem, "use data.split=stratified or random")
+    passages = folder or (path.suffix == ".txt" and not opening.labelled)
     read = _from_folders(path, config, opening) if passages else _from_table(config, opening)
     texts, labels, classes, rows, choices, by = read
     sequence = config.sequence
-    if opening.fitted is None:
+    if fitted is None:
         check_classes(classes, str(path))
     else:
-        classes = opening.fitted.sizes.class_names
-        sequence = opening.fitted.sizes.sequence or sequence
+        classes, sequence = fitted.sizes.class_names, fitted.sizes.sequence or sequence
     strata = labels if opening.labelled else None
-    *parts, more = opening.split(len(texts), config, str(path), strata, by)
+    train, validation, more = opening.split(len(texts), config, str(path), strata, by)
     choices = (*choices, *more)
+    ids: Iterable[np.ndarray] = (np.frombuffer(content, np.uint8) for content in texts)
+    vocab, padding, digest = PADDING + 1, None, ""
     if config.tokenizer is not None:
-        from runner.data.tokenizer import TokenizedTexts, Tokenizer
+        from runner.data.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer(config.tokenizer, opening.fitted)
+        tokenizer = Tokenizer(config.tokenizer, fitted)
         sequence, limits = tokenizer.length(sequence)
-        known = {"classes": len(classes), "vocab": tokenizer.vocab, "sequence": sequence}
-        made = Sizes("classification", **known, class_names=classes, padding=tokenizer.padding)
-        sizes = made if opening.fitted is None else opening.fitted.sizes
-        about = sizes, (parts[0], parts[1]), (*choices, *limits), rows
-        return TokenizedTexts(tokenizer, texts, labels.astype(np.int64), *about)
-    if longer := sum(len(content) > sequence for content in texts):
-        reason = f"{longer:,} of {len(texts):,} texts are longer; only their beginning is read"
-        choices = (*choices, Choice("data.sequence", sequence, reason))
-    about_bytes = (parts[0], parts[1]), choices, rows
-    return TextClassificationDataset(texts, labels, classes, sequence, *about_bytes)
+        ids, choices = tokenizer.encode(texts, sequence), (*choices, *limits)
+        vocab, padding, digest = tokenizer.vocab, tokenizer.padding, tokenizer.digest
+    sizes = byte_sizes(classes, sequence, vocab, padding) if fitted is None else fitted.sizes
+    data = TextDataset(ids, labels, sizes, (train, validation), choices, rows, digest)
+    if (empty := np.flatnonzero(data.lengths == 0)).size:
+        raise DataError(f"data.path: {rows(int(empty[0]))}: the tokenizer makes nothing of it")
+    if full := int((data.lengths == sequence).sum()):
+        reason = f"{full:,} of {len(texts):,} texts fill it; what is longer is cut off"
+        data.choices = (*choices, Choice("data.sequence", sequence, reason))
+    return data
+
+
+def byte_sizes(
+    classes: tuple[str, ...], sequence: int, vocab: int = PADDING + 1, padding: int | None = None
+) -> Sizes:
+    """The sizes of labelled texts, by default of bytes."""
+    return Sizes(
+        "classification",
+        classes=len(classes),
+        vocab=vocab,
+        sequence=sequence,
+        class_names=classes,
+        padding=padding,
+    )
 
 
 Labelled = tuple[
@@ -123,11 +139,11 @@ def _from_table(config: Text, opening: Opening) -> Labelled:
     needed = {"data.text": config.text}
     if opening.labelled:
         needed["data.target"] = config.target
-    divides = config.split_by if opening.divides(config) else None
-    if divides is not None:
-        needed["data.split_by"] = divides
+    by = config.split_by if opening.divides(config) else None
+    if by is not None:
+        needed["data.split_by"] = by
     table = read_table(config, needed, folder=opening.folder)
-    by = None if divides is None else split_values(table, divides, config.split)
+    values = None if by is None else split_values(table, by, config.split)
     texts = cast("Texts", table.columns[config.text])
     encoded = [word.encode() for word in texts.words]
     contents = [encoded[code] for code in texts.codes.tolist()]
@@ -138,7 +154,7 @@ def _from_table(config: Text, opening: Opening) -> Labelled:
     if opening.fitted is not None:
         what = f"{table.path}: column {config.target!r}"
         labels = trained_labels(target.words, labels, opening.fitted.sizes.class_names, what)
-    return contents, labels, target.words, table.rows, table.choices, by
+    return contents, labels, target.words, table.rows, table.choices, values
 
 
 def _from_folders(root: Path, config: Text, opening: Opening) -> Labelled:

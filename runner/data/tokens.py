@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
+from runner.data.open import PLAIN, Opening
 from runner.data.paths import check_link, existing
-from runner.data.preprocessing import PLAIN, Opening
 from runner.errors import BadSample, ConfigError, DataError
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
@@ -73,38 +74,34 @@ class TokenWindows(Dataset):
 
 
 def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
-    """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
-    path = existing(config.path)
+    """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read.
+
+    Of text all ids are held, 4 bytes each.
+    """
+    path, tokenizer = existing(config.path), None
     texts = path.suffix == ".txt" or (path / "train.txt").is_file()
-    if texts:
-        return _tokenized(config, path, opening)
-    vocab = config.vocab
-    if vocab is None and config.tokenizer is not None:
+    if config.tokenizer is not None and (texts or config.vocab is None):
         from runner.data.tokenizer import Tokenizer
 
-        vocab = Tokenizer(config.tokenizer, opening.fitted).vocab
+        tokenizer = Tokenizer(config.tokenizer, opening.fitted)
+    elif texts:
+        problem = f"{path} is text, and data=tokens takes ids"
+        raise ConfigError("data.tokenizer", problem, "name the folder of a tokenizer")
+    vocab = config.vocab if tokenizer is None else tokenizer.vocab
     if vocab is None:
         raise ConfigError("data.vocab", "data=tokens needs it", "data.vocab=…")
     if vocab < 2:
         raise ConfigError("data.vocab", f"{vocab} ids are too few", "use 2 or more")
     if config.dtype not in DTYPES:
         raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
-    kind = np.dtype(config.dtype)
-    streams = _streams(config, path, opening, "bin", lambda file: _map(file, kind))
-    return TokenWindows(*streams, vocab=vocab, sequence=config.sequence)
-
-
-def _tokenized(config: Tokens, path: Path, opening: Opening) -> TokenWindows:
-    """The same windows over text; all of its ids are held, 4 bytes each."""
-    if config.tokenizer is None:
-        problem = f"{path} is text, and data=tokens takes ids"
-        raise ConfigError("data.tokenizer", problem, "name the folder of a tokenizer")
-    from runner.data.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(config.tokenizer, opening.fitted)
-    streams = _streams(config, path, opening, "txt", tokenizer.stream)
-    windows = TokenWindows(*streams, vocab=tokenizer.vocab, sequence=config.sequence)
-    windows.tokenizer = tokenizer.digest
+    if tokenizer is not None and texts:
+        streams = _streams(config, path, opening, "txt", tokenizer.stream)
+    else:
+        read = partial(_map, kind=np.dtype(config.dtype))
+        streams = _streams(config, path, opening, "bin", read)
+    windows = TokenWindows(*streams, vocab=vocab, sequence=config.sequence)
+    if tokenizer is not None and texts:
+        windows.tokenizer = tokenizer.digest
     return windows
 
 

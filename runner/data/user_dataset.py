@@ -14,14 +14,13 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Batch
-from runner.data.collate import Nest, as_pair, main_leaf, stack, stack_pairs
+from runner.data.collate import Nest, as_pair, infer_sizes, main_leaf, stack, stack_pairs
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
-from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.nested import named_leaves, tree_map
+from runner.data.open import PLAIN, Opening
 from runner.data.order import sample_seeds
-from runner.data.preprocessing import PLAIN, Opening
 from runner.data.usable import lacks_resources
 from runner.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
@@ -58,21 +57,19 @@ class UserDataset(Dataset):
         self.train, self.validation, choices = opening.split(len(dataset), config, target)
         if opening.fitted is None:
             drops = config.bad_samples is BadSamples.drop
-            self.sizes, inferred = infer_sizes(dataset, target, self._timed_sample, drops)
+            self.sizes, inferred = infer_sizes(
+                dataset, target, lambda index: self._time([index])[0], drops
+            )
             choices = (*choices, *inferred)
         else:
             self.sizes = opening.fitted.sizes
         self.choices = choices
-        if self.sample_seconds is not None:  # infer_sizes read one
+        with suppress(BadSample):  # it is raised when its batch is fetched
             numbers = list(range(1, min(TIMED, len(dataset))))
-            with suppress(BadSample):  # it is raised when its batch is fetched
-                if numbers and _fetches_batches(dataset):
-                    self._time(numbers)
-                    return
-            for index in numbers:
-                if self.sample_seconds < SLOW_S:
-                    with suppress(BadSample):
-                        self._timed_sample(index)
+            while numbers and self.sample_seconds is not None and self.sample_seconds < SLOW_S:
+                several = len(numbers) if _fetches_batches(dataset) else 1
+                self._time(numbers[:several])
+                numbers = numbers[several:]
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
         """Cast float64 to the dtype of the model's weights, and all floats for one in float64."""
@@ -81,16 +78,13 @@ class UserDataset(Dataset):
         cast = {dtype for dtype in self.dtypes if self._casts(dtype)}
         if not cast:
             return ()
-        names = [
-            str(dtype).removeprefix("torch.") for dtype in (self.dtype, *sorted(cast, key=str))
-        ]
-        reason = f"samples have {' and '.join(names[1:])}; the weights of the model are {names[0]}"
-        return (Choice("data._target_", f"cast to {names[0]}", reason),)
+        own, *others = (str(x).removeprefix("torch.") for x in (self.dtype, *sorted(cast, key=str)))
+        reason = f"samples have {' and '.join(others)}; the weights of the model are {own}"
+        return (Choice("data._target_", f"cast to {own}", reason),)
 
     def _casts(self, dtype: torch.dtype) -> bool:
-        return (
-            dtype != self.dtype and dtype.is_floating_point and torch.float64 in (dtype, self.dtype)
-        )
+        doubles = torch.float64 in (dtype, self.dtype)
+        return dtype != self.dtype and dtype.is_floating_point and doubles
 
     def _cast(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.dtype) if self._casts(values.dtype) else values
@@ -102,11 +96,6 @@ class UserDataset(Dataset):
             return labels if labels is not None and len(labels) == len(self.dataset) else None
         return None
 
-    def _timed_sample(self, index: int) -> tuple[Nest, Nest]:
-        (sample,) = self._time([index])
-        self.dtypes = {leaf.dtype for _, leaf in named_leaves(sample)}
-        return sample
-
     def _time(self, numbers: list[int]) -> list[tuple[Nest, Nest]]:
         started = time.perf_counter()
         with _global_generators():
@@ -114,7 +103,9 @@ class UserDataset(Dataset):
         seconds = (time.perf_counter() - started) / len(numbers)
         # the least of all: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
-        return _pairs(samples, numbers)
+        pairs = _pairs(samples, numbers)
+        self.dtypes = {leaf.dtype for _, leaf in named_leaves(pairs[0])}
+        return pairs
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """The samples, stacked."""

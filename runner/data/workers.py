@@ -5,6 +5,11 @@ happens to be, also in the middle of an update; an exception that cannot be pick
 leaving it waits 5 s for each busy worker. Here each worker has a socket of its own, so that a
 killed one holds no lock, and a batch is waited for together with the death of the process that owes
 it. A worker that died or hangs is replaced: its batches are a pure function of their keys.
+
+A batch lies in anonymous shared memory, whose descriptor comes with the message. torch's own pipes
+send a number by which the receiver fetches the descriptor from the sender while it unpickles, for
+as long as that takes: one that stands still hangs it. The memory has no name, so none is left over,
+and none of `/dev/shm` is used.
 """
 
 from __future__ import annotations
@@ -12,11 +17,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 import logging
+import mmap
 import multiprocessing.util
 import os
 import signal
 import socket
 import struct
+import tempfile
 import time
 import traceback
 import warnings
@@ -24,27 +31,25 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from runner.data import shared_batch
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.parent_death import die_with_parent
+from runner.security.pickle_transfer import dumps_outline, loads_outline
 from runner.training.signals import ENDS
 
 log = logging.getLogger("runner")
 
 REQUEST = struct.Struct("qqq")  # number of the pass, epoch, number of the batch
+ANSWER = struct.Struct("qqq")  # number of the pass, start of the pickle, bytes in all
+ALIGNMENT = 64  # of each storage, as torch allocates
+POPULATE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 SLICE_S = 1.0  # of a wait: a machine that was suspended does not make a worker late
 STACK_S = 1.0  # until a worker that hangs has written its stack
 ASKS_STACK = getattr(signal, "SIGUSR2", None)
-STATES = {
-    "T": ", stopped by a signal",
-    "D": ", waiting for a device or a mount that does not answer",
-}
-"""What /proc/PID/stat says of processes that stand still."""
 
 Key = tuple[int, int]
 """Which batch: epoch, and number in the epoch."""
@@ -179,7 +184,7 @@ class Workers:
         try:
             if end not in ready:
                 raise EOFError
-            return shared_batch.receive(end)
+            return receive_batch(end)
         except (EOFError, OSError):
             raise self._dead(worker) from None
 
@@ -210,13 +215,11 @@ class Workers:
 
     def _hung(self, worker: int) -> WorkerLost:
         process = self.processes[worker]
-        state, stack = _state(process.pid), self._python_stack(process.pid)
+        stack = self._python_stack(process.pid)
         where = stack.splitlines()[1].strip() if stack.count("\n") > 1 else ""
-        return WorkerLost(
-            f"{process.name} has said nothing for data.timeout_s={self.timeout_s:g} s while it "
-            f"fetched {self._next_batch(worker)}{STATES.get(state, '')}"
-            + (f" (at {where})\n{stack}" if where else "")
-        )
+        silent = f"has said nothing for data.timeout_s={self.timeout_s:g} s while it fetched"
+        problem = f"{process.name} {silent} {self._next_batch(worker)}"
+        return WorkerLost(f"{problem} (at {where})\n{stack}" if where else problem)
 
     def _next_batch(self, worker: int) -> str:
         epoch, number = self.owed[worker][0]
@@ -235,14 +238,6 @@ class Workers:
             before = size or before
             time.sleep(0.05)
         return os.pread(self.stack, 20_000, 0).decode("utf-8", "replace").strip()
-
-
-def _state(pid: int) -> str:
-    """The letter that Linux has for what a process does; "" elsewhere."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
 
 
 def _kill(
@@ -291,11 +286,11 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: 
         except BaseException as error:  # StopIteration and SystemExit too: no batch may be lost
             result = _failure(error, key)
         try:
-            shared_batch.send(end, asked_in, result)
+            send_batch(end, asked_in, result)
         except (BrokenPipeError, ConnectionError):
             return  # the parent is gone
         except Exception as error:
-            shared_batch.send(end, asked_in, _failure(error, key))
+            send_batch(end, asked_in, _failure(error, key))
 
 
 def _failure(error: BaseException, key: Key) -> _Failure:
@@ -304,3 +299,93 @@ def _failure(error: BaseException, key: Key) -> _Failure:
     return _Failure(
         f"data: batch {key[1]} of epoch {key[0]}: {type(error).__name__}: {error}{hint}\n{trace}"
     )
+
+
+class _View(NamedTuple):
+    """What stands for a tensor in the pickle."""
+
+    place: int
+    nbytes: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def send_batch(to: socket.socket, number: int, value: Any) -> None:
+    """Copy a nest of tensors and send it. Raises OSError, and what pickling it raises."""
+    storages: dict[int, tuple[int, Tensor]] = {}  # by address: place in the memory, bytes
+    end = 0
+
+    def outline(part: Any) -> _View | None:
+        nonlocal end
+        if type(part) is not Tensor or not _is_plain(part):
+            return None  # pickled as it is
+        storage = part.untyped_storage()
+        address = storage.data_ptr()
+        if address not in storages:
+            storages[address] = end, torch.empty(0, dtype=torch.uint8).set_(storage)
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        place, bytes_ = storages[address]
+        offset, stride = int(part.storage_offset()), part.stride()
+        return _View(place, bytes_.numel(), part.dtype, offset, tuple(part.shape), stride)
+
+    pickled = dumps_outline(value, outline)
+    memory = _anonymous_file()
+    try:
+        for place, bytes_ in storages.values():
+            _write(memory, bytes_.numpy(), place)
+        _write(memory, pickled, end)
+        header = ANSWER.pack(number, end, end + len(pickled))
+        socket.send_fds(to, [header], [memory])
+    finally:
+        os.close(memory)
+
+
+def receive_batch(source: socket.socket) -> tuple[int, Any]:
+    """The number and the value of a message that is there. EOFError where there is none."""
+    header, descriptors, _, _ = socket.recv_fds(source, ANSWER.size, 1)
+    if len(header) < ANSWER.size or not descriptors:
+        raise EOFError
+    number, start, end = ANSWER.unpack(header)
+    try:
+        memory = mmap.mmap(descriptors[0], end, POPULATE)
+    finally:
+        os.close(descriptors[0])
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def fill(view: _View) -> Tensor:
+        tensor = torch.empty(0, dtype=view.dtype)
+        if not view.nbytes:
+            return tensor.as_strided(view.size, view.stride)
+        if view.place not in storages:
+            bytes_ = torch.frombuffer(
+                memory, dtype=torch.uint8, count=view.nbytes, offset=view.place
+            )
+            storages[view.place] = bytes_.untyped_storage()
+        return tensor.set_(storages[view.place], view.offset, view.size, view.stride)
+
+    value = loads_outline(memory[start:end], fill)
+    # a list for torch.load, which would hold a batch of sparse tensors for ever
+    getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
+    return number, value
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    quirks = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return dense and not quirks
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("batch")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write(file: int, values: Any, place: int) -> None:
+    rest = memoryview(values)
+    while rest:
+        count = os.pwrite(file, rest, place)
+        rest, place = rest[count:], place + count

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.data.batch import Inputs, call, count, rows
 from runner.data.preprocessing import NAME as PREPROCESSING
-from runner.data.preprocessing_file import parse_preprocessing
+from runner.data.preprocessing import parse_preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError, install_command
 from runner.jobs.config import ExportKind
 from runner.jobs.pipeline import RawInputModel, has_pipeline, raw_inputs

@@ -19,9 +19,9 @@ from runner.build import Components, build
 from runner.composing import compose
 from runner.config import RunConfig
 from runner.data.batch import Sizes
+from runner.data.collate import infer_sizes
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.infer import infer_sizes
 from runner.data.nested import tensors, tree_map
 from runner.data.order import split
 from runner.data.user_dataset import UserDataset

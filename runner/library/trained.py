@@ -18,13 +18,11 @@ from torch import Tensor
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.composing import compose
 from runner.config import RunConfig
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, Tensors
 from runner.data.loader import make_loader
-from runner.data.open import open_data
-from runner.data.preprocessing import Opening, Preprocessing, check_predicts
-from runner.data.preprocessing_file import parse_preprocessing
+from runner.data.open import Opening, open_data
+from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
 from runner.data.tabular import UNKNOWN
-from runner.data.tensors import Tensors
 from runner.errors import CheckpointError, DataError, UsageError
 from runner.jobs.evaluate import build_trained
 from runner.jobs.predict import Columns, predictions

@@ -158,6 +158,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return math.nan if value is None else float(value)
     if is_dataclass(kind) and isinstance(value, dict):
         return dataclass_from_json(kind, value, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
+    if shape is tuple and inner[-1] is ... and isinstance(value, list):
+        return tuple(_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if shape is tuple and isinstance(value, list) and len(value) == len(inner):
         low, high = (_convert(inner[0], item, path) for item in value)
         return low, math.inf if math.isnan(high) else high  # an interval without an end

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.data.batch import Batch, call, count, rows
 from runner.data.nested import tensors
-from runner.data.seeds import mix
+from runner.data.order import mix
 from runner.models import modes
 from runner.replay.findings import Cause, Ratio, StepPhase, size, stats
 from runner.replay.trace import batch_tensors, label, leave, watch_gradients

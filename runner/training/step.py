@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.data.batch import Batch, call, count, rows, split
-from runner.data.seeds import mix
+from runner.data.order import mix
 from runner.errors import UsageError
 from runner.record.text import summarize_error
 from runner.training.hook import Evaluation, Hook, Report, Step, Verdict

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.data.tensors import Tensors
+from runner.data.dataset import Tensors
 from runner.errors import DataError, Interrupted
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
@@ -185,14 +185,6 @@ def averaged(run: Run) -> dict[str, Any]:
         return weights(run)
 
 
-def test_the_first_batch_after_a_checkpoint_is_held_to_the_first_of_the_data() -> None:
-    with spoiled(odd(torch.randn(16, 5)), None, "checks.inputs.form=skip") as run:
-        batch = next(iter(run.train.batches(12)))
-        assert run.inputs is not None and batch[0].shape == (16, FEATURES)
-        run.inputs.admit(13, batch)
-        assert run.history.counts == {"input_form": 1}
-
-
 def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
     own = ["checks.inputs.range=skip", "checks.inputs.schema.high=-50", "training.steps=300"]
     with spoiled(Spoiled(), None, *own) as run:
@@ -293,21 +285,6 @@ def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_lat
     assert run.history.counts[kind] == near.history.counts[kind] == 2
     assert told.first[kind] == 15
     assert run.progress.skipped == 2
-
-
-def test_what_is_pending_on_an_accelerator_is_recorded_at_a_checkpoint(tmp_path: Path) -> None:
-    at, data = 14, poison(math.nan, 193)
-    own = ["training.steps=20", f"checkpoint.every={at - 1}"]
-    with far(data, None, *own) as whole:
-        train(whole)
-    with far(data, tmp_path, *own) as run:
-        run.hooks.append(Leave(at))
-        with pytest.raises(Interrupted):
-            train(run)
-    with far(data, tmp_path, *own, "checkpoint.resume=auto") as run:
-        train(run)
-    assert same(weights(run), weights(whole))
-    assert run.history.counts["input_not_finite"] == 1 == whole.history.counts["input_not_finite"]
 
 
 def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_update(

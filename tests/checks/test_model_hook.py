@@ -103,13 +103,9 @@ def test_a_run_trains_to_the_same_bits_with_and_without() -> None:
 
 
 RUNS = {
-    "mlp": ["data=digits", "model=mlp"],
     "cnn": ["data=digits", "model=cnn", "model.width=8", "model.stages=2", "model.blocks=1"],
-    "cancer": ["data=cancer", "model=mlp"],
     "gpt": ["data=stdlib_text", "model=gpt", "model.width=32", "model.depth=2", "model.heads=2",
             "data.sequence=32", "training.batch_size=8"],
-    "classifier": ["data=stdlib_parts", "model=classifier", "model.width=32", "model.depth=1",
-                   "model.heads=2", "data.sequence=48", "training.batch_size=8"],
 }  # fmt: skip
 
 

@@ -53,12 +53,6 @@ def test_values_come_back_finite_and_those_that_were_bit_for_bit(dtype: torch.dt
         assert changes.read() == {
             "nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "limited": 0,
         }  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_quantities_stay_within_their_limits(dtype: torch.dtype) -> None:
-    for seed in range(20):
-        x = planted(seed, dtype)
         low, high = (-1.5, 2.0) if seed % 2 else (0.0, None)
         clean, changes = sanitise(x, low=low, high=high)
         assert bool((clean >= low).all()) and bool(clean.isfinite().all())

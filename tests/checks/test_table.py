@@ -13,14 +13,13 @@ import torch
 
 from runner import build, compose, train
 from runner.checks.config import CheckPolicy, TableConfig
-from runner.checks.table import CheckedTable, TableFindings, check_table
-from runner.data.batch import Column, Sizes
+from runner.checks.table import TableFindings
+from runner.data.batch import Sizes
 from runner.data.config import Cancer, SplitRule, Tabular
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, Tensors
 from runner.data.embedded import cancer
 from runner.data.order import split
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
 from runner.tables import check_data_table
@@ -195,25 +194,6 @@ def test_rows_of_few_kinds_are_alike_by_chance_and_no_leak(tmp_path: Path) -> No
     assert codes(looked_at(quantity)[1]) == []
 
 
-def test_copies_of_most_of_a_table_are_no_chance(tmp_path: Path) -> None:
-    columns = {name: np.concatenate([x, x, x]) for name, x in HONEST.items()}
-    _, looked = looked_at(table(columns, np.concatenate([NAMES] * 3), tmp_path))
-    assert codes(looked) == [("table.shared", "")]
-
-
-@pytest.mark.parametrize("label", [99, -3])
-def test_a_label_that_is_no_class_stops_no_look_at_the_columns(label: int) -> None:
-    own = torch.Generator().manual_seed(0)
-    target = torch.randint(0, 4, (400,), generator=own)
-    x = torch.randn(400, 3, generator=own)
-    x[:, 1] = target
-    halves = split(400, 0.2, 0)
-    target[halves[0][0]] = label
-    source = Tensors(x, target, Sizes("classification", 3, classes=4), halves)
-    _, looked = looked_at(source)
-    assert codes(looked) == [("table.leak", "column 'x[1]'")]
-
-
 def test_nothing_left_to_validate_with_is_an_error() -> None:
     x = torch.arange(300.0).sin().reshape(100, 3).repeat(2, 1)
     sizes = Sizes("classification", 3, classes=2)
@@ -270,45 +250,6 @@ def test_a_quantity_may_follow_the_time_but_nothing_else(tmp_path: Path) -> None
     copy = (3 * price + 1 + RNG.normal(size=N) * 0.1).round(4)
     _, looked = looked_at(table({"day": day, "other": noise, "after": copy}, price, tmp_path))
     assert codes(looked) == [("table.leak", "column 'after'")]
-
-
-def leaks(x: np.ndarray, y: np.ndarray) -> list[str]:
-    every, columns = np.arange(len(y)), tuple(Column(f"c{i}") for i in range(x.shape[1]))
-    data = CheckedTable(x.astype(np.float32), y, columns, every, every[:1], classes=2)
-    findings = check_table(data, TableConfig(shared=CheckPolicy.off))
-    return [r.where for r in findings.reasons if r.code == "table.leak"]
-
-
-@pytest.mark.parametrize(("rows", "attacks"), [(1500, 41), (1200, 20)])
-def test_a_column_that_tells_a_rare_class_is_named(rows: int, attacks: int) -> None:
-    own = np.random.default_rng(attacks)
-    y = np.zeros(rows, np.int64)
-    y[own.choice(rows, attacks, replace=False)] = 1
-    x = own.normal(0, 1, (rows, 500))
-    x[:, 7] += 2 * y  # honest
-    assert leaks(x, y) == []
-    x[:, 5] = 5 * y + own.normal(0, 0.3, rows)
-    assert leaks(x, y) == ["column 'c5'"]
-
-
-QUANTITY = RNG.standard_normal((400, 3)).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        (QUANTITY[:, 0] > 0).astype(np.float32),
-        -np.exp(QUANTITY[:, 0].astype(float)),
-    ],
-    ids=["a threshold", "another scale"],
-)
-def test_a_column_that_the_quantity_was_made_of_is_named(target: np.ndarray) -> None:
-    every, columns = np.arange(400), tuple(Column(name) for name in "abc")
-    data = CheckedTable(QUANTITY, target, columns, every[:300], every[300:])
-    (reason,) = [r for r in check_table(data, TableConfig()).reasons if r.code == "table.leak"]
-    assert reason.where == "column 'a'"
-    share = float(reason.evidence.partition("explains ")[2].partition("%")[0])
-    assert share > 98  # equal targets have one rank: nothing tells which of them comes first
 
 
 def flows(folder: Path) -> list[str]:

@@ -14,8 +14,7 @@ from PIL import Image
 
 from runner import train
 from runner.data.augment import NAMES, OPERATIONS, blend, rand_augment
-from runner.data.image_cache import ImageCache
-from runner.data.images import ImageFolder
+from runner.data.images import ImageCache, ImageFolder
 from runner.data.order import sample_seeds
 from runner.errors import ConfigError
 from runner.objectives.classification import Classification
@@ -47,13 +46,6 @@ def opened(folder: Path, *overrides: str) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_hidden_and_empty_folders_are_left_out_with_a_note(folder: Path) -> None:
-    data = opened(folder)
-    assert data.sizes.class_names == ("cat", "dog")
-    notes = " ".join(choice.reason for choice in data.choices)
-    assert ".hidden (hidden)" in notes and "empty (has no images" in notes
 
 
 @pytest.mark.parametrize("more", [(), EVERYTHING[:1], EVERYTHING[:2], EVERYTHING[1:2], EVERYTHING])
@@ -89,18 +81,6 @@ def test_processes_share_what_one_of_them_has_decoded_and_half_of_an_image_is_no
     assert cache.get(2) is None and cache.get(0) is None
     cache.pixels[60] ^= 1  # as where a process died while it wrote
     assert cache.get(1) is None
-
-
-def test_decoded_images_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, opens = opened(folder, "data.augment=true"), []
-    from runner.data import images
-
-    original = images._open
-    monkeypatch.setattr(images, "_open", lambda source: opens.append(source) or original(source))
-    indices = np.arange(24)
-    for epoch in range(3):
-        data.fetch(indices, sample_seeds(0, epoch, indices))
-    assert len(opens) == 24
 
 
 def test_each_operation_changes_an_image_at_full_strength_and_both_modes_take_it() -> None:

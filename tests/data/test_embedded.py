@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from runner.data.config import Cancer, Digits, StdlibParts, StdlibText, Synthetic, SyntheticForm
-from runner.data.embedded import cancer, digits
+from runner.data.embedded import cancer, digits, synthetic
 from runner.data.order import sample_seeds
 from runner.data.stdlib import read_stdlib, stdlib_parts, stdlib_text
-from runner.data.synthetic import synthetic
 from runner.errors import ConfigError
 
 

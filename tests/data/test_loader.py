@@ -102,15 +102,6 @@ def test_an_epoch_without_batches_is_refused(load: Load) -> None:
         load(source, indices=source.train[:0])
 
 
-def test_augmentation_is_another_one_each_epoch_and_can_be_off(tmp_path: Path, load: Load) -> None:
-    source = pictures(tmp_path)
-    plain = {"shuffle": False, "batch_size": len(source.train)}
-    epochs = [x for x, _ in islice(load(source, **plain).batches(0), 2)]
-    assert not torch.equal(*epochs)
-    fixed = [x for x, _ in islice(load(source, augment=False, **plain).batches(0), 2)]
-    assert torch.equal(*fixed)
-
-
 def test_the_choice_of_workers_has_its_reason(load: Load, tmp_path: Path) -> None:
     (chosen,) = load(digits(Digits()), config(workers=None)).choices
     assert (chosen.key, chosen.value) == ("data.workers", 0)

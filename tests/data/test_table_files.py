@@ -15,12 +15,12 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from runner.data.config import BadSamples, CsvFormat, Tabular
+from runner.data.config import BadSamples, Tabular
 from runner.data.config import Text as TextConfig
-from runner.data.preprocessing import Opening, Preprocessing
-from runner.data.preprocessing_file import parse_preprocessing
+from runner.data.dataset import Tensors
+from runner.data.open import Opening
+from runner.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.data.text import text
 from runner.device import memory
 from runner.errors import ConfigError, DataError
@@ -71,7 +71,6 @@ KNOWN: dict[str, tuple[bytes, dict[str, Any], dict[str, Any]]] = {
     "a byte order mark": (PLAIN.encode("utf-8-sig"), {}, {}),
     "pipes": (PLAIN.replace(",", "|").encode(), {}, {"data.separator": "pipe"}),
     "a sign of one's own": (PLAIN.replace(",", "~").encode(), {"separator": "~"}, {}),
-    "carriage returns": (PLAIN.replace("\n", "\r").encode(), {}, {}),
     "no last line break": (PLAIN.rstrip("\n").encode(), {}, {}),
     "gzip": (gzip.compress(PLAIN[:500].encode()) + gzip.compress(PLAIN[500:].encode()), {}, {}),
     "zstd": (pyarrow.Codec("zstd").compress(PLAIN.encode()).to_pybytes(), {}, {}),
@@ -87,12 +86,6 @@ def test_a_file_is_read_as_the_plain_one_and_what_was_recognised_is_stated(
     source = opened(write(tmp_path, content, "other.csv"), **keys)
     assert_equal(source, opened(write(tmp_path, PLAIN)))
     assert chosen(source) == choices
-
-
-def test_a_separator_that_the_header_lacks_is_refused_with_the_one_it_has(tmp_path: Path) -> None:
-    problem = r"data.separator: the header of \S*t.csv has no ','; it looks like semicolon; leave"
-    with pytest.raises(ConfigError, match=problem):
-        opened(write(tmp_path, GERMAN), separator="comma")
 
 
 def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
@@ -116,14 +109,6 @@ def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
         opened(write(tmp_path, "\n".join([f",,{header}", *(f"1,{row}" for row in shuffled)])))
 
 
-def test_no_command_that_drops_most_rows_is_suggested(tmp_path: Path) -> None:
-    most = [row.replace("ja", "").replace("nein", "") if i > 15 else row for i, row in
-            enumerate(ROWS)]  # fmt: skip
-    with pytest.raises(DataError, match=r"the value is missing.*; correct them") as refused:
-        opened(write(tmp_path, "".join([HEADER, *most])))
-    assert "python -m runner" not in str(refused.value)
-
-
 def test_lines_are_counted_with_what_comes_before_the_rows(tmp_path: Path) -> None:
     rows = [*ROWS[:5], "1;2,5;blau;\n", *ROWS[5:]]
     for before, line in (("", 7), ("sep=;\n", 8)):
@@ -143,19 +128,14 @@ def test_the_first_line_that_cannot_be_decoded_is_named_with_the_key(tmp_path: P
     texts = wrong.replace("y\n", "label\n", 1).replace("name", "text", 1).encode("cp1252")
     with pytest.raises(DataError, match=message):  # a column that is read as texts
         text(TextConfig(path=write(tmp_path, texts + undefined)))
-    with pytest.raises(DataError, match="line 2 is not UTF-8 text"):
-        text(TextConfig(path=write(tmp_path, texts), encoding="utf-8"))
     assert len(text(TextConfig(path=write(tmp_path, texts), encoding="cp1252")).target) == 40
-    with pytest.raises(DataError, match="line 1 is not UTF-8 text"):
-        opened(write(tmp_path, GERMAN.encode("cp1252") + undefined))
     with pytest.raises(DataError, match="line 42 is not CP1252 text"):
         opened(write(tmp_path, GERMAN.encode("cp1252") + undefined), encoding="cp1252")
     with pytest.raises(DataError, match="line 1 holds NUL bytes.*data.encoding=utf-16-le"):
         opened(write(tmp_path, PLAIN.encode("utf-16-le").replace(b"\xf6\0", b"o\0")[:64]))
 
 
-@pytest.mark.parametrize("first", [1, 2])
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@pytest.mark.parametrize(("first", "compress"), [(1, bytes), (2, gzip.compress)])
 def test_a_file_that_is_not_utf_8_is_read_as_cp1252_with_a_warning(
     first: int, compress: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,10 +210,8 @@ NOT_CERTAIN = [
     (["1,234", "5,678"], ";", "data.thousands=comma"),  # 1.234 or 1234
     (["1,5", "2,5"], ",", "data.decimal=comma"),  # in quotes, among commas
     (["1,5", "2.5"], ";", "data.decimal=comma"),  # both signs
-    (["1,5", "1,234,567"], ";", "data.decimal=comma"),
     (["1'234", "999"], ";", "data.thousands=apostrophe"),
     (["1,234.5", "1.234,5"], ";", "data.thousands=comma"),  # both ways
-    (["1,234.5", "12,5"], ";", "data.decimal=comma"),
     (["12 345 678", "9"], ";", "data.thousands=space"),  # or a telephone number
 ]
 
@@ -260,9 +238,8 @@ AS_TRAINED = [  # a file of the training, a new one, and what its numbers are
     (["12,5", "7"], ["1,234", "5,678"], ";", [1.234, 5.678]),
     (["1.234,5", "7"], ["1.234", "2.500"], ";", [1234, 2500]),  # 1.234 alone is a number, too
     (["1,234.5", "7"], ["1,234", "2,500"], ";", [1234, 2500]),
-    (["12,5", "7"], ["1.234", "12.5"], ",", [1.234, 12.5]),  # certainly written otherwise
-    (["1.234,5", "7"], ["1,234.5", "2.5"], ";", [1234.5, 2.5]),
-    (["1,234.5", "7"], ["12,5", "1,234"], ";", [12.5, 1.234]),
+    (["12,5", "7"], ["1.234", "12.5"], ",", r"'x' holds 1.234, .* comma; use data.decimal=point"),
+    (["1,234.5", "7"], ["12,5", "1,234"], ";", "column 'x': 12,5 is not a finite number"),
     (["12.5", "7"], ["12,5", "1,234"], ";", [12.5, 1.234]),
     (["12,5", "7"], ["1.234", "5.678"], ";", r"'x' holds 1.234, .* comma; use data.decimal=point"),
     (["12.5", "7"], ["1,234", "5,678"], ";", "column 'x': 1,234 is not a finite number"),
@@ -270,7 +247,7 @@ AS_TRAINED = [  # a file of the training, a new one, and what its numbers are
 
 
 @pytest.mark.parametrize(("trained", "cells", "separator", "numbers"), AS_TRAINED)
-def test_numbers_of_new_files_are_read_as_trained_unless_certainly_written_otherwise(
+def test_numbers_of_new_files_are_read_as_trained(
     trained: list[str], cells: list[str], separator: str, numbers: Any, tmp_path: Path
 ) -> None:
     config, source = Tabular(path="train.csv", target="y"), column(tmp_path, trained)
@@ -286,12 +263,6 @@ def test_numbers_of_new_files_are_read_as_trained_unless_certainly_written_other
     stated = replace(new, decimal="point", thousands="comma")
     if cells[0] == "1,234":
         assert values(tabular(stated, opening))[0] == pytest.approx(1234, rel=1e-4)
-
-
-def test_texts_with_commas_and_dates_are_left_alone(tmp_path: Path) -> None:
-    for cells in (["a, b", "c, d"], ["Oslo", "Bonn"], ["01.02.2024", "03.02.2024"]):
-        source = column(tmp_path, cells)
-        assert "data.decimal" not in chosen(source)
 
 
 # -- compression -----------------------------------------------------------------------------------
@@ -333,21 +304,16 @@ def test_a_workbook_and_a_header_with_an_open_quote_are_refused(tmp_path: Path) 
         opened(write(tmp_path, b"PK\x03\x04 and so on"))
     with pytest.raises(DataError, match="a quote in the header is not closed"):
         opened(write(tmp_path, 'a,"b,y\n' + "1,2,a\n" * 9))
-    assert issubclass(TextConfig, CsvFormat)
 
 
-def test_a_late_text_makes_a_column_of_texts_and_a_late_short_row_is_named(tmp_path: Path) -> None:
+def test_what_comes_after_the_first_block_counts_as_much(tmp_path: Path) -> None:
     rows = ["1,a\n", "2,b\n"] * 300_000  # more than a block
     with pytest.raises(DataError, match=r"line 600002 has 1 values, and the header names 2"):
         opened(write(tmp_path, "".join(["x,y\n", *rows, "3\n"])))
     source = opened(write(tmp_path, "".join(["x,y\n", *rows, *["c,a\n"] * 100_000])))
     assert source.columns[0].values == ("1", "2", "c")
-
-
-def test_quotes_after_the_first_block_may_hold_line_breaks(tmp_path: Path) -> None:
-    rows = ["1,a\n", "2,b\n"] * 300_000
-    source = opened(write(tmp_path, "".join(["x,y\n", *rows, '3,"c\nd"\n' * 9])))
-    assert source.sizes.class_names == ("a", "b", "c\nd") and len(source.target) == 600_009
+    quoted = opened(write(tmp_path, "".join(["x,y\n", *rows, '3,"c\nd"\n' * 9])))
+    assert quoted.sizes.class_names == ("a", "b", "c\nd") and len(quoted.target) == 600_009
 
 
 # -- parquet ---------------------------------------------------------------------------------------
@@ -423,6 +389,10 @@ def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Pat
     assert len(source.target) == 30
     with pytest.raises(ConfigError, match=r"no column 'x1', nor 'z' \(data.ignore\).*'x'"):
         tabular(Tabular(path=path, target="x1", ignore=["z"]))
+    few = "".join(["x,y\n", *rows[:4], *["1,\n"] * 8])  # most rows would be dropped
+    with pytest.raises(DataError, match="the value is missing.*; correct them") as raised:
+        opened(write(tmp_path, few))
+    assert "run with" not in str(raised.value)
 
 
 def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs(
@@ -457,31 +427,6 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
     assert "+data.types={area: number}" in typed
     data = tabular(cast("Tabular", config(*typed).data))
     assert len(data.target) == 60 and [c.name for c in data.columns] == ["area"]
-
-
-def test_unreadable_and_absent_columns_and_bad_cells_of_parquet_are_one_message(
-    tmp_path: Path,
-) -> None:
-    path = written(tmp_path, tags=[["a"]] * 30, far=[1e99, *range(29)])
-    with pytest.raises(ConfigError) as raised:
-        tabular(Tabular(path=path, target="z", ignore=["nn", "none"]))
-    message = str(raised.value)
-    assert "has no column 'z', nor 'nn' (data.ignore), 'none' (data.ignore); its columns" in message
-    assert "cannot read the columns 'tags' of type list<" in message
-    assert "row 1, column 'far': 1e+99 is too large" in message
-    assert "python -m runner" not in message and "COLUMN" not in message  # none would do
-
-
-def test_a_message_about_very_many_columns_is_bounded(tmp_path: Path) -> None:
-    nested = {f"tags {i}": [["a"]] * 30 for i in range(300)}
-    far = {f"far {i}": [1e99, *range(29)] for i in range(40)}
-    path = written(tmp_path, **nested, **far)
-    with pytest.raises(DataError) as raised:
-        opened(path)
-    message = str(raised.value)
-    assert "'tags 4' of type list<" in message and "'tags 5'" not in message
-    assert "row 1, column 'far 9': 1e+99" in message and "and 30 more kinds of bad rows" in message
-    assert "(300 in all)" in message and len(message) < 1_500 and message.endswith("data.ignore")
 
 
 def test_a_column_that_is_missing_is_named_once_and_no_other_needed_one_suggested(

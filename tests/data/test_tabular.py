@@ -13,8 +13,8 @@ from pyarrow import parquet
 
 from runner import build, compose, train
 from runner.data.config import BadSamples, Missing, Tabular
+from runner.data.dataset import Tensors
 from runner.data.tabular import tabular
-from runner.data.tensors import Tensors
 from runner.device import memory
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
@@ -262,12 +262,3 @@ def test_a_number_too_far_from_the_training_rows_is_named(tmp_path: Path) -> Non
     values[row] = 1e30
     with pytest.raises(DataError, match=rf"line {row + 2}, column 'income': 1e\+30 is too far"):
         opened(write(tmp_path, *rows()))
-
-
-def test_a_column_a_thousand_times_as_large_as_its_file_is_read(tmp_path: Path) -> None:
-    path, rows = tmp_path / "people.parquet", 1 << 18
-    table = pyarrow.table({"a": np.zeros(rows), "b": np.arange(rows) % 7, "y": np.arange(rows) % 2})
-    parquet.write_table(table, path)
-    assert path.stat().st_size * 10 < table.nbytes
-    source = opened(path, target="y")
-    assert source.inputs.shape == (rows, 2) and not source.inputs[:, 0].any()

@@ -76,12 +76,6 @@ def test_what_the_data_set_states_goes_first() -> None:
     assert opened(features, sizes={"in_features": 7}).sizes.in_features == 7
 
 
-def test_a_data_set_that_states_its_task_is_not_looked_into() -> None:
-    dataset = Made(features, sizes={"task": "classification", "in_features": 3, "classes": 4})
-    UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
-    assert dataset.asked == []
-
-
 def test_labels_in_an_attribute_save_the_scan() -> None:
     dataset = Made(features, targets=[0, 6] * 10)
     source = UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
@@ -183,18 +177,6 @@ def test_a_sample_that_reads_torchs_seed_gets_its_own() -> None:
     assert source.fetch(np.arange(3), seeds)[0][:, 0].tolist() == [5.0, 6.0, 7.0]
 
 
-@pytest.mark.parametrize("label", [int, np.int64, np.uint8, float, bool, torch.tensor])
-def test_samples_that_are_stacked_at_once_are_as_those_one_by_one(
-    label: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = opened(lambda i: (torch.full((3,), float(i), requires_grad=True), label(i % 2)))
-    quick = source.fetch(np.arange(6), None)
-    monkeypatch.setattr("runner.data.user_dataset.stack_pairs", lambda _: None)
-    for one, other in zip(quick, source.fetch(np.arange(6), None), strict=True):
-        assert torch.equal(one, other) and one.dtype is other.dtype
-        assert not one.requires_grad
-
-
 @pytest.mark.parametrize("label", [4, -1])
 def test_a_label_out_of_range_is_named(label: int) -> None:
     source = opened(lambda i: (torch.zeros(3), label if i == 9 else i % 4), classes=4)
@@ -260,16 +242,6 @@ def test_chance_depends_on_the_samples_seed_alone() -> None:
     assert not torch.equal(source.fetch(both, sample_seeds(0, 4, both))[0], x)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert before == after
-
-
-def test_a_quick_data_set_gets_no_workers_and_a_slow_one_does(load: Load) -> None:
-    quick, slow = opened(features), opened(features)
-    quick.sample_seconds, slow.sample_seconds = 1e-6, 0.1
-    automatic = DataConfig(kind="any")
-    assert {c.key: c.value for c in load(quick, automatic).choices}["data.workers"] == 0
-    chosen = {c.key: c for c in load(slow, automatic).choices}["data.workers"]
-    assert chosen.value > 0
-    assert "800 ms" in chosen.reason
 
 
 def test_a_target_is_built_with_its_arguments() -> None:

@@ -15,7 +15,7 @@ import torch
 from runner import build, load, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.data.open import open_data
-from runner.data.tokenizer import MULTIPLE
+from runner.data.text import MULTIPLE
 from runner.errors import ConfigError, SecurityError
 from runner.jobs import evaluate, predict
 from tests import runs

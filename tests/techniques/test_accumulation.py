@@ -10,7 +10,7 @@ from torch import nn
 
 from runner import train
 from runner.data.batch import largest_part, rows, split
-from runner.data.seeds import mix
+from runner.data.order import mix
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.training.step import forward_backward
