@@ -67,8 +67,8 @@ def synthetic(config: Synthetic) -> Tensors:
         samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
         samples += prototypes[labels]
         inputs, target = torch.from_numpy(samples), torch.from_numpy(labels)
-        channels, size = (config.channels, side) if images else (None, None)
-        sizes = Sizes("classification", prod(shape), channels, size, config.classes)
+        layout = (config.channels, side) if images else (None, None)
+        sizes = Sizes("classification", prod(shape), layout[0], layout[1], config.classes)
     return Tensors(inputs, target, sizes, _split(config.samples, config))
 
 
