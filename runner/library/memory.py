@@ -154,7 +154,7 @@ class Memory:
         if self.device.kind != "cpu":
             text = f"{size(now.device_allocated)}, {size(now.peak_device)} at most"
             rows.append((self.device.name, f"{text}, of {size(now.device_total)}"))
-        if sampled := {name: d for name, d in self._detectors.items() if d.recent}:
+        if sampled := {name: d for name, d in self._detectors.items() if d.start is not None}:
             rows.append(("leaks", describe_leaks(sampled)))
         header = ("phase", "times", "seconds", "process", "added", "device", "added")
         phases = [header, *(_cells(phase) for phase in list(self.phases.values()))]
