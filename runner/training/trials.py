@@ -130,6 +130,15 @@ class Trial:
                 self.pairs, self.fastest = done, self.fastest[: 2 * done]
                 self.used = False
 
+    def extend(self) -> int:
+        """Steps that were added, for a pair of blocks, where too few pairs were timed."""
+        missing = len(self.times()) < FEWEST_PAIRS and self.used is None
+        if not missing or self.pairs >= 2 * FEWEST_PAIRS:
+            return 0
+        self.pairs += 1
+        self.fastest += [None, None]
+        return 2 * self.block
+
     def outcome(self) -> GainEstimate | None:
         """None where too few blocks were timed."""
         pairs = self.times()
@@ -210,7 +219,10 @@ class Trials:
             if usual and trial.name not in run.fallen:
                 trial.note(step, perf_counter() - started)
             trial.stop_early(step)
-            if step == trial.last:
+            if step == trial.last and (more := trial.extend()):
+                for later in self.trials[self.trials.index(trial) + 1 :]:
+                    later.first += more
+            elif step == trial.last:
                 outcome = trial.outcome()
                 trial.used = outcome is None or outcome.faster
                 if outcome is not None:
