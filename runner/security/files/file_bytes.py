@@ -23,6 +23,14 @@ FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LINUX = sys.platform == "linux"
 
 
+class MappedFile(mmap.mmap):
+    """A file's bytes in memory, in which zipfile can read members."""
+
+    def seekable(self) -> bool:
+        """As mmap itself says from Python 3.13 on."""
+        return True
+
+
 class FileBytes:
     """An open file, its size and sha256, and a path to these very bytes; a context manager."""
 
@@ -102,9 +110,9 @@ def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
     if not size:
         return b""
     if sys.platform == "win32":
-        return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+        return MappedFile(descriptor, size, access=mmap.ACCESS_READ)
     # kernels before 6.7 take a shared mapping of sealed memory for one that could write
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    return MappedFile(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 
 
 def _copy(path: Path, source: int, target: int) -> None:
