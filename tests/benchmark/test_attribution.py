@@ -63,7 +63,7 @@ def test_planted_effects_are_recovered_alone_and_within_the_level() -> None:
 
 
 def test_planted_interactions_are_recovered() -> None:
-    world, factor = World(SPEEDUPS, together={("amp", "compile"): 1 / 1.3}), 1 / 1.3
+    world, factor = World(SPEEDUPS, together={("amp", "compile"): 1.25}), 1.25
     result = attributed(world)
     for name in ("amp", "compile"):
         one = effect(result, name)
