@@ -329,8 +329,8 @@ class LazyRun:
         config = replace(self.config, training=training, optimization=optimization)
         host, rows = torch.device("cpu"), np.arange(n)
         label = torch.zeros(n, dtype=torch.int64) if target is None else target
-        on_host, label = moved((inputs, label), host)
-        data = InMemory(on_host, label, Sizes("given"), (rows, rows))
+        inputs, label = moved((inputs, label), host)
+        data = InMemory(inputs, label, Sizes("given"), (rows, rows))
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
         nothing = torch.zeros(1, device=device_of(self.model), requires_grad=True)
         optimizer = self.optimizer or torch.optim.SGD([nothing], lr=0.0)  # a model not trained

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from runner.device.device import Device
 from runner.techniques.base import Choice, Evidence, RunBuilder
 from runner.techniques.config import Amp, Precision
 from runner.techniques.cost import forward_cost
-from runner.techniques.probe import OperatorObserver, dry_run_step, forward_hooks
 from runner.training.run import Run
 
 KEY = "optimization.amp.dtype"
@@ -88,7 +86,9 @@ def engaged(knobs: Amp, run: Run) -> Evidence:
 
     A layer is the innermost module of a product of matrices, a convolution or attention.
     """
-    products = _product_dtypes(run)
+    from runner.techniques.layer_evidence import product_dtypes
+
+    products = product_dtypes(run)
     low = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())
     facts: dict[str, Any] = {
         "products": _count(dtype for types in products.values() for dtype in types),
@@ -101,27 +101,3 @@ def engaged(knobs: Amp, run: Run) -> Evidence:
 
 def _count(dtypes: Iterable[torch.dtype]) -> dict[str, int]:
     return dict(Counter(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
-def _product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
-    """The types of each layer's products in a forward."""
-    from torch.utils.flop_counter import flop_registry
-
-    active: list[nn.Module] = []
-    products: dict[nn.Module, set[torch.dtype]] = {}
-
-    def note(operator: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
-        if product and active and isinstance(first, Tensor):
-            products.setdefault(active[-1], set()).add(first.dtype)
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        active.append(module)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        active.pop()
-
-    with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(note):
-        dry_run_step(run)
-    return products

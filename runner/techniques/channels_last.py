@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from runner.data.batch import Batch
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import ChannelsLast
-from runner.techniques.probe import dry_run_step, forward_hooks
 from runner.training.run import Run
 
 NHWC = torch.channels_last
@@ -52,16 +49,8 @@ def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
     With its weights in NHWC a convolution writes that order in any case, and copies
     an input in NCHW first.
     """
-    orders: dict[nn.Module, list[bool]] = {}
+    from runner.techniques.layer_evidence import convolution_layouts
 
-    def note(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        for tensor in (*inputs[:1], output):
-            nhwc = tensor.is_contiguous(memory_format=NHWC)
-            if not (nhwc and tensor.is_contiguous()):
-                orders.setdefault(layer, []).append(nhwc)
-
-    layers = [m for m in run.model.modules() if isinstance(m, nn.Conv2d)]
-    with forward_hooks(layers, after=note):
-        dry_run_step(run)
+    orders = convolution_layouts(run)
     good = sum(map(all, orders.values()))
     return Evidence.of_share(good, len(orders), "convolutions read and write NHWC")

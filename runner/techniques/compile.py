@@ -80,7 +80,7 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     """Graphs, graph breaks with their lines, recompiles and seconds, as dynamo counted them."""
     from runner.record.text import shorten
     from runner.techniques import compiler
-    from runner.techniques.probe import compiled_layers
+    from runner.techniques.layer_evidence import compiled_layers
 
     compilation = run.compilation
     if run.whole is not None:

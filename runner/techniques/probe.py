@@ -196,23 +196,3 @@ def operators(run: Run) -> Mapping[str, int]:
 
             run.operators |= compiler.kernels()
     return run.operators
-
-
-def compiled_layers(run: Run) -> tuple[int, int]:
-    """How many layers of a step ran in compiled graphs, and how many ran.
-
-    Compiled code does not call the hooks that a module was given later; a layer that the compiler
-    left out, or took to pieces at a graph break, does.
-    """
-    called: set[nn.Module] = set()
-    layers = [m for m in run.model.modules() if next(m.parameters(recurse=False), None) is not None]
-    hooks = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in layers]
-    try:
-        dry_run_step(run)
-        eager = set(called)
-        with torch.compiler.set_stance("force_eager"):
-            dry_run_step(run)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return len(called - eager), len(called)
