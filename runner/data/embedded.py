@@ -67,8 +67,9 @@ def synthetic(config: Synthetic) -> Tensors:
         samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
         samples += prototypes[labels]
         inputs, target = torch.from_numpy(samples), torch.from_numpy(labels)
-        layout = (config.channels, side) if images else (None, None)
-        sizes = Sizes("classification", prod(shape), layout[0], layout[1], config.classes)
+        sizes = Sizes("classification", prod(shape), classes=config.classes)
+        if images:
+            sizes = Sizes("classification", prod(shape), config.channels, side, config.classes)
     return Tensors(inputs, target, sizes, _split(config.samples, config))
 
 
