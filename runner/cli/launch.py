@@ -158,7 +158,7 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
 
     session.command = provenance.command()
     place = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
-    sys.argv[1:] = [*request.arguments, place]
+    sys.argv[1:] = [*request.arguments, *session.sweeper, place]
     with active_session(session):
         try:
             main()

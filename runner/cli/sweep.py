@@ -31,6 +31,7 @@ from runner.sweep.state import WELL, Session
 log = logging.getLogger("runner")
 
 RESUME = "checkpoint.resume=auto"
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 def prepare(
@@ -80,6 +81,8 @@ def prepare(
         overrides = [text for text in overrides if text != RESUME]
         config.checkpoint.resume = "none"
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
+    if isolated and config.hydra.sweeper._target_ == BASIC:
+        session.sweeper = ["hydra/sweeper=jobs"]  # composes no job twice
     if searches:
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"

@@ -70,7 +70,7 @@ class SearchConfig:
 
 @dataclass
 class JobSweeperConfig:
-    """`hydra/sweeper=jobs`: every combination of the values, as Hydra's `basic`."""
+    """`hydra/sweeper=jobs`: Hydra's `basic` for the isolated launcher, which composes each job."""
 
     _target_: str = "hydra_plugins.runner_plugins.JobSweeper"
     max_batch_size: int | None = None

@@ -119,6 +119,7 @@ class Session:
     sweep: Sweep | None = None
     earlier: list[Job] = field(default_factory=list)  # of an earlier process, not asked for yet
     search: Any = None  # a SearchPlan, where the jobs are trials of a search
+    sweeper: list[str] = field(default_factory=list)  # the override that names another one
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)

@@ -46,9 +46,7 @@ class JobSweeper(BasicSweeper):
     """hydra/sweeper=jobs: Hydra's own, but a job is checked when it is composed for its run."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Compose all jobs before the first begins, unless the launcher composes each in turn."""
-        if not isinstance(self.launcher, IsolatedLauncher):
-            super().validate_batch_is_legal(batch)
+        """Nothing to do; Hydra's would compose all jobs once more before the first begins."""
 
 
 @final
