@@ -161,8 +161,8 @@ def measure(model: str, names: list[str], rounds: int) -> dict[str, Any]:
     rows = {}
     for variant in variants:
         variant.finish()
-        speed = ratios[variant.name] or [1.0]
-        low, high = median_interval(speed, 0.05)
+        speed = ratios[variant.name] or [1.0]  # of the reference there are none
+        low, high = median_interval(speed, 0.05) if len(speed) > 1 else (1.0, 1.0)
         rows[variant.name] = {
             "speed": statistics.median(speed),
             "low": low,
