@@ -201,15 +201,21 @@ def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> N
     assert summary.metrics["val/loss"] < 1.0
 
 
-def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow_and_a_stop_ends_the_run() -> None:
-    overrides = ["data=cancer", "training.steps=99", "optimization=amp"]
+def test_a_hook_can_stop_the_run() -> None:
+    with opened("data=cancer", "training.steps=100") as run:
+        run.hooks.append(Spy({9: Verdict.STOP}))
+        summary = train(run)
+    assert (summary.status, summary.steps) == ("stopped", 9)
+
+
+def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow() -> None:
+    overrides = ["data=cancer", "training.steps=9", "optimization=amp"]
     with opened(*overrides, "optimization.amp.dtype=fp16") as run:
-        run.hooks.append(Spy({3: Verdict.SKIP, 9: Verdict.STOP}))
+        run.hooks.append(Spy({3: Verdict.SKIP}))
         summary = train(run)
         assert run.update.scale is not None
         assert float(run.update.scale.value) == 65536.0
     assert (summary.skipped_steps, summary.faults) == (1, {})
-    assert (summary.status, summary.steps) == ("stopped", 9)
 
 
 def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_mode() -> None:
