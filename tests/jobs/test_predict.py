@@ -280,7 +280,7 @@ def test_a_model_that_answers_no_sample_is_refused_before_it_is_built(
     def opens(*_: Any) -> None:
         pytest.fail("the data are opened")
 
-    monkeypatch.setattr(sys.modules["runner.build"], "open_data", opens)
+    monkeypatch.setattr(sys.modules["runner.build_data"], "open_data", opens)
     config = runs.config(*usual, f"checkpoint.resume={tmp_path / 'run'}", "job=predict")
     with pytest.raises(ConfigError, match="predict is for classification and regression, and this"):
         predict.main(config, tmp_path / "job")
