@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
+    # a shell's background job ignores Ctrl-C, which tests send
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     composed.install()
     kept_sandbox.install()
     warm_workers.install()
