@@ -20,7 +20,7 @@ from runner.data.config import CsvFormat, Tabular, sign_of
 from runner.data.number_format import as_trained, convert_numbers, word_of
 from runner.data.preprocessing import Preprocessing
 from runner.device import memory
-from runner.errors import DataError
+from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
@@ -217,6 +217,7 @@ class _CsvRows(io.RawIOBase):
         read = csv.ReadOptions(block_size=len(header) + 2)
         names = csv.read_csv(BufferReader(header + b"\n"), read, parse).column_names
         self.names = [name.strip() for name in names]
+        self._check_separator(config.separator, header.decode())
         self.size = 0  # of the rows alone
         self.decimal = "."
         if isinstance(config, Tabular):
@@ -267,14 +268,28 @@ class _CsvRows(io.RawIOBase):
 
     def _recognise(self, header: str) -> str:
         """The sign that the header has most of, outside of quotes."""
-        text = re.sub('"[^"]*"', "", header)
-        separator = max(SEPARATORS, key=text.count)
+        separator, count = _most_frequent(header)
         if separator != ",":
-            self._choose("data.separator", separator, f"the header has {text.count(separator)}")
+            self._choose("data.separator", separator, f"the header has {count}")
         return separator
+
+    def _check_separator(self, typed: str | None, header: str) -> None:
+        """Refuse one that the header lacks, where it has another."""
+        other, count = _most_frequent(header)
+        if typed is not None and len(self.names) == 1 and count and other != self.separator:
+            problem = f"the header of {self.path} has no {self.separator!r}"
+            fix = f"it looks like {word_of(other)}; leave data.separator out"
+            raise ConfigError("data.separator", problem, fix)
 
     def _choose(self, key: str, sign: str, reason: str) -> None:
         self.choices = (*self.choices, Choice(key, word_of(sign), reason))
+
+
+def _most_frequent(header: str) -> tuple[str, int]:
+    """The separator that the header has most of outside of quotes, and how many of it."""
+    text = re.sub('"[^"]*"', "", header)
+    separator = max(SEPARATORS, key=text.count)
+    return separator, text.count(separator)
 
 
 def _open(path: Path, encoding: str | None, scope: ExitStack) -> tuple[io.BufferedReader, str]:

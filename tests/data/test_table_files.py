@@ -88,6 +88,12 @@ def test_a_file_is_read_as_the_plain_one_and_what_was_recognised_is_stated(
     assert chosen(source) == choices
 
 
+def test_a_separator_that_the_header_lacks_is_refused_with_the_one_it_has(tmp_path: Path) -> None:
+    problem = r"data.separator: the header of \S*t.csv has no ','; it looks like semicolon; leave"
+    with pytest.raises(ConfigError, match=problem):
+        opened(write(tmp_path, GERMAN), separator="comma")
+
+
 def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
     tmp_path: Path,
 ) -> None:
