@@ -39,8 +39,9 @@ SYNTHETIC = ["data=synthetic", "checkpoint=off", "optimization=auto"]
 MODELS = {
     "tiny": ["data.form=tabular", "model=mlp", "model.width=8"],
     "mlp": ["data.form=tabular", "data.features=784", "model=mlp", "model.width=1024"],
-    "cnn": ["data.form=images", "model=cnn"],
-    "gpt": ["data.form=tokens", "model=gpt", "training.batch_size=8"],
+    # small, so that the search's budget holds a thousand steps on two cores
+    "cnn": ["data.form=images", "model=cnn", "model.width=16", "training.batch_size=16"],
+    "gpt": ["data.form=tokens", "model=gpt", "data.sequence=64", "training.batch_size=4"],
 }
 PROMISED = 0.05
 TOGETHER = 4  # candidates in a round, besides the choice and its control

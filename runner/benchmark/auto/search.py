@@ -50,7 +50,6 @@ ROUND_NARROW, FINAL_NARROW = 0.05, 0.02  # half-widths of intervals that are pre
 FINALISTS, FINALS = 2, 4  # a further final where those of the first one compute something else
 TURN_STEPS = 3  # that a turn has at least, however long they take
 COMPILE_FROM_S = 30.0  # a shorter run has no use for a compiler
-PARITY_STEPS = 100  # of the plain run that a parity check takes, all its runs together
 WORTH = 10.0  # a parity check may take a tenth of the time that the candidate saves
 
 CheckParity = Callable[[Arm, Mapping[str, Any], float], ParityVerdict]
@@ -349,10 +348,12 @@ class Search:
         return None
 
     def _run_final(self, rows: Sequence[Candidate]) -> Round:
-        """Measure these against `none` and its control again; what counts is the worse of both."""
-        parity_s = max(map(self._start_estimate, rows)) + PARITY_STEPS * self.step_s
+        """Measure these against `none` and its control again; what counts is the worse of both.
+
+        It takes all that is left: parity is judged after the budget, within `OVER`.
+        """
         starts_s = sum(map(self._start_estimate, rows)) + 2 * self.start_s
-        seconds = max(FINAL_S, self._left() - parity_s - starts_s)
+        seconds = max(FINAL_S, self._left() - starts_s)
         processes = self.options.settings.processes
         round_ = self._measure(rows, seconds, FINAL_NARROW, processes, self._until_end, AGAIN)
         if (control := round_.ratio([NONE], [AGAIN])) is not None:
