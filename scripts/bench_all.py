@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
         "bench_overhead.py tiny mlp gpt --levels none,basic --threads 1 --clip --rounds 5",
         "bench_overhead.py tiny --rounds 1 --steps 12 --levels none --clip",
     ),
-    "A data set of one's own": (
+    "A data set of your own": (
         "bench_data.py --rounds 3",
         "bench_data.py --rounds 1 --steps 12 --only 'ours, no workers'",
     ),
