@@ -30,16 +30,26 @@ COLUMNS = "| key | type | default | bounds | meaning |\n|---|---|---|---|---|\n"
 
 
 def comments(schema: type) -> dict[str, str]:
-    """What the source says of each field, in the comment behind it or in the lines above it."""
+    """The comment of each field in the source."""
     texts: dict[str, str] = {}
     for base in reversed([one for one in schema.__mro__ if is_dataclass(one)]):
         source = textwrap.dedent(inspect.getsource(base))
         lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                rest = lines[node.end_lineno - 1][node.end_col_offset :] if node.end_lineno else ""
-                texts[node.target.id] = rest.partition("#")[2].strip()
+                texts[node.target.id] = comment(lines, node)
     return texts
+
+
+def comment(lines: list[str], node: ast.AnnAssign) -> str:
+    """The comment behind a field, on its first line or its last, or else the one above it."""
+    last = lines[(node.end_lineno or 1) - 1][node.end_col_offset :]
+    first, number = lines[node.lineno - 1], node.lineno - 1
+    above: list[str] = []
+    while lines[number - 1].strip().startswith("#"):
+        number -= 1
+        above.insert(0, lines[number].strip(" #"))
+    return (last.partition("#")[2] or first.partition("  # ")[2] or " ".join(above)).strip()
 
 
 def type_name(hint: Any) -> str:
@@ -65,9 +75,18 @@ def as_typed(value: Any) -> str:
     """A default as it is typed."""
     if isinstance(value, Enum):
         return f"`{value.name}`"
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return f"`[{', '.join(map(as_mapping, value))}]`"
     words = {None: "null", True: "true", False: "false", "???": "required"}
     known = isinstance(value, str | bool | NoneType) and value in words
     return f"`{words[value] if known else value}`"
+
+
+def as_mapping(value: Any) -> str:
+    """A part of the config as it is typed, without the keys that are null."""
+    items = {field.name: getattr(value, field.name) for field in fields(value)}
+    pairs = [f"{key}: {as_typed(item).strip('`')}" for key, item in items.items()]
+    return f"{{{', '.join(pair for pair in pairs if not pair.endswith(': null'))}}}"
 
 
 def rows(schema: Any, prefix: str, without: Any = None, values: Any = None) -> Iterator[str]:
