@@ -31,8 +31,8 @@ IMPORT = [*PYTHON, "-c", "import torch"]
 SWEEP = [*RUN, "-m", "training.steps=20", "optimization=none"]
 SHORT = {
     "digits, mlp": ["training.steps=200"],
-    "digits, cnn": ["model=cnn", "training.steps=200"],
-    "text, gpt": ["data=stdlib_text", "model=gpt", "training.steps=30"],
+    "digits, cnn": ["model=cnn", "training.steps=60"],
+    "text, gpt": ["data=stdlib_text", "model=gpt", "training.steps=15"],
 }
 Measure = Callable[[list[str], str], float]
 

@@ -87,11 +87,12 @@ COLUMNS = (
 
 def columns(comparison: Comparison) -> list[ReportColumn]:
     """The columns that at least one row has something in, the most telling first."""
-    rows, speedup = comparison.rows, COLUMNS[0]
+    rows, chosen = comparison.rows, list(COLUMNS)
     if any(row.speedup_interval for row in rows):
-        speedup = replace(speedup, title="speed-up (95 %)")
-    best = [_column(BEST, f"best {comparison.monitor}", format.metric)]
-    chosen = [speedup, *(best if comparison.monitor else []), *COLUMNS[1:]]
+        titles = {"speedup": "speed-up (95 %)"}
+        chosen = [replace(one, title=titles.get(one.key, one.title)) for one in chosen]
+    if comparison.monitor:
+        chosen.insert(1, _column(BEST, f"best {comparison.monitor}", format.metric))
     if comparison.about_learning:
         chosen.sort(key=lambda column: column.key not in LEARNING)
     if comparison.kind != "benchmark":  # the metrics beside the monitored one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from runner.config import RunConfig
@@ -63,7 +63,9 @@ def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Cho
     """
     span = min(steps, debug.max_iterations or steps)
     every, own = max(1, span // OBSERVATIONS, min(2, span // FEWEST)), debug.anomaly
-    used = debug.gradients.enabled or debug.memory.enabled or (own.enabled and own.every)
+    tools = [getattr(debug, field.name) for field in fields(debug)]
+    repeated = [t for t in tools if getattr(t, "enabled", False) and hasattr(t, "every")]
+    used = any(tool is not own or own.every for tool in repeated)  # anomaly's null: every step
     if not used or debug.every != DebugConfig.every or every >= debug.every:
         return debug, []
     anomaly = replace(own, every=every) if own.every == debug.every else own

@@ -29,7 +29,8 @@ HOPELESS = ((1, 0.25), (2, 0.5))  # a trial ends when all of so many pairs are b
 LEAST_GAIN = 0.02  # below it, and with an interval around 1, a technique is left out
 ALPHA = 0.05
 ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
-"""Of the trials: what compiles comes last, since it captures what the others have decided."""
+"""Of the trials: what compiles comes last, since it captures what the others have decided.
+Techniques that are not listed follow."""
 
 
 class GainEstimate(NamedTuple):
@@ -174,7 +175,8 @@ class Trials:
     def plan(self, run: Run) -> None:
         """Give steps to the techniques that have no trial, and time from here on."""
         self.timed = True
-        new = [name for name in ORDER if name in self.switches and self.find(name) is None]
+        order = [*ORDER, *(name for name in self.switches if name not in ORDER)]
+        new = [name for name in order if name in self.switches and self.find(name) is None]
         step = max([run.progress.step + WARM_UP, *(trial.last for trial in self.trials)]) + 1
         share = self.room // max(1, len(new))
         pairs = PAIRS if share >= SETTLING + 2 * PAIRS * 3 else FEWEST_PAIRS
