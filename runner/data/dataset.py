@@ -64,7 +64,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """Return a batch on the CPU. `seeds` (uint64, one per sample) drive augmentation; None: off.
+        """Return a batch on the CPU. `seeds` (uint64, one per sample) drive augmentation, if given.
 
         The upper 32 bits of the seeds are the same for a whole epoch (see `order.sample_seeds`).
         Raises DataError naming the file, row or key of a bad sample.
