@@ -192,7 +192,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     else:
         samples = run.train.samples(run.progress.step)
         own = 0 if run.train.empty else own
-        if run.left_out is not None and not isinstance(whole, Tensor):  # others may have dropped some
+        if run.left_out is not None and not isinstance(whole, Tensor):  # others may drop some
             dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
             whole = torch.tensor(whole, dtype=dtype, device=run.device.torch)
         whole = world.whole_weight(whole, own, samples)
