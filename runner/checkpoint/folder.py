@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: which there are, and which to keep.
+"""The folder of a run's checkpoints: names, listing, links and pruning.
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
     checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         in model's place: fsdp
 
-The manifests are the record; the links `last` and `best` are there for people. What is newest is
-decided by the step and never by a clock.
+The manifests are authoritative; the links `last` and `best` are for people. The newest checkpoint
+is the one of the highest step, never by time.
 """
 
 from __future__ import annotations
@@ -30,75 +30,75 @@ log = logging.getLogger("runner")
 FOLDER = "checkpoints"
 STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 TEMPORARY = ".tmp-"
-ASIDE = "abandoned_"  # before the name of a checkpoint that the run went back behind
+ASIDE = "abandoned_"  # prefix of checkpoints after the step from which the run continued
 
 Check = Callable[[Any, int, str], None]
-"""Given a state, its step and the file's name; raises CheckpointError where it is no state."""
+"""Called with a state, its step and the file's name; raises CheckpointError if it is invalid."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was read back, every byte of it verified."""
+    """A checkpoint that was read and verified."""
 
     step: int
     model: dict[str, Any]
     state: dict[str, Any]
-    path: Path  # its folder; just "memory" for one that was never written
-    warnings: list[str] = field(default_factory=list)  # bad ones that were passed over
-    differences: list[str] = field(default_factory=list)  # of this machine from the one it is from
+    path: Path  # its folder, or "memory" if it was not written
+    warnings: list[str] = field(default_factory=list)  # on bad checkpoints that were skipped
+    differences: list[str] = field(default_factory=list)  # of this machine to the writer's
     sha256: str = ""  # of the file with the model's tensors
     trust: Trust = Trust.CHECKED
 
 
 def step_name(step: int) -> str:
-    """The folder's name."""
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Everything with the name of a checkpoint, complete or not."""
+    """Return all checkpoint folders by step, complete or not."""
     try:
         names = os.listdir(root)
     except OSError:
         return {}
     folders: dict[int, Path] = {}
-    for name in sorted(names):  # one that was being replaced first, so that the new one wins
+    for name in sorted(names):  # replaced ones sort first, so that new ones win
         if match := STEP.fullmatch(name.removeprefix(storage.OLD)):
             folders[int(match[1])] = root / name
     return folders
 
 
 def root_of(where: Path) -> Path:
-    """The folder of checkpoints, given that or the folder of a run."""
+    """Return the folder of checkpoints, given it or its run's folder."""
     return where if where.name == FOLDER else where / FOLDER
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it was completed; not whether it is undamaged."""
+    """Whether the checkpoint is complete; it may still be damaged."""
     return os.path.isfile(folder / manifest.NAME)
 
 
 def is_best(root: Path, step: int) -> bool:
-    """Whether the checkpoint of that step was the best when it was written."""
+    """Whether the checkpoint of `step` was the best when it was written."""
     with suppress(CheckpointError):
         return read_manifest(root / step_name(step)).best
     return False
 
 
 def candidates(root: Path, best_first: bool = False) -> list[Path]:
-    """The checkpoints from the newest on, complete or not; with `best_first` after the best."""
+    """Return the checkpoints, newest first, complete or not; with `best_first` after the best."""
     saved = steps(root)
     newest_first = sorted(saved, reverse=True)
-    if best_first:  # each was the best when it was written, so the newest of these is
+    if best_first:  # each was the best when written, so the newest of them is the best
         best = next((step for step in newest_first if is_best(root, step)), None)
         newest_first.sort(key=lambda step: step != best)
     return [saved[step] for step in newest_first]
 
 
 def abandon_from(root: Path, step: int) -> None:
-    """Rename later checkpoints: the run went on from before them, so they are not its newest.
+    """Rename checkpoints after `step`: the run continued from an earlier one.
 
-    They may be bad, or the user chose an earlier one; nothing good is deleted for that.
+    They may be bad, or the user chose an earlier one, so they are not deleted.
     """
     for later, folder in steps(root).items():
         if later > step:
@@ -109,7 +109,7 @@ def abandon_from(root: Path, step: int) -> None:
 
 
 def link(root: Path) -> int | None:
-    """Point `last` and `best` where the manifests say; the best one's step."""
+    """Update the links `last` and `best` from the manifests; return the best step."""
     newest = best = None
     for step, folder in sorted(steps(root).items()):
         with suppress(CheckpointError):
@@ -123,18 +123,18 @@ def link(root: Path) -> int | None:
 
 
 def link_target(root: Path, name: str) -> str | None:
-    """The checkpoint that `last` or `best` leads to, relative to the run's folder."""
+    """Return the target of the link `last` or `best`, relative to the run's folder, or None."""
     target = storage.read_link(root / name)
     return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None
 
 
 def prune(root: Path, keep: int, always: set[int | None]) -> None:
-    """Delete all but the `keep` newest complete ones and those in `always`."""
+    """Delete all checkpoints but the `keep` newest complete ones and those in `always`."""
     folders = steps(root)
     complete = sorted(step for step, folder in folders.items() if is_checkpoint(folder))
     for step in sorted(folders.keys() - always - set(complete[-keep:])):
         try:
-            going = root / (TEMPORARY + "old-" + step_name(step))  # which a start would remove
+            going = root / (TEMPORARY + "old-" + step_name(step))  # `sweep` would remove it
             os.rename(folders[step], going)
             storage.remove_folder(going)
         except OSError as error:
@@ -142,7 +142,7 @@ def prune(root: Path, keep: int, always: set[int | None]) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Tidy what a crash left; trouble with the disk is left for the first save to report."""
+    """Delete remains of a crash; disk errors are left for the first save to report."""
     try:
         for leftover in root.glob(TEMPORARY + "*"):
             if leftover.is_dir() and not leftover.is_symlink():

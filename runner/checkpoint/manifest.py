@@ -1,4 +1,4 @@
-"""What a checkpoint's folder must hold, so that damage is found before anything is loaded."""
+"""The manifest of a checkpoint, by which damage is detected before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARD = re.compile(r"shard_\d{5}_of_\d{5}\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class Manifest:
-    """Written last, and removed first: a folder without it is not a checkpoint."""
+    """Manifest, written last and removed first: a folder without it is not a checkpoint."""
 
     step: int
     best: bool  # the best so far when it was written
@@ -34,16 +34,16 @@ class Manifest:
     threads: int
     cpu: str  # the instruction set that torch's CPU kernels use
     tied: dict[str, str] = field(default_factory=dict)  # weights stored under another's name
-    choices: dict[str, Any] = field(default_factory=dict)  # made automatically; win on resume
+    choices: dict[str, Any] = field(default_factory=dict)  # automatic ones; they win on resume
     format: int = FORMAT
 
     def write(self, file: HashedFile) -> None:
-        """Write it with its own digest, so that no flipped bit goes unseen."""
+        """Write the manifest with its own digest, so that any flipped bit is detected."""
         file.write(sealed(asdict(self)))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder; CheckpointError says in what way it is not good."""
+    """Read a checkpoint's manifest; CheckpointError names the problem."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:
@@ -58,11 +58,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def shard_name(rank: int, size: int) -> str:
-    """The file of one of the processes that have each a shard of the model."""
+    """Return the name of the shard of process `rank` of `size`."""
     return f"shard_{rank:05d}_of_{size:05d}.safetensors"
 
 
 def shard_names(files: Collection[str]) -> list[str]:
-    """Those of all processes, by rank, where the files are of a checkpoint in shards."""
+    """Return the names of all shards by rank; [] unless the checkpoint is sharded."""
     size = sum(SHARD.fullmatch(name) is not None for name in files)
     return [shard_name(rank, size) for rank in range(size)]

@@ -24,11 +24,11 @@ TABLES = (".csv", ".tsv", ".parquet")
 
 
 def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
-    """Inputs as they are, but for these: floats become float32, and uint8 images 0 to 1.
+    """Open an `.npz`: floats become float32, and uint8 images are scaled to 0 … 1.
 
-    Images are [samples, channels, height, width] or [samples, height, width]; whole numbers
-    [samples, length] are token ids. The file is examined first: SecurityError for
-    one that is malformed, or holds objects, which are a pickle.
+    Images are [samples, channels, height, width] or [samples, height, width]; integers
+    [samples, length] are token ids. The file is scanned first: SecurityError if it is malformed or
+    holds objects, which are pickled.
     """
     from runner.security.files.loader import read_arrays  # only where a file is read
 
@@ -79,7 +79,7 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
 
 
 def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:
-    """Raise DataError for inputs of another shape than those that the model was trained on."""
+    """Raise DataError if the inputs have another shape than in training."""
     for key in ("in_features", "in_channels", "image_size", "sequence"):
         size, wanted = getattr(shape, key), getattr(trained, key)
         if size != wanted:
@@ -96,7 +96,7 @@ def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
         near = suggestion(name, list(content), "its arrays are")
         raise ConfigError(key, f"{path} has no array {name!r}", near)
     array: np.ndarray = content[name]
-    if not array.ndim or not array.size:  # samples without values take no bytes: any number
+    if not array.ndim or not array.size:  # an array without values may claim any number of samples
         raise DataError(f"{path}: array {name!r} of shape {list(array.shape)} holds no samples")
     if array.dtype.kind not in "fiub":
         fix = "number classes with np.unique(y, return_inverse=True)[1]"
@@ -105,7 +105,7 @@ def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
 
 
 def _bad_values(array: np.ndarray, what: str, ids: bool) -> dict[int, str]:
-    """Samples with values that are not finite, or with ids that are negative or far too large."""
+    """Return the problems of samples with non-finite values, or with ids not in 0 to MOST."""
     flat = array.reshape(len(array), -1)
     bad = ~np.isfinite(flat)
     if ids:
@@ -118,7 +118,7 @@ def _bad_values(array: np.ndarray, what: str, ids: bool) -> dict[int, str]:
 
 
 def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
-    """The inputs as the model gets them, and the sizes that they tell."""
+    """Return the inputs of the model, and their sizes."""
     if x.ndim >= 3 and x.dtype == np.uint8:
         x = x.astype(np.float32) / 255
     if x.dtype.kind != "f":
@@ -140,7 +140,7 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
 
 
 def _target(x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
-    """The targets, and all the sizes."""
+    """Return the targets, and the sizes with those of the targets."""
     if sizes.task == "regression":
         return y.astype(np.float32), replace(sizes, classes=int(np.prod(y.shape[1:])))
     problem = f"{what} is {y.dtype} of shape {list(y.shape)}"

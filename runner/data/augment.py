@@ -1,4 +1,4 @@
-"""Changes of training images beyond crop and flip; each is drawn from the sample's own generator.
+"""Image augmentation beyond crop and flip, drawn from the sample's own generator.
 
 The operations and strengths of `rand_augment` are those of torchvision's (Cubuk et al. 2020,
 arXiv:1909.13719); `blend` is mixup (Zhang et al. 2018, arXiv:1710.09412) or
@@ -19,11 +19,11 @@ LEVELS = 30  # the largest data.magnitude
 SHIFT = 150 / 331  # of the side, at the largest magnitude
 TURN = 30.0  # degrees, likewise
 SHEAR = 0.3
-CONTRAST = 0.9  # added to or taken off the factor 1
+CONTRAST = 0.9  # added to or subtracted from the factor 1
 
 
 def rand_augment(image: Image, draw: np.random.Generator, count: int, magnitude: float) -> Image:
-    """`count` operations, drawn with replacement, at the strength `magnitude` of 30."""
+    """Apply `count` operations, drawn with replacement, at strength `magnitude` of 30."""
     strength = magnitude / LEVELS
     for _ in range(count):
         name = NAMES[int(draw.integers(len(NAMES)))]
@@ -81,9 +81,9 @@ NAMES = tuple(OPERATIONS)
 def blend(
     one: np.ndarray, other: np.ndarray, draw: np.random.Generator, mixup: float, cutmix: float
 ) -> tuple[np.ndarray, float]:
-    """Two images [height, width, channels] as one in float32, and the share that the first has.
+    """Blend two images [height, width, channels]; return float32 pixels and the first's share.
 
-    By one of the two ways whose parameter of the beta distribution is above 0, or either.
+    By mixup or CutMix, whose beta parameter is above 0, or by either at random if both are.
     """
     cuts = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)
     alpha = cutmix if cuts else mixup
@@ -100,6 +100,6 @@ def blend(
 
 
 def _stretch(length: int, share: float, draw: np.random.Generator) -> slice:
-    """Around a random place, so much of the length as lies within it."""
+    """Return a slice of `share` of the length around a random centre, clipped to the image."""
     centre, half = draw.integers(length), int(length * share) // 2
     return slice(max(0, int(centre) - half), min(length, int(centre) + half))

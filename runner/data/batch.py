@@ -1,4 +1,4 @@
-"""What data are to a run: batches, where they come from, and what is known of their sizes."""
+"""Batches, data sizes, table columns and row names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = tuple[Inputs, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the data states about itself; a model's constructor gets those that it names."""
+    """Sizes of the data; a model's constructor gets those that its parameters name."""
 
     task: str  # classification | language_modelling | regression
     in_features: int | None = None  # values per sample, flattened
@@ -28,25 +28,25 @@ class Sizes:
     vocab: int | None = None  # tokens: ids are below this
     sequence: int | None = None  # tokens per sample
     class_names: tuple[str, ...] = ()
-    target_mean: float = 0.0  # regression: what the objective takes off the targets …
-    target_deviation: float = 1.0  # … and divides them by, so that any unit can be learned
-    padding: int | None = None  # the id that fills up texts of a tokenizer
+    target_mean: float = 0.0  # regression: the objective subtracts it from the targets …
+    target_deviation: float = 1.0  # … and divides by it, so that any unit can be learned
+    padding: int | None = None  # id of a tokenizer's padding
 
     def for_constructor(self) -> dict[str, int]:
-        """The sizes that are known, by the names a constructor may ask for."""
+        """Return the known sizes by parameter name."""
         names = ("in_features", "in_channels", "image_size", "classes", "vocab", "sequence")
         return {name: size for name in names if (size := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class Column:
-    """What the model gets of a table's column, as fitted on the training rows.
+    """Encoding of a table column as model input, fitted on the training rows.
 
-    A date, or a column with missing values, has several of the same name.
+    A date, or a column with missing values, has several with the same name.
     """
 
     name: str
-    mean: float = 0.0  # taken off a number …
+    mean: float = 0.0  # subtracted from a number …
     deviation: float = 1.0  # … which is then divided by this
     values: tuple[str, ...] = ()  # the categories ("": missing); none: a number
     part: str = ""  # which number of a date, or `missing`: 1 where there is no value
@@ -58,18 +58,18 @@ class Column:
 
     @property
     def width(self) -> int:
-        """How many of the inputs: one for each category and one for any other, or the number."""
+        """The number of inputs: one per category plus one for others, or 1 for a number."""
         return len(self.values) + 1 if self.values else 1
 
     @property
     def title(self) -> str:
-        """What a message calls it: `bought (month)`."""
+        """The name in messages, such as `bought (month)`."""
         return f"{self.name} ({self.part})" if self.part else self.name
 
 
 @dataclass(frozen=True)
 class ColumnUse:
-    """What a table's column was taken for."""
+    """How a table column was interpreted."""
 
     column: str
     taken_for: str  # number | category: … | date: … | id | left out
@@ -78,14 +78,14 @@ class ColumnUse:
 
 @dataclass(frozen=True)
 class RowNames:
-    """What a message calls a sample: `line 17` of the file that it was read from."""
+    """Names of samples in messages, such as `line 17` of their file."""
 
     word: str = "sample"
     numbers: NDArray[Any] | None = None  # by sample; None: they count from 0, as samples do
     names: Sequence[str] = ()  # of files, in place of numbers
 
     def __call__(self, index: int) -> str:
-        """The name of that sample."""
+        """Return the name of the sample `index`."""
         if self.names:
             return self.names[index]
         number = index if self.numbers is None else int(self.numbers[index])
@@ -93,23 +93,23 @@ class RowNames:
 
 
 def call(forward: Callable[..., Any], inputs: Inputs) -> Any:
-    """The model's output: inputs go in as one tensor, by position (tuple) or by name (dict)."""
+    """Call `forward` with a tensor, positional inputs (tuple) or keyword inputs (dict)."""
     if isinstance(inputs, dict):
         return forward(**inputs)
     return forward(*inputs) if isinstance(inputs, tuple | list) else forward(inputs)
 
 
 def count(target: Any) -> int:
-    """Samples in a batch, from its target."""
+    """Return the batch size: the first dimension of the target's first tensor."""
     while isinstance(target, dict | tuple | list):
         target = next(iter(target.values() if isinstance(target, dict) else target))
     return int(target.shape[0])
 
 
 def split(samples: int, most: int) -> list[slice]:
-    """The fewest parts of at most `most` samples, in order; their sizes differ by one at most.
+    """Split a batch into the fewest slices of at most `most` samples; sizes differ by at most 1.
 
-    Even parts, since BatchNorm cannot train on a remainder of one sample. The first is a largest.
+    Even slices, since BatchNorm cannot train on a remainder of one sample. The first is a largest.
     """
     if not samples:
         return []
@@ -119,12 +119,12 @@ def split(samples: int, most: int) -> list[slice]:
 
 
 def largest_part(samples: int, most: int) -> int:
-    """Samples in the largest part of so many that are split into parts of at most `most`."""
+    """Return the size of the largest slice of `split(samples, most)`."""
     return -(-samples // max(1, -(-samples // most)))
 
 
 def rows(value: Any, which: slice) -> Any:
-    """The same rows of every tensor in a nest of tuples, lists and dicts; views, not copies."""
+    """Slice every tensor in a nest of tuples, lists and dicts by rows; returns views."""
     if isinstance(value, dict):
         return {key: rows(item, which) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Cells of a table's column as numbers, times or texts; which are missing or cannot be used."""
+"""Parsing of table columns as numbers, times or texts, with missing and bad cells."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NUMBERS = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # of a second
 ID_NAME = re.compile(r"(?i:(^|[\W_])(u?u?id|guid|key)$)|[a-z](Id|ID|Key)$")  # customer_id, rowKey
 ID_ROWS = 50  # fewer may all differ by chance
-ID_SHARE = 0.99  # of an id's cells, that differ: a row may be there twice
-HEAD = 1_000  # cells that mostly tell at once that a column is no id …
-ID_HEAD = 0.9  # … as fewer of them differ
+ID_SHARE = 0.99  # share of distinct cells in an id column: rows may be duplicates
+HEAD = 1_000  # cells looked at first: a column is no id …
+ID_HEAD = 0.9  # … if a smaller share of these is distinct
 FEW_NUMBERS = 10
 MOST_UNPARSED = 0.01
-"""Of a column's cells, those that may be no number (or date) without making it one of texts: a
-mistyped number or a word for a missing value is that rare, and a category worth an input is not."""
+"""Share of a column's cells that may fail to parse as numbers (or dates) before it is read as
+texts: typos and words for missing values are that rare, a category worth an input is not."""
 
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 YEAR = re.compile(r"(?<!\d)[12]\d{3}(?!\d)")
-DAYS = {  # by how strptime names it, what a message calls it; of two that fit the first is taken
+DAYS = {  # strptime format: name in messages; of two that fit the first is used
     "%d/%m/%Y": "day/month/year",
     "%m/%d/%Y": "month/day/year",
     "%d.%m.%Y": "day.month.year",
@@ -47,11 +47,11 @@ DAYS = {  # by how strptime names it, what a message calls it; of two that fit t
 }
 CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 READABLE = "2024-05-31, 31/05/2024, 05/31/2024, 31.05.2024, 2024/05/31 and May 31, 2024"
-SAMPLE = 100  # texts that tell which forms a column may have
+SAMPLE = 100  # texts from which candidate formats are chosen
 
 
 class Kind(Enum):
-    """What the cells of a column are read as; in a message, `12a is not a finite number`."""
+    """The type that a column is parsed as; values end messages: `12a is not a finite number`."""
 
     any = "anything"  # numbers or dates, where it holds such
     numbers = "a finite number"
@@ -64,7 +64,7 @@ TYPE_OF = {Kind.numbers: "number", Kind.times: "date"}  # as data.types names it
 
 @dataclass(frozen=True)
 class Texts:
-    """A column of texts: the different ones, sorted, and which of them each row has."""
+    """A text column: its distinct `words`, and their index for each row (`codes`)."""
 
     words: tuple[str, ...]
     codes: np.ndarray
@@ -78,24 +78,24 @@ A missing value is NaN, NaT or ""."""
 
 @dataclass(frozen=True)
 class ParsedColumn:
-    """The values of a column, and the cells that are none; each by row."""
+    """A parsed column, with its bad and unparsed cells by row."""
 
     values: Values
-    bad: dict[int, str] = field(default_factory=dict)  # what is wrong with the cell
+    bad: dict[int, str] = field(default_factory=dict)  # problem of the cell
     unparsed: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
     form: str = ""  # of dates that are not ISO 8601, for strptime
     note: str = ""  # why many numbers or dates were read as texts, or what their form may be
-    remedy: tuple[str, str] = ("", "")  # the type to declare, and what becomes of the cells then
+    remedy: tuple[str, str] = ("", "")  # the type to declare, and its effect on the cells
 
     @property
     def kind(self) -> Kind:
-        """What the values are."""
+        """The type of the values."""
         if isinstance(self.values, Texts):
             return Kind.texts
         return Kind.numbers if self.values.dtype.kind == "f" else Kind.times
 
     def missing(self) -> dict[int, str]:
-        """By row, what is wrong where there must be a value."""
+        """Return the problems of missing and unparsed cells, by row."""
         rows = np.flatnonzero(missing_cells(self.values)).tolist()
         wrong = {row: _not_a(text, self.kind) for row, text in self.unparsed.items()}
         return dict.fromkeys(rows, "the value is missing") | wrong
@@ -111,16 +111,15 @@ def parse_column(
     marker: bool = False,
     form: str | None = None,
 ) -> ParsedColumn:
-    """The cells of an arrow column as what `kind` says, or as what nearly all of them are.
+    """Parse an arrow column as `kind`; with Kind.any as the type of nearly all of its cells.
 
-    Among numbers and dates, texts are missing values if they are in `missing` or at most the share
-    `most_unparsed` of the cells, and cannot be used if they are more; a column of no `kind` is then
-    one of texts, unless they are at most `bad_share`. With `marker`, one word beside numbers, such
-    as "unknown", is a missing value up to half of the cells: that loses nothing. Dates are ISO 8601
-    or have that `form`; None: the one that most cells have, and a column of no `kind` is then one
-    of texts where two make different dates of them. Texts such as NA are missing among numbers and
-    dates only: elsewhere they may be a category. DataError names the type of cells that are none of
-    these.
+    Texts among numbers or dates are missing values if they are in `missing` or at most the share
+    `most_unparsed` of the cells. If there are more they are bad cells, and with Kind.any the column
+    is read as texts unless they are at most `bad_share`. With `marker`, one word beside numbers,
+    such as "unknown", counts as missing up to half of the cells. Dates are ISO 8601 or have the
+    strptime format `form`; None detects it, and with Kind.any ambiguous dates are read as texts.
+    Words such as NA are missing among numbers and dates only: elsewhere they may be a category.
+    Raises DataError with the arrow type of a column that cannot be read as any of these.
     """
     import pyarrow
     from pyarrow import types
@@ -169,7 +168,7 @@ def parse_column(
 def _reader(
     kind: Kind, form: str | None, words: list[str], codes: np.ndarray
 ) -> tuple[Callable[[str], Any], str, str]:
-    """What reads a text as that kind, the form of its dates, and another one that fits them."""
+    """Return a parser for `kind`, the date format it uses, and another format that fits."""
     if kind is Kind.numbers:
         return number, "", ""
     other = ""
@@ -179,7 +178,7 @@ def _reader(
 
 
 def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
-    """The values of an arrow column of numbers, dates or durations (in seconds)."""
+    """Return the values of an arrow column of numbers, dates or durations (s), else None."""
     import pyarrow
     from pyarrow import types
 
@@ -201,7 +200,7 @@ def _typed_values(column: Any, kind: Kind) -> np.ndarray | None:
 
 
 def id_reason(name: str, column: Any) -> str:
-    """Why the cells of an arrow column name its rows and say nothing else; "" where they do not."""
+    """Return why an arrow column is a row identifier, or "" if it is not."""
     from pyarrow import types
 
     named, value = ID_NAME.search(name), getattr(column.type, "value_type", column.type)
@@ -225,7 +224,7 @@ def id_reason(name: str, column: Any) -> str:
 
 
 def _present(texts: Any) -> Any:
-    """The texts of an arrow column that are no missing value."""
+    """Return the texts of an arrow column without missing values."""
     import pyarrow
     from pyarrow import compute
 
@@ -235,7 +234,7 @@ def _present(texts: Any) -> Any:
 
 
 def _different(cells: Any) -> str:
-    """Whether that many cells are `all different`, or nearly; else ""."""
+    """Return "all different" or "nearly all different" if the cells are, else ""."""
     from pyarrow import compute
 
     distinct = compute.count_distinct(cells).as_py()
@@ -245,7 +244,7 @@ def _different(cells: Any) -> str:
 
 
 def missing_cells(values: Values) -> np.ndarray:
-    """Which rows have no value."""
+    """Return a boolean mask of the rows without a value."""
     if isinstance(values, Texts):
         empty = np.array([not word for word in values.words])
         return np.asarray(empty[values.codes])
@@ -253,7 +252,7 @@ def missing_cells(values: Values) -> np.ndarray:
 
 
 def select_rows(values: Values, rows: np.ndarray | slice) -> Values:
-    """The column at those rows; of texts only the words that occur, sorted."""
+    """Return the column at `rows`; texts keep only the words that occur, sorted."""
     if isinstance(values, np.ndarray):
         return values[rows]
     codes = values.codes[rows]
@@ -263,7 +262,7 @@ def select_rows(values: Values, rows: np.ndarray | slice) -> Values:
 
 
 def number(word: str) -> float:
-    """The number that a text says; NaN: none."""
+    """Parse a number; NaN if `word` is not one."""
     try:
         return float(word)
     except ValueError:
@@ -271,7 +270,7 @@ def number(word: str) -> float:
 
 
 def parse_time(word: str, form: str = "") -> np.datetime64:
-    """The time that a text says as ISO 8601, in UTC, or in that form of strptime; NaT: none."""
+    """Parse ISO 8601 or the strptime format `form`, converted to UTC; NaT if neither fits."""
     word, none = word.strip(), np.datetime64("NaT", "us")
     iso = ISO_DATE.match(word)
     if not iso and not form:
@@ -284,10 +283,10 @@ def parse_time(word: str, form: str = "") -> np.datetime64:
 
 
 def date_form(words: Sequence[str], counts: np.ndarray) -> tuple[str, str]:
-    """The form that most cells of a column can be read in, and another one that fits as well.
+    """Return the strptime format that parses most cells, and another that parses as many.
 
-    Of the different `words` there are so many cells. "" is ISO 8601, or no other form: one that
-    fits as well counts only where it makes other dates of the texts.
+    `counts` are the cells per distinct word. "" stands for ISO 8601, or for no second format: one
+    counts only if it parses a text to another date.
     """
     sample = [word for word in words if YEAR.search(word) and not ISO_DATE.match(word)][:SAMPLE]
     if not sample:
@@ -304,7 +303,7 @@ def date_form(words: Sequence[str], counts: np.ndarray) -> tuple[str, str]:
 
 
 def describe_form(form: str) -> str:
-    """What a message calls a form: `day/month/year`."""
+    """Return the name of a date format in messages, such as `day/month/year`."""
     return next(name for day, name in DAYS.items() if form.startswith(day))
 
 
@@ -319,12 +318,12 @@ PARTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "hour": lambda times: times.astype("M8[h]").astype(int) % 24,
     "days": lambda times: times.astype("M8[D]").astype(int),  # since 1970
 }
-"""The numbers that a date becomes, from datetime64."""
-GAP = "missing"  # the part that is 1 where there is no value
+"""Numeric features of dates, from datetime64 arrays."""
+GAP = "missing"  # this part is 1 where the value is missing
 
 
 def part_of(values: np.ndarray, part: str) -> np.ndarray:
-    """That part of each date, or the numbers themselves, float64; NaN: missing."""
+    """Return `part` of each date, or the numbers unchanged, as float64; NaN if missing."""
     if part == GAP:
         return missing_cells(values).astype(np.float64)
     if part not in PARTS:
@@ -334,20 +333,20 @@ def part_of(values: np.ndarray, part: str) -> np.ndarray:
 
 
 def is_none(values: np.ndarray) -> np.ndarray:
-    """Which of the numbers or times are none."""
+    """Return a boolean mask of NaN or NaT."""
     none: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
     return none
 
 
 def is_text(arrow: Any) -> bool:
-    """Whether it is the arrow type of a column of texts."""
+    """Whether `arrow` is a string type."""
     from pyarrow import types
 
     return bool(types.is_string(arrow) or types.is_large_string(arrow))
 
 
 def _encode(column: Any) -> tuple[list[str], np.ndarray]:
-    """The different texts of a column, and which of them each row has; no value is ""."""
+    """Return the distinct texts of a column and the code of each row; null becomes ""."""
     import pyarrow
 
     if not pyarrow.types.is_dictionary(column.type):
@@ -361,7 +360,7 @@ def _encode(column: Any) -> tuple[list[str], np.ndarray]:
 def _not_float32(numbers: np.ndarray) -> list[int]:
     if numbers.dtype.kind == "M":
         return []
-    # a NaN is missing; without a copy of the column, which costs as much as reading it
+    # NaN is missing; reductions avoid a copy, which costs as much as reading the column
     if np.fmax.reduce(numbers, initial=0.0) <= LARGEST >= -np.fmin.reduce(numbers, initial=0.0):
         return []
     rows: list[int] = np.flatnonzero(np.abs(numbers) > LARGEST).tolist()
@@ -378,9 +377,9 @@ def _not_a(word: str, kind: Kind) -> str:
 
 
 def _is_marker(words: Sequence[str], codes: np.ndarray, present: int) -> bool:
-    """Whether these cells, less than half of those present, all hold one word without digits.
+    """Whether these cells all hold one word without digits, and are under half of those present.
 
-    Beside few different numbers, such as the codes 1, 2 and c, it is a category.
+    Beside few distinct numbers, such as the codes 1, 2 and c, the word is a category.
     """
     used = {words[code].strip().lower() for code in np.unique(codes)}
     few = len(words) < FEW_NUMBERS or 2 * len(codes) >= present

@@ -1,4 +1,4 @@
-"""From the samples of a user's data set to a batch, and the sizes that follow from them."""
+"""Collation of a user's samples into batches, and inference of the data's sizes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Nest = Any
 """A tensor, or a tuple or dict of nests."""
 Sample = Callable[[int], tuple[Nest, Nest]]
 
-MOST_SAMPLES = 10_000  # read for the largest label or id
+MOST_SAMPLES = 10_000  # read to find the largest label or id
 MOST_SECONDS = 30.0
 LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 
 
 def as_pair(sample: Any, index: int, place: int = 0) -> tuple[Nest, Nest]:
-    """Inputs and target of one sample, as tensors.
+    """Return inputs and target of one sample as tensors.
 
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
-    of `LABEL_KEYS`. Raises BadSample, which has its place in the batch, for anything else.
+    of `LABEL_KEYS`. Raises BadSample with `place`, its position in the batch, for anything else.
     """
     key = next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
     if key is not None:
@@ -47,9 +47,9 @@ def as_pair(sample: Any, index: int, place: int = 0) -> tuple[Nest, Nest]:
 
 
 def stack_pairs(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-    """Inputs and classes of samples that are (tensor, int) and alike; None for any others.
+    """Stack samples that are (tensor, int) of one shape and dtype; None for any others.
 
-    `as_pair` and `stack` give the same, in three times the time.
+    The result is that of `as_pair` and `stack`, in a third of the time.
     """
     if not all(type(s) is tuple and len(s) == 2 and type(s[0]) is Tensor for s in samples):
         return None
@@ -63,10 +63,10 @@ def stack_pairs(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
-    """One nest of tensors with the sample as the first dimension.
+    """Stack nests of tensors along a new first dimension.
 
-    Raises DataError where a sample differs from the first one in shape, dtype or keys: torch's own
-    collation in workers would cast it silently.
+    Raises DataError if a sample differs from the first in shape, dtype or keys: torch's collation
+    would cast it silently.
     """
     leaves = [list(named_leaves(sample, key)) for sample in samples]
     forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
@@ -82,7 +82,7 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
 
 
 def main_leaf(inputs: Nest) -> Tensor:
-    """The tensor that the sizes are read from: `input_ids` where there is one, else the first."""
+    """Return the tensor that sizes are read from: `input_ids` if present, else the first."""
     leaves = dict(named_leaves(inputs))
     return leaves.get("input_ids", next(iter(leaves.values())))
 
@@ -117,13 +117,13 @@ def _describe(value: Any) -> str:
 def infer_sizes(
     dataset: Any, name: str, sample: Sample, drops: bool = False
 ) -> tuple[Sizes, tuple[Choice, ...]]:
-    """The sizes of the data set, and how those that had to be counted were found.
+    """Return the sizes of the data set, and a choice for each that had to be counted.
 
-    The data set's attributes `sizes` (a dict of any of them), `classes` (a count or the names) and
-    `vocab` go first; where `sizes` has a `task`, no sample is read. Else: float [C, H, W] is
-    an image, other floats are features, whole numbers [length] are tokens; a whole number as target
-    is a class, a target like the tokens is the next tokens, and a float one is regression. With
-    `drops` a sample that cannot be read says nothing.
+    The attributes `sizes` (a dict of any of them), `classes` (a count or the names) and `vocab`
+    take precedence; if `sizes` has a `task`, no sample is read. Otherwise float [C, H, W] is an
+    image, other floats are features, integers [length] are tokens; an integer target is a class,
+    one shaped like the tokens is the next tokens, and a float one is regression. With `drops`, bad
+    samples are ignored.
     """
     sizes = _stated_sizes(dataset, name)
     if "task" in sizes:
@@ -201,7 +201,7 @@ def _task(x: Tensor, target: Nest, name: str) -> str:
 def _largest(
     dataset: Any, name: str, sample: Sample, counted: list[str], task: str, drops: bool
 ) -> tuple[dict[str, int], str]:
-    """The largest label or token id, and where it was found."""
+    """Return the largest label or token id by size name, and its source."""
     n, names = len(dataset), " and ".join(counted)
     labels = np.asarray(getattr(dataset, "targets", ()))
     if counted == ["classes"] and labels.shape == (n,) and labels.dtype.kind in "iu":
@@ -212,7 +212,7 @@ def _largest(
     deadline = time.monotonic() + MOST_SECONDS
     for index in read:
         if time.monotonic() > deadline:
-            # a guess from some of them would be another one on a busy day
+            # a partial count would depend on the load of the machine
             problem = f"reading {n:,} samples for {names} takes more than {MOST_SECONDS:.0f} s"
             raise DataError(f"data: {problem}; give {name} an attribute {names}")
         try:

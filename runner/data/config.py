@@ -1,4 +1,4 @@
-"""What can be asked of the data: the `data` group, one dataclass per option."""
+"""The `data` config group: one dataclass per option."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOADING = (
     *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
     *("timeout_s", "worker_restarts", "validation_samples", "default_epochs", "default_steps"),
 )
-"""Keys of `data` that leave the samples that are trained on as they are."""
+"""Keys of `data` that do not change the training samples."""
 
 SIGNS = {
     "comma": ",",
@@ -27,10 +27,10 @@ SIGNS = {
     "apostrophe": "'",
     "\\t": "\t",
 }
-"""Words for signs that a command line makes something else of."""
+"""Words for signs that have a special meaning on a command line."""
 
 FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
-"""Kinds of data that are divided by files or at a position."""
+"""Kinds of data that are split by file or at a position, not by `data.split`."""
 
 AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
 
@@ -67,7 +67,7 @@ class ColumnType(Enum):
 
 
 def sign_of(word: str | None) -> str | None:
-    """The sign that a word stands for; any other text is itself."""
+    """Return the sign that `word` names; other texts unchanged."""
     return SIGNS.get(word or "", word)
 
 
@@ -123,7 +123,7 @@ class DataConfig:
 
     @property
     def validation_fold(self) -> tuple[int, int] | None:
-        """Which fold is held out, and of how many."""
+        """The held-out fold and the number of folds, or None."""
         return None if self.folds is None or self.fold is None else (self.fold, self.folds)
 
     def _check_folds(self) -> None:

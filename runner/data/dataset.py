@@ -1,4 +1,4 @@
-"""What a data set is to the loader: samples by index, and what it says about itself."""
+"""The data set interface of the loader: samples by index, sizes, labels and split indices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.techniques.base import Choice
 
 
 def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
-    """A target with one class for each sample, as a vector; else None."""
+    """Return `target` as a vector if it has one class index per sample, else None."""
     target = np.asarray(target)
     one_each = sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
     return target if one_each else None
@@ -29,42 +29,42 @@ def has_rare_class(counts: np.ndarray) -> bool:
 
 
 class Dataset(ABC):
-    """Samples by index. `fetch` must depend on nothing but its arguments.
+    """Map-style data set. `fetch` must be a pure function of its arguments.
 
-    `train` and `validation` are the indices of the two parts; `in_memory` says that a fetch
-    is a copy and nothing more, so that worker processes would only add copies.
+    `train` and `validation` are the sample indices of the two splits. With `in_memory` a fetch
+    only copies rows, so worker processes would not help.
     """
 
     sizes: Sizes
     train: np.ndarray  # int64 indices
     validation: np.ndarray
     in_memory: bool = True
-    augments: bool = False  # fetch reads the seeds it is given
-    sample_seconds: float | None = None  # what one sample took to fetch, where it was measured
-    choices: tuple[Choice, ...] = ()  # what was inferred about the data, and from what
+    augments: bool = False  # fetch uses its `seeds`
+    sample_seconds: float | None = None  # measured, to fetch one; None: not measured
+    choices: tuple[Choice, ...] = ()  # inferred about the data, with reasons
     columns: tuple[Column, ...] = ()  # of a table, as fitted
-    rows: RowNames = RowNames()  # what a message calls a sample
-    ids: Mapping[str, Any] = {}  # columns of numpy or arrow that name the samples; not trained on
+    rows: RowNames = RowNames()  # names of samples in messages
+    ids: Mapping[str, Any] = {}  # id columns (NumPy or arrow) that name the samples; no inputs
 
     def labels(self) -> np.ndarray | None:
-        """The class of every sample, where it is known without reading each; else None."""
+        """Return the class index of every sample, or None if that requires reading each sample."""
         return None
 
     def class_counts(self) -> np.ndarray | None:
-        """Training samples of each class; None where `labels` are not known."""
+        """Return the number of training samples per class, or None if unknown."""
         labels = self.labels()
         if labels is None or not self.sizes.classes:
             return None
-        trained = labels[self.train]  # a negative one stands for no class
+        trained = labels[self.train]  # negative labels carry no class
         return np.bincount(trained[trained >= 0], minlength=self.sizes.classes)
 
     def match_dtype(self, model: Any) -> tuple[Choice, ...]:
-        """Return floats of the dtype of the model's weights from now on, and say so."""
+        """Let later fetches return floats in the dtype of the weights; return the choices."""
         return ()
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """A batch on the CPU. `seeds` (uint64, one per sample) drive augmentation; None: none.
+        """Return a batch on the CPU. `seeds` (uint64, one per sample) drive augmentation, if given.
 
         The upper 32 bits of the seeds are the same for a whole epoch (see `order.sample_seeds`).
         Raises DataError naming the file, row or key of a bad sample.
@@ -73,32 +73,32 @@ class Dataset(ABC):
 
 @dataclass(eq=False)
 class Tensors(Dataset):
-    """Inputs and targets as two tensors, the sample first. What can be checked was, at opening."""
+    """In-memory data set of two tensors with the sample as dimension 0, validated at opening."""
 
     inputs: Tensor
     target: Tensor
     sizes: Sizes
-    parts: InitVar[tuple[np.ndarray, np.ndarray]]  # of training and validation
+    parts: InitVar[tuple[np.ndarray, np.ndarray]]  # indices of training and validation
     choices: tuple[Choice, ...] = ()
-    columns: tuple[Column, ...] = ()  # what the inputs are made of, where that has names
+    columns: tuple[Column, ...] = ()  # of the table that the inputs encode
     rows: RowNames = RowNames()
-    ignore: str = ""  # the key that leaves out a column, where there is one
+    ignore: str = ""  # config key that leaves out a column; "": none
     ids: Mapping[str, Any] = field(default_factory=dict)  # arrow columns
 
     def __post_init__(self, parts: tuple[np.ndarray, np.ndarray]) -> None:
         self.train, self.validation = parts
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """A copy of the rows."""
+        """Return copies of the rows `indices`."""
         rows = torch.from_numpy(indices)
         return self.inputs.index_select(0, rows), self.target.index_select(0, rows)
 
     def labels(self) -> np.ndarray | None:
-        """The target, where it is a class."""
+        """Return the target if it is one class per sample, else None."""
         return class_labels(self.target, self.sizes)
 
     def named_columns(self) -> tuple[Column, ...]:
-        """The columns, if the samples are rows of a table; `x[3]` where they have no name."""
+        """Return the columns of tabular inputs (unnamed ones as `x[3]`), or () for other inputs."""
         if self.inputs.ndim != 2 or self.inputs.dtype is not torch.float32:
             return ()
         return self.columns or tuple(Column(f"x[{i}]") for i in range(self.inputs.shape[1]))
@@ -106,7 +106,7 @@ class Tensors(Dataset):
     def without(
         self, columns: Sequence[int], rows: np.ndarray, choices: Sequence[Choice]
     ) -> Tensors:
-        """The same table without those columns, and without those rows in validation."""
+        """Return a copy without these columns, and without `rows` in the validation split."""
         named, inputs, sizes = self.named_columns(), self.inputs, self.sizes
         if columns:
             stays = [i not in columns for i in range(len(named))]
@@ -121,24 +121,24 @@ class Tensors(Dataset):
 
 
 def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:
-    """The mean and deviation of regression targets over the rows `train`, and what that means."""
+    """Return mean and standard deviation of the targets over the rows `train`, and the choice."""
     mean, deviation = float(target[train].mean()), float(target[train].std()) or 1.0
     reason = f"the model predicts (target - {mean:.4g}) / {deviation:.4g}: any unit can be learned"
     return mean, deviation, Choice("data.target", "standardised", reason)
 
 
 def fit_scale(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of each column over the rows `train`; of a constant one: itself and 1.
+    """Return mean and standard deviation per column over the rows `train`; 1 if constant.
 
-    Only the training rows are looked at, so nothing is learned from those held out.
+    Only training rows are read, so nothing leaks from the validation split.
     """
     mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
-    # the mean of one value a million times is off by a rounding, and so is the deviation from it
+    # the mean of a constant column has a rounding error, so its deviation would not be exactly 0
     constant = x[train].min(axis=0) == x[train].max(axis=0)
     return np.where(constant, x[train[0]], mean), np.where(constant, 1.0, deviation)
 
 
 def scale(x: np.ndarray, mean: np.ndarray | float, deviation: np.ndarray | float) -> np.ndarray:
-    """(x - mean) / deviation as float32."""
+    """Return (x - mean) / deviation as float32."""
     scaled: np.ndarray = ((x - mean) / deviation).astype(np.float32)
     return scaled

@@ -1,4 +1,4 @@
-"""Data without files of the user's: shipped in the package (see files/README.md), or made up."""
+"""Built-in data sets: shipped in the package (see files/README.md), or synthetic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEASURED = (
 
 
 def digits(config: Digits) -> Tensors:
-    """Images float32 [1, 8, 8] of ink from 0 to 1, and which digit each one is."""
+    """Open digits: images float32 [1, 8, 8] from 0 to 1 (ink), and the digit as label."""
     with np.load(FILES / "digits.npz") as file:
         images, labels = file["images"].astype(np.float32)[:, None] / 16, file["labels"]
     sizes = Sizes("classification", 64, 1, 8, 10, class_names=tuple("0123456789"))
@@ -33,7 +33,7 @@ def digits(config: Digits) -> Tensors:
 
 
 def cancer(config: Cancer) -> Tensors:
-    """Measurements float32 [30], standardised, and whether the biopsy was benign (1)."""
+    """Open biopsies: standardised measurements float32 [30]; label 1 is benign."""
     with np.load(FILES / "cancer.npz") as file:
         measurements, labels = file["measurements"], file["labels"]
     parts = _split(len(measurements), config)
@@ -47,7 +47,7 @@ def cancer(config: Cancer) -> Tensors:
 
 
 def synthetic(config: Synthetic) -> Tensors:
-    """Images, tokens or tables that can be learned, generated from `data.split_seed`."""
+    """Generate learnable images, tokens or tables from the seed `data.split_seed`."""
     side, images = config.image_size, config.form is SyntheticForm.images
     shape = (config.channels, side, side) if images else (config.features,)
     tokens = config.form is SyntheticForm.tokens
@@ -78,7 +78,7 @@ def _split(samples: int, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _markov_chains(config: Synthetic, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Each token fixes the next one, but for every tenth, which is drawn at random."""
+    """Return (ids, next ids): each token determines the next, except for 10 % random ones."""
     following = rng.permutation(config.vocab)
     ids = np.empty((config.samples, config.sequence + 1), np.int64)
     ids[:, 0] = rng.integers(config.vocab, size=config.samples)

@@ -1,4 +1,4 @@
-"""A user's images: a folder per class or of `datasets`, decoded as they are first fetched."""
+"""Images in a folder per class or a saved `datasets` folder, decoded when first fetched."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Formats that are decoded, under any name: others contain programs, such as PostScript's."""
+"""Formats that are decoded, whatever the suffix: others, such as PostScript, run programs."""
 HEADS = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop
 HEADER = np.dtype([("crc", np.uint32), ("height", np.uint32), ("width", np.uint32)])
 
 
 class ImageCache:
-    """Pixels (uint8, [height, width, channels]) by image, each decoded once by any process.
+    """Decoded pixels (uint8 [height, width, channels]) in memory shared by all processes.
 
-    The memory is mapped before workers are forked, which then share it. What a process wrote is
-    taken for whole only with its checksum, so that no lock is needed, and a process that dies in
-    the middle leaves nothing. Images are kept from the first on, as many as fit into `limit` bytes.
+    The memory is mapped before workers are forked. An entry is valid only if its checksum matches,
+    so no lock is needed, and a process that dies while writing leaves no entry. The first images
+    are cached, as many as fit into `limit` bytes.
     """
 
     def __init__(self, sizes: np.ndarray, channels: int, limit: int) -> None:
-        """`sizes` are the numbers of pixels of each image at most."""
+        """Map memory for images of at most `sizes[i]` pixels each."""
         ends = np.cumsum(sizes.astype(np.int64) * channels + HEADER.itemsize)
         self.kept = int(np.searchsorted(ends, limit, "right"))  # images
         self.bytes = int(ends[self.kept - 1]) if self.kept else 0
@@ -55,7 +55,7 @@ class ImageCache:
         self.pixels = np.frombuffer(self.memory, np.uint8)
 
     def get(self, index: int) -> np.ndarray | None:
-        """A view of the image's pixels, if it was decoded before."""
+        """Return a view of the image's pixels, or None if it is not cached."""
         if index >= self.kept:
             return None
         start = int(self.starts[index])
@@ -71,7 +71,7 @@ class ImageCache:
         return pixels.reshape(height, width, self.channels)
 
     def store(self, index: int, pixels: np.ndarray) -> None:
-        """Keep them, if there is room for that image."""
+        """Cache the pixels, if the image has room."""
         start = int(self.starts[index]) if index < self.kept else 0
         if index >= self.kept or start + HEADER.itemsize + pixels.size > self.starts[index + 1]:
             return
@@ -84,9 +84,9 @@ class ImageCache:
 class ImageFolder(Dataset):
     """Batches of float32 [batch, channels, size, size] from 0 to 1, and labels.
 
-    The centre of an image is cut out and scaled. Augmentation cuts elsewhere, mirrors every other
-    image and changes it further, as the sample's seed says. Where samples are blended with others,
-    labels are shares of classes, float32 [batch, classes].
+    Images are centre-cropped and resized. Augmentation crops at random, flips half of the images
+    and applies RandAugment, driven by the sample's seed. With mixup or CutMix, training labels are
+    class shares, float32 [batch, classes].
     """
 
     in_memory = False
@@ -125,7 +125,7 @@ class ImageFolder(Dataset):
     def _read_folders(
         self, root: Path, opening: Opening
     ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
-        """Labels, their names, and what was left out of a folder for each class."""
+        """Read a folder per class; return labels, class names and choices."""
         others = []
 
         def takes(file: Path) -> bool:
@@ -144,7 +144,7 @@ class ImageFolder(Dataset):
     def _read_saved(
         self, root: Path, opening: Opening
     ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
-        """Labels and their names out of a folder that `datasets` wrote."""
+        """Read a folder written by `datasets`; return labels, class names and choices."""
         saved = SavedImages(root, opening.policy)
         self.sources, self.rows, names = saved, RowNames("row"), saved.class_names
         if not opening.labelled:
@@ -157,9 +157,7 @@ class ImageFolder(Dataset):
         return trained_labels(names, saved.labels, trained, str(root)), trained, ()
 
     def _make_cache(self, channels: int) -> tuple[ImageCache, tuple[Choice, ...]]:
-        """Room for the images as they are before chance has a part; whole ones where they are cut
-        at random.
-        """
+        """Make a cache of the images before augmentation; uncropped ones with random crops."""
         count, most = len(self.sources), self.config.cache_mb << 20
         most = min(most, memory.available_bytes() // 4)
         sizes = np.full(count, self.size**2)
@@ -171,7 +169,7 @@ class ImageFolder(Dataset):
         return cache, (choice,) if self.config.cache_mb else ()
 
     def _pixel_counts(self, most: int) -> np.ndarray:
-        """Of each image by its head, until there are `most` of them; a bad one has none."""
+        """Read pixel counts from image headers, until their sum exceeds `most` or one is bad."""
         sizes = np.full(len(self.sources), most + 1)
         for number in range(len(self.sources)):
             with suppress(DataError), self._named_errors(number):
@@ -194,7 +192,7 @@ class ImageFolder(Dataset):
             raise BadSample(place, problem, f"; replace or remove the file, or {FIX}") from None
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """Read, decode and crop; a file that cannot be decoded is a BadSample with its name."""
+        """Return decoded and cropped images; raise BadSample for a file that cannot be decoded."""
         blends = seeds is not None and self.blends
         shape = (len(indices), self.size, self.size, self.sizes.in_channels or 1)
         batch = np.empty(shape, np.float32 if blends else np.uint8)
@@ -203,7 +201,7 @@ class ImageFolder(Dataset):
             draw = None if seeds is None else np.random.Generator(np.random.PCG64(int(seeds[row])))
             used = draw if self.distorts else None
             if draw is not None and self.blends:
-                # with a training sample that its seed chooses: the batch has no part in it
+                # the partner is a training sample chosen by the seed, not by the batch
                 other = int(self.train[draw.integers(len(self.train))])
                 first, second = (self._sample(i, used, row) for i in (index, other))
                 how = draw, self.config.mixup, self.config.cutmix
@@ -217,7 +215,7 @@ class ImageFolder(Dataset):
         return images, target if blends else self.target[torch.from_numpy(indices)]
 
     def _sample(self, index: int, draw: np.random.Generator | None, row: int) -> np.ndarray:
-        """Its pixels, uint8 [size, size, channels]; a bad one is named by its row in the batch."""
+        """Return an image as uint8 [size, size, channels]; BadSample carries its `row`."""
         from PIL import Image, ImageOps
 
         pixels = self.cache.get(index)
@@ -238,7 +236,7 @@ class ImageFolder(Dataset):
         return _pixels(image)
 
     def labels(self) -> np.ndarray:
-        """The folders' numbers."""
+        """Return the class index of each image."""
         return self.target.numpy()
 
     def _crop(self, image: Image, rng: np.random.Generator | None) -> Image:
@@ -263,7 +261,7 @@ def _pixels(image: Image) -> np.ndarray:
 
 
 def _open(source: Any) -> Image:
-    """The file or its bytes with the head read; nothing is decoded yet."""
+    """Open an image file or stream; only its header is read."""
     from PIL import Image
 
     file = Image.open(source, formats=FORMATS)

@@ -1,4 +1,4 @@
-"""Targets: the task, the classes, whether each label is one of them, and files by class."""
+"""Targets: task, class names, label checks, and files by class folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from runner.techniques.base import Choice
 TASKS = ("classification", "language_modelling", "regression")
 NO_LOSS = -100  # torch's own default for a target that carries no loss
 MOST = 1_000_000  # classes or tokens
-FEW = 20  # whole numbers with more different values than this are taken for a quantity
+FEW = 20  # integer targets with more distinct values than this are a regression
 
 
 def check_task(task: str, allowed: Sequence[str]) -> None:
-    """Refuse a `data.task` that is none."""
+    """Raise ConfigError if `data.task` is unknown."""
     if task not in ("auto", *allowed):
         raise ConfigError("data.task", f"no task {task!r}", f"one of auto, {', '.join(allowed)}")
 
 
 def guess_task(values: np.ndarray) -> tuple[str, str]:
-    """Classification or regression, and why, from a float64 column of targets."""
+    """Return the task that a float64 column of targets suggests, and the reason."""
     distinct = len(np.unique(values))
     if not (values == np.round(values)).all():
         return "regression", "the targets are not whole numbers"
@@ -36,7 +36,7 @@ def guess_task(values: np.ndarray) -> tuple[str, str]:
 
 
 def check_classes(names: Sequence[str], what: str) -> None:
-    """Refuse a classification with one class."""
+    """Raise DataError for a classification with one class."""
     if len(names) < 2:
         problem = f"every sample has the label {names[0][:40]!r}; nothing to tell apart"
         raise DataError(f"{what}: {problem}")
@@ -45,7 +45,7 @@ def check_classes(names: Sequence[str], what: str) -> None:
 def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:
     """Raise BadSample for numbers outside 0 … below-1; -100 passes: a target without loss.
 
-    On the CPU, so that it costs microseconds and no wait for a device.
+    Runs on the CPU: it costs microseconds and no host sync.
     """
     bad = ((target < 0) | (target >= below)) & (target != NO_LOSS)
     if bool(bad.any()):
@@ -56,7 +56,7 @@ def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix:
 
 
 def class_name(value: object) -> str:
-    """A class as people call it: 3 for 3.0."""
+    """Return the display name of a class: 3 for 3.0."""
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
 
@@ -64,7 +64,7 @@ def class_name(value: object) -> str:
 def trained_labels(
     names: Sequence[str], labels: np.ndarray, trained: Sequence[str], what: str
 ) -> np.ndarray:
-    """Labels that count in `names`, as places in the `trained` names.
+    """Map labels that index `names` to indices into `trained`.
 
     DataError names the classes that the model was not trained on, and how many samples have them.
     """
@@ -86,10 +86,10 @@ def trained_labels(
 def labelled_files(
     root: Path, opening: Opening, takes: Callable[[Path], bool], what: str
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
-    """The files in `root` that are taken, the label of each, the classes, and what was skipped.
+    """Return the files in `root` that `takes` accepts, their labels, class names, and choices.
 
-    Sorted by name, at any depth; folders that are hidden or have no files are no classes. Raises
-    SecurityError for a link out of `root`; `what` names the files that are taken.
+    Files are sorted by name, at any depth; hidden folders and those without files are no classes.
+    Raises SecurityError for a symlink out of `root`; `what` names the files in messages.
     """
     if not opening.labelled:
         files_inside = [root]  # one file
@@ -124,7 +124,7 @@ def labelled_files(
 
 
 def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
-    """The files' paths within `root`, or the name of the one file that `root` is."""
+    """Return the files' paths relative to `root`, or the name of the file `root`."""
     folder = root if root.is_dir() else root.parent
     return RowNames(names=[str(file.relative_to(folder)) for file in files])
 

@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step, fetched here or by worker processes."""
+"""Batches as a pure function of the step, fetched in this process or by workers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from runner.data.workers import Key, Workers
     from runner.errors import WorkerLost
 
-MOST_WORKERS = 4  # that an automatic choice takes
+MOST_WORKERS = 4  # limit of the automatic choice
 QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
-PREFETCH = 2  # batches: one to hand over, one in the making
+PREFETCH = 2  # batches per worker: one ready, one being fetched
 
 
 class Inspector(Protocol):
-    """The checks of batches on the CPU."""
+    """Checks batches on the CPU."""
 
     def inspect(self, step: int, batch: Batch) -> Batch:
-        """The batch of that step (0 is the first), as it may go on."""
+        """Return the checked batch of `step`, from 0."""
 
 
 def make_loader(
@@ -52,12 +52,12 @@ def make_loader(
     labels: np.ndarray | None = None,
     part: Callable[[int], slice] | None = None,
 ) -> BatchLoader:
-    """Batches of the samples `indices`; with `repeat` epoch after epoch, else one pass.
+    """Build a loader of the samples `indices`: endless epochs with `repeat`, else one pass.
 
-    `data.drop_last` counts for training only: a single pass leaves no sample out. `placements` are
-    applied to each batch on the device; of the classes in `labels`, those of `indices`, each is
-    drawn equally often. `part` says which of a batch's samples are this process's. Raises
-    ConfigError or DataError where there is no batch.
+    `data.drop_last` applies to training only: a single pass drops no sample. `placements` are
+    applied to each batch on the device. With `labels`, the classes of `indices`, each class is
+    drawn equally often. `part` selects this process's share of a batch. Raises ConfigError or
+    DataError if there is no batch.
     """
     n = len(indices)
     if n == 0:
@@ -102,26 +102,26 @@ def make_loader(
 
 @dataclass(frozen=True)
 class Fetch:
-    """The batch of a key, on the CPU; what a worker process runs."""
+    """Fetches the batch of a key on the CPU; worker processes run it."""
 
     source: Dataset
     order: BatchSampler
 
     def __call__(self, key: Key) -> Batch:
-        """The batch with that number in that epoch."""
+        """Return the batch of `key`: (epoch, number in the epoch)."""
         return self.source.fetch(*self.order.batch(*key))
 
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Batches of one part of a data set, as a pure function of the step: resuming costs nothing."""
+    """Loader of one split. Batches are a pure function of the step, so resuming costs nothing."""
 
     fetch: Fetch | UsableFetch
     repeat: bool
     placements: Sequence[Callable[[Batch], Batch]]
     choices: list[Choice]
     pool: Workers | None = None
-    persistent: bool = True  # workers live for more than an epoch
+    persistent: bool = True  # workers survive the end of an epoch
     inspector: Inspector | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class BatchLoader:
         self.usable: UsableFetch | None = None if isinstance(self.fetch, Fetch) else self.fetch
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Batches from step `start` on; ends after an epoch unless the loader repeats."""
+        """Yield batches from step `start`, to the end of the epoch or endlessly with `repeat`."""
         epochs = self._epochs(start)
         if self.pool is None:
             batches: Iterator[Any] = (self.fetch(key) for keys in epochs for key in keys)
@@ -137,26 +137,26 @@ class BatchLoader:
             batches = self._from_workers(epochs, self.pool)
         if self.usable is not None:
             batches = map(self.usable.take, batches)
-        if self.inspector is not None:  # before the device has it
+        if self.inspector is not None:  # on the CPU
             batches = map(self.inspector.inspect, count(start), batches)
         yield from map(self._placed, batches) if self.placements else batches
 
     def peek(self) -> Batch:
-        """The first batch, fetched here, so that workers go on with what they are at."""
+        """Return the first batch, fetched in this process: workers are not disturbed."""
         return self.at(0)
 
     def at(self, step: int) -> Batch:
-        """The batch of that step, fetched here; workers and iterators are not disturbed."""
+        """Return the batch of `step`, fetched in this process; iterators are unaffected."""
         return self._placed(self.first(step))
 
     def first(self, step: int = 0) -> Batch:
-        """The batch of that step as it was fetched, on the CPU."""
+        """Return the batch of `step` on the CPU, without placements or checks."""
         fetched: Any = self.fetch(divmod(step, self.steps_per_epoch))
         batch: Batch = fetched if self.usable is None else fetched.batch
         return batch
 
     def indices(self, step: int) -> list[int]:
-        """Which samples of the data set that batch holds."""
+        """Return the data set indices of the samples in the batch of `step`."""
         key = divmod(step, self.steps_per_epoch)
         chosen = self.fetch.order.batch(*key)[0]
         if self.usable is not None:
@@ -165,19 +165,19 @@ class BatchLoader:
 
     @property
     def empty(self) -> bool:
-        """Whether no sample is left of the batch handed over last, which is a stand-in."""
+        """Whether the last batch is a stand-in, as all of its samples were bad."""
         return self.usable is not None and not len(self.usable.last.kept)
 
     def samples(self, step: int) -> int:
-        """How many samples the batch of that step holds, over all processes."""
+        """Return the size of the batch of `step`, over all processes."""
         return self.fetch.order.samples(step % self.steps_per_epoch)
 
     def ready(self) -> tuple[int, int]:
-        """How many batches workers had fetched when they were asked for, and how many were."""
+        """Return the batches that were ready when requested, and those requested."""
         return (0, 0) if self.pool is None else (self.pool.ready, self.pool.asked)
 
     def report_lost_workers(self, report: Callable[[WorkerLost], None]) -> None:
-        """Have `report` called with why a worker is replaced; without, it is logged."""
+        """Call `report` when a worker is replaced; by default that is logged."""
         if self.pool is not None:
             self.pool.report_lost = report
 
@@ -192,14 +192,14 @@ class BatchLoader:
         return batch
 
     def _epochs(self, start: int) -> Iterator[Iterator[Key]]:
-        """The keys of each epoch from step `start` on."""
+        """Yield the keys of each epoch, from step `start`."""
         first, skip = divmod(start, self.steps_per_epoch)
         for epoch in count(first) if self.repeat else (first,):
             yield ((epoch, number) for number in range(skip, self.steps_per_epoch))
             skip = 0
 
     def _from_workers(self, epochs: Iterator[Iterator[Key]], pool: Workers) -> Iterator[Batch]:
-        if self.persistent:  # and they read ahead over the end of an epoch
+        if self.persistent:  # workers also prefetch across the end of an epoch
             yield from pool.batches(key for keys in epochs for key in keys)
             return
         for keys in epochs:
@@ -210,7 +210,7 @@ class BatchLoader:
 def _choose_workers(
     source: Dataset, config: DataConfig, batch_size: int
 ) -> tuple[int, list[Choice]]:
-    """How many workers fetch, and why where the config leaves it open."""
+    """Return the number of workers, and the choice if the config sets none."""
     if config.workers is not None:
         return config.workers, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -226,16 +226,16 @@ def _choose_workers(
 
 
 def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch] | None:
-    """What brings a batch to the device; None on the CPU, where it already is.
+    """Return a function that copies a batch to the device; None on the CPU.
 
-    With `aside` it is copied while the step before it is computed: the host, which only queues
-    that step, has asked for this batch long before the device is done.
+    With `aside` it copies on its own stream while the device computes the previous step, which
+    the host has only queued.
     """
     if device.type == "cpu":
         return None
 
     def copy(tensor: Tensor) -> Tensor:
-        # memory that is not pinned may be freed under the copy, so that one is waited for
+        # unpinned memory may be freed during the copy, so that copy blocks the host
         return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
 
     def move(batch: Batch) -> Batch:
@@ -251,7 +251,7 @@ def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Bat
             moved = move(batch)
         steps = torch.cuda.current_stream(device)
         steps.wait_stream(stream)  # the device waits, the host does not
-        for tensor in tensors(moved):  # its memory is another stream's: not to be used again early
+        for tensor in tensors(moved):  # keeps the allocator from reusing its memory early
             tensor.record_stream(steps)
         return moved
 

@@ -1,4 +1,4 @@
-"""Nests of dicts, tuples and lists, as data are handed over and models take and return them."""
+"""Traversal of nested dicts, tuples and lists of tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in the nest."""
+    """Return every tensor in the nest."""
     return [tensor for _, tensor in named_leaves(value)]
 
 
 def named_leaves(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the nest with its place: `output.key`, `output[1]`; `key` or `1` alone."""
+    """Yield (path, tensor) pairs; with `place="output"` paths are `output.key`, `output[1]`."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, dict):
@@ -29,7 +29,7 @@ def named_leaves(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; what is no tensor stays."""
+    """Return the nest with `change` applied to every tensor; other leaves are kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Numbers in texts of a csv: decimal commas, signs between thousands, and signs of money."""
+"""Number formats in csv text: decimal commas, thousands separators and currency signs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
 DOTTED_DATE = r"^\s*\d{1,2}\.\d{1,2}\.\d{4}\s*$"  # 31.05.2024, in a file with other numbers
 UNITS = "€$£¥₹%"
-UNIT_SHARE = 0.99  # of the cells, that are a number with one of them before or behind
+UNIT_SHARE = 0.99  # of a column's cells that must be numbers with the same sign
 UNIT = rf"^\s*([+-]?{{0}}\s*[+-]?[\d{GROUP_SIGNS}]*\d|[+-]?[\d{GROUP_SIGNS}]*\d\s*{{0}})\s*$"
 DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
 GROUPED = r"^\s*[+-]?\d{{1,3}}({}\d{{3}})+([.,]\d+)?\s*$"
@@ -39,23 +39,23 @@ NOTHING = "^$"
 
 @dataclass
 class _Texts:
-    """A column of texts, and how many cells have each of them; missing values count as none."""
+    """A dictionary-encoded text column and the cells per text; missing values count as 0."""
 
     name: str
     column: Any  # pyarrow.DictionaryArray
     counts: np.ndarray
 
     def count(self, pattern: str, without: str = NOTHING) -> int:
-        """Cells that match, and do not match the other one."""
+        """Return the number of cells that match `pattern` and do not match `without`."""
         return int(self.counts[self._match(pattern) & ~self._match(without)].sum())
 
     def example(self, pattern: str) -> str:
-        """The first text that matches."""
+        """Return the first text that matches."""
         words = self.column.dictionary.filter(self._match(pattern))
         return str(words[0].as_py()).strip()
 
     def replace(self, pattern: str, sign: str, by: str) -> None:
-        """Write the texts that match with another sign."""
+        """Replace the regex `sign` by `by` in the texts that match `pattern`."""
         import pyarrow
         from pyarrow import compute
 
@@ -74,13 +74,12 @@ class _Texts:
 def convert_numbers(
     columns: dict[str, Any], path: Path, separator: str, config: Tabular
 ) -> tuple[Choice, ...]:
-    """Write numbers among texts as Python reads them; returns what was recognised.
+    """Rewrite numbers in text columns in Python's notation; return the recognised formats.
 
-    Texts become dictionaries, of which each text is parsed once. A sign of money or % is taken off
-    a column that has it nearly everywhere. Signs between thousands are recognised where some
-    number, such as 1,234.5, needs them and all numbers can be read with them; a decimal comma where
-    commas do not separate cells, no number has a decimal point, and some number, such as 12,5,
-    cannot have it between thousands.
+    Text columns become dictionary-encoded, so that each text is parsed once. A currency sign or %
+    is stripped from a column if nearly all cells have it. A thousands separator is recognised if a
+    number such as 1,234.5 needs it and all numbers fit it; a decimal comma if commas do not
+    separate cells, no number has a decimal point, and a number such as 12,5 has no other reading.
     """
     import pyarrow
 
@@ -117,7 +116,7 @@ def convert_numbers(
 
 
 def as_trained(config: Tabular, fitted: Preprocessing | None) -> tuple[Tabular, tuple[Choice, ...]]:
-    """The config with the signs of the training file, if it had any and the config names none."""
+    """Return the config with the training file's number format, unless it sets its own."""
     if fitted is None or config.decimal or config.thousands:
         return config, ()
     if not fitted.decimal and not fitted.thousands:
@@ -130,7 +129,7 @@ def as_trained(config: Tabular, fitted: Preprocessing | None) -> tuple[Tabular, 
 
 
 def word_of(sign: str) -> str:
-    """The word that a key has for a sign; any other sign is itself."""
+    """Return the config word for a sign, such as comma; other signs unchanged."""
     sign = " " if sign in SPACES else "'" if sign in APOSTROPHES else sign
     return next((word for word, known in SIGNS.items() if known == sign), sign)
 
@@ -148,7 +147,7 @@ def _texts(name: str, column: Any) -> _Texts:
 
 
 def _strip_units(texts: _Texts) -> list[Choice]:
-    """Take off the sign, such as € or %, that nearly all numbers of a column have; says which."""
+    """Strip a sign such as € or % that nearly all cells have; return the choices."""
     total, choices = int(texts.counts.sum()), []
     for sign in UNITS if total else "":
         pattern = UNIT.format(re.escape(sign))
@@ -160,7 +159,7 @@ def _strip_units(texts: _Texts) -> list[Choice]:
 
 
 def _like_numbers(texts: _Texts, share: float) -> bool:
-    """Whether at most that share of the cells is not like a number."""
+    """Whether some cells look like numbers, and at most `share` do not."""
     numbers = texts.count(LIKE_A_NUMBER, DOTTED_DATE)
     return numbers > 0 and numbers >= (1 - share) * texts.counts.sum()
 
@@ -168,7 +167,7 @@ def _like_numbers(texts: _Texts, share: float) -> bool:
 def _recognise_signs(
     parsed: list[_Texts], points: bool
 ) -> tuple[str | None, str | None, tuple[Choice, ...]]:
-    """The decimal sign and the one between thousands, if they are certain."""
+    """Return decimal and thousands signs (None if ambiguous), and the choices."""
     readable = []
     for thousands, decimal in PAIRS:
         certain = [p.format(thousands, decimal) for p in (WITH_DECIMALS, MANY_GROUPS)]
@@ -197,7 +196,7 @@ def _convert_commas(texts: _Texts, path: Path) -> None:
 
 
 def _hint(texts: _Texts) -> list[Choice]:
-    """What to name for a column that holds numbers with signs that are not certain."""
+    """Warn of a column with an ambiguous number format, and return the key that decides it."""
     for key, pattern, without in (
         ("decimal", COMMA, GROUPED_BY_COMMA),
         ("thousands", GROUPED_BY_ANY, NOTHING),

@@ -1,4 +1,4 @@
-"""From what the config asks for to a source of samples."""
+"""Opening of the data set that the config names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
-# kind -> module and function; imported when asked for, so that none costs a run that has another
+# kind -> module and function, imported only when used
 OPENERS = {
     "digits": ("embedded", "digits"),
     "cancer": ("embedded", "cancer"),
@@ -35,15 +35,15 @@ FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
 
 @dataclass(frozen=True)
 class Opening:
-    """How data are opened, beyond what the config says."""
+    """Options for opening data that are not in the config."""
 
     policy: FilePolicy | None = None  # about files of arrays and links; None: the standard one
-    fitted: Preprocessing | None = None  # is applied, and nothing is fitted
+    fitted: Preprocessing | None = None  # applied; nothing is fitted then
     evaluates: bool = False  # the data are evaluated and not trained on
     labelled: bool = True  # False: the data may lack what is to be predicted
     rule: str | None = None  # the split of the run that is resumed
-    folder: str = ""  # in data.path, of the samples; "": all of it
-    trains: bool = False  # all samples are trained on: those of validation lie elsewhere
+    folder: str = ""  # subfolder of data.path with the samples; "": all of it
+    trains: bool = False  # all samples are trained on: validation is elsewhere
 
     def split(
         self,
@@ -53,36 +53,36 @@ class Opening:
         labels: np.ndarray | None = None,  # of classes
         by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
     ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-        """Training and validation samples; data that were not trained on are evaluated whole."""
-        from runner.data.split import split_samples  # embedded data do without
+        """Return training and validation indices; data that was not trained on is not split."""
+        from runner.data.split import split_samples  # embedded data does not need it
 
         return split_samples(self, samples, config, what, labels, by)
 
     def divides(self, config: DataConfig) -> bool:
-        """Whether the samples become training and validation."""
+        """Whether the samples are split into training and validation."""
         return not self.trains and not self.whole(config)
 
     def root(self, config: Any) -> Path:
-        """The file or folder of the samples; ConfigError where there is none."""
+        """Return the file or folder of the samples; ConfigError if it does not exist."""
         from runner.data.paths import existing
 
         return existing(config.path) / self.folder
 
     def whole(self, config: DataConfig) -> bool:
-        """Whether all samples are evaluated: those that the model was not trained on."""
+        """Whether all samples are evaluated or predicted, not only a validation split."""
         if self.fitted is None or not self.evaluates:
             return False
         return not self.labelled or self.fitted.source != source_of(config)
 
 
 PLAIN = Opening()
-"""Data that are trained on, with nothing fitted."""
+"""Defaults: training data, nothing fitted."""
 
 
 def open_data(
     config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening = PLAIN
 ) -> Dataset:
-    """The data set that `config` names: one of ours, or the user's own by `_target_`.
+    """Open the data set that `config` names: a built-in one, or the user's by `_target_`.
 
     Raises ConfigError or DataError for what can be checked without reading every sample on disk,
     and SecurityError for a `_target_` that is not trusted.

@@ -1,8 +1,8 @@
-"""Which sample comes when, and with which random seed: pure functions, so nothing has a history.
+"""Sample order and random seeds as pure functions, without generator state.
 
-All of it is one hash: SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) of a
-sample's position, started from the numbers it may depend on. NumPy's own generators are left
-aside because their streams may change between NumPy versions.
+All are SplitMix64 hashes (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) of a sample's
+position, seeded with the numbers that they may depend on. NumPy's generators are not used because
+their streams may change between NumPy versions.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import numpy as np
 
 from runner.errors import DataError
 
-# Which of the streams; without it a split and a shuffle with the same seed would be the same order.
+# Stream numbers; without them a split and a shuffle with one seed would have the same order.
 _SPLIT, _SHUFFLE, _SAMPLE, _EPOCH, _BALANCE = range(5)
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 Fold = tuple[int, int]
-"""Which part of a cross-validation is held out, and of how many: (0, 5) is the first of five."""
+"""The held-out fold of a cross-validation and the number of folds: (0, 5) is the first of 5."""
 
 
 def mix(*numbers: int) -> int:
-    """One well-mixed 63-bit seed from several whole numbers.
+    """Hash integers to one 63-bit seed.
 
-    SplitMix64's finaliser, folded over the numbers, so that neighbouring seeds and steps share
-    nothing.
+    Folds SplitMix64's finaliser over the numbers, so neighbouring seeds and steps are unrelated.
     """
     state = 0
     for number in numbers:
@@ -40,12 +39,11 @@ def mix(*numbers: int) -> int:
 def split(
     n: int, validation: float, split_seed: int, what: str = "the data", fold: Fold | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and of the validation part of `n` samples, each ascending.
+    """Split `n` samples; return training and validation indices, each ascending.
 
-    The validation part is the share `validation` of the samples, rounded, with the smallest
-    hashes: it has that exact size, and a sample added at the end moves few others. Neither part
-    is empty; fewer than two samples are a DataError, in which `what` names the data. With a `fold`
-    that one is held out, whatever the share.
+    The samples with the smallest hashes are held out: exactly the share `validation`, rounded, and
+    a sample added at the end moves few others. Neither part is empty; fewer than two samples are a
+    DataError, in which `what` names the data. With `fold`, that fold is held out instead.
     """
     if n < 2:
         raise DataError(f"{what}: {n} samples; training and validation need at least one each")
@@ -59,7 +57,7 @@ def split(
 def take_fold(
     ranked: np.ndarray, fold: Fold, what: str = "the data"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every k-th of the ranked samples is held out. DataError for fewer samples than folds."""
+    """Hold out every k-th of the ranked samples; DataError for fewer samples than folds."""
     number, folds = fold
     if len(ranked) < folds:
         raise DataError(f"{what}: {len(ranked)} samples make no data.folds={folds}; use fewer")
@@ -68,21 +66,21 @@ def take_fold(
 
 
 def split_hash(split_seed: int, indices: np.ndarray) -> np.ndarray:
-    """One number (uint64) for each sample: the smallest are held out."""
+    """Return one uint64 hash per sample; those with the smallest are held out."""
     return _hash(mix(_SPLIT, split_seed), indices)
 
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of `n` samples in that epoch, int64. Costs 30 µs for 1,400 samples."""
+    """Return the order of `n` samples in `epoch`, int64. Costs 30 µs for 1,400 samples."""
     return np.argsort(_hash(mix(_SHUFFLE, seed, epoch), np.arange(n)), kind="stable")
 
 
 def balanced(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `labels`, as many as there are, and how often each was drawn before in that epoch.
+    """Return `len(labels)` class-balanced indices, and how often each was drawn before in `epoch`.
 
-    Of k classes every k consecutive places have one of each, in random order. A class is gone
-    through in the order of `permutation`, and once more from its start until the epoch is full: of
-    a frequent class each epoch has others.
+    Every k consecutive indices have each of the k classes once, in random order. A class is
+    traversed in the order of `permutation`, again from its start until the epoch is full: a
+    frequent class has other samples in each epoch.
     """
     n, shuffled = len(labels), permutation(seed, epoch, len(labels))
     grouped = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -96,11 +94,11 @@ def balanced(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """One seed (uint64) for each sample in that epoch.
+    """Return one uint64 seed per sample in `epoch`.
 
-    The lower 32 bits depend on (seed, epoch, index): they are what drives a sample's augmentation,
-    and alone are enough for generators that take 32 bits. The upper 32 depend on (seed, epoch),
-    for what a whole epoch has in common.
+    The lower 32 bits depend on (seed, epoch, index) and drive augmentation; they suffice for
+    generators with 32-bit seeds. The upper 32 depend on (seed, epoch), for choices that a whole
+    epoch shares.
     """
     own = _hash(mix(_SAMPLE, seed, epoch), indices) & np.uint64(0xFFFF_FFFF)
     common: np.ndarray = own | np.uint64((mix(_EPOCH, seed, epoch) & 0xFFFF_FFFF) << 32)
@@ -121,7 +119,7 @@ def _hash(start: int, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(eq=False)
 class BatchSampler:
-    """The batches of a part of a data set: which samples, with which seeds, epoch after epoch."""
+    """Sample indices and seeds of the batches of one split, by epoch."""
 
     indices: np.ndarray
     batch_size: int
@@ -130,17 +128,17 @@ class BatchSampler:
     shuffle: bool
     seeds: bool  # whether the samples get seeds
     labels: np.ndarray | None = None  # of `indices`: draw each class equally often
-    part: Callable[[int], slice] | None = None  # which of so many samples one process takes
+    part: Callable[[int], slice] | None = None  # batch size -> the slice of this process
 
     def __post_init__(self) -> None:
         self._epoch, self._order, self._repeats = -1, self.indices, np.zeros_like(self.indices)
 
     def samples(self, number: int) -> int:
-        """How many samples that batch of an epoch has, those of other processes included."""
+        """Return the size of batch `number`, over all processes."""
         return min(self.batch_size, len(self.indices) - number * self.batch_size)
 
     def batch(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The samples of that batch of the epoch, and their seeds."""
+        """Return the sample indices of a batch of `epoch`, and their seeds or None."""
         if epoch != self._epoch and self.shuffle:
             if self.labels is None:
                 places = permutation(self.seed, epoch, len(self.indices))
@@ -150,11 +148,11 @@ class BatchSampler:
         part = slice(number * self.batch_size, (number + 1) * self.batch_size)
         if self.part is not None:
             own = self.part(self.samples(number))
-            if own.start == own.stop:  # the first sample of the batch stands in
+            if own.start == own.stop:  # no share: the first sample of the batch stands in
                 own = slice(0, 1)
             part = slice(part.start + own.start, part.start + own.stop)
         chosen = self._order[part]
         if not self.seeds:
             return chosen, None
-        # a sample that is drawn again is augmented in another way
+        # a repeated sample gets another seed, so another augmentation
         return chosen, sample_seeds(self.seed, epoch, chosen + (self._repeats[part] << 32))

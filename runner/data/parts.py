@@ -1,4 +1,4 @@
-"""Validation and test sets of their own: files that keys name, and folders train, val and test."""
+"""Separate validation and test sets, by config key or in folders train, val and test."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FOLDERS = {
     "validation": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
-"""What people call the folders of the parts, in any case."""
+"""Common folder names of each split, case-insensitive."""
 SPLIT_FOLDERS = "data.split_folders"
 SAVED = ("tabular", "text", "images")
-"""Data that may be a folder of `datasets`."""
+"""Kinds of data that may be a folder written by Hugging Face `datasets`."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where validation and test samples lie, if not among those of `data.path`."""
+    """Paths of the validation and test samples that are not split off `data.path`."""
 
     folder: str = ""  # in data.path, of the training samples; "": all of it
     paths: dict[str, Path] = field(default_factory=dict)  # of `validation` and `test`
@@ -37,11 +37,11 @@ class Parts:
 
 
 def find_parts(config: DataConfig, opening: Opening) -> Parts:
-    """The parts that the config names, or that lie in folders of their own below `data.path`.
+    """Return the splits that the config names or that are folders below `data.path`.
 
-    Raises ConfigError where two parts have the same samples, or a part has two places.
+    Raises ConfigError if two splits share samples, or a split is given twice.
     """
-    whole = opening.whole(config)  # other data than those that were trained on, without parts
+    whole = opening.whole(config)  # other data than the training data: not split
     keys = {} if whole else PATHS
     named = {part: getattr(config, key.partition(".")[2], None) for part, key in keys.items()}
     paths = {part: existing(path, PATHS[part]) for part, path in named.items() if path is not None}
@@ -73,7 +73,7 @@ def open_part(
     resolve: Callable[[str, str], Any],
     opening: Opening,
 ) -> tuple[Dataset, tuple[Choice, ...]]:
-    """All samples of that part, prepared as those that were trained on, and what was chosen."""
+    """Open all samples of `part` with the fitted preprocessing; return them and the choices."""
     key = PATHS[part]
     own: Any = {"path": str(path), **{name.partition(".")[2]: None for name in PATHS.values()}}
     fitted = replace(fitted, source=source_of(config))
@@ -92,7 +92,7 @@ def open_part(
 
 
 def _check_disjoint(places: dict[str, Path]) -> None:
-    """Refuse a part whose samples are another one's, too."""
+    """Raise ConfigError if a split's path equals, contains or lies in that of another."""
     for part, other in (("validation", ""), ("test", ""), ("test", "validation")):
         if part not in places or other not in places:
             continue
@@ -105,7 +105,7 @@ def _check_disjoint(places: dict[str, Path]) -> None:
 
 
 def _saved_splits(root: Path, opening: Opening, config: DataConfig) -> Parts | None:
-    """The splits of a folder that `datasets` wrote; those with other names are not used."""
+    """Return the splits of a folder written by `datasets`; other split names are not used."""
     from runner.data.saved_dataset import split_names
 
     if not (splits := split_names(root)):
@@ -122,7 +122,7 @@ def _saved_splits(root: Path, opening: Opening, config: DataConfig) -> Parts | N
 
 
 def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> Parts:
-    """A folder of token ids has a file for each part."""
+    """Return a token folder's test.bin; ConfigError for data.validation_path beside val.bin."""
     if "validation" in paths:
         fix = f"leave it out, or name data.path={root / 'train.bin'}"
         raise ConfigError(PATHS["validation"], f"{root} has a val.bin", fix)
@@ -135,7 +135,7 @@ def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> Parts:
 
 
 def _split_folders(root: Path, config: DataConfig, opening: Opening) -> Parts:
-    """The folders of a folder that is split into train and others; none where it has classes."""
+    """Return the splits in folders train, val and test; empty if the folders are classes."""
     shown = _folders(root)
     places = {part: [f for f in shown if f.name.lower() in FOLDERS[part]] for part in FOLDERS}
     train, *others = places.values()
@@ -163,7 +163,7 @@ def _split_folders(root: Path, config: DataConfig, opening: Opening) -> Parts:
 def _checked_parts(
     root: Path, used: dict[str, Path], key: str, reason: str, opening: Opening
 ) -> Parts:
-    """The parts in folders of `root`; SecurityError where one is a link out of it."""
+    """Return the splits in folders of `root`; raise SecurityError for a symlink out of it."""
     for folder in used.values():
         check_link(folder, root, opening.policy)
     names = ", ".join(folder.name for folder in used.values())

@@ -12,7 +12,7 @@ from runner.security.files.policy import FilePolicy
 
 
 def existing(path: str, key: str = "data.path") -> Path:
-    """The file or folder `path`, or a ConfigError that suggests what lies beside it."""
+    """Return the file or folder `path`; raise a ConfigError that suggests similar names."""
     place = Path(path).expanduser()
     if place.is_file() or place.is_dir():
         return place
@@ -27,12 +27,12 @@ def existing(path: str, key: str = "data.path") -> Path:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of the `known` names that is most like it, if one is."""
+    """Return the most similar of the `known` names, or None if none is close."""
     return next(iter(get_close_matches(name, sorted(known), 1)), None)
 
 
 def suggestion(name: str, known: Iterable[str], has: str) -> str:
-    """The nearest of the `known` names, else all of them after the word `has`."""
+    """Return "did you mean …?" for a close name, else `has` and the first `known` names."""
     names = sorted(known)
     if near := nearest(name, names):
         return f"did you mean {near!r}?"
@@ -40,14 +40,14 @@ def suggestion(name: str, known: Iterable[str], has: str) -> str:
 
 
 def listed(texts: Iterable[str], most: int = 5) -> str:
-    """The first ones, and how many there are."""
+    """Return the first `most` texts joined by commas, and the total if there are more."""
     every = [*texts]
     more = f", … ({len(every)} in all)" if len(every) > most else ""
     return ", ".join(every[:most]) + more
 
 
 def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:
-    """`path`; SecurityError if it is a link out of the data folder `root`, unless security=off."""
+    """Return `path`; raise SecurityError for a symlink out of `root`, unless security=off."""
     if policy is not None and policy.level is SecurityLevel.off:
         return path
     if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):

@@ -1,4 +1,4 @@
-"""What is fitted on training data; it is saved with the model and applied to all other data."""
+"""Preprocessing fitted on training data, saved with the model and applied to other data."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ PREDICTED = ("classification", "regression")
 class Preprocessing:
     """Columns, categories, scales, class names and sizes, as fitted on the training rows.
 
-    Part of every checkpoint. What evaluates, predicts, exports or resumes applies it and fits
-    nothing.
+    Part of every checkpoint. Evaluate, predict, export and resume apply it and fit nothing.
     """
 
     kind: str  # the option of `data` that it was fitted on
-    source: str  # where those data lie; "" for what has no path
+    source: str  # absolute path of those data; "": no path
     sizes: Sizes
     columns: tuple[Column, ...] = ()  # of a table, in the order of the model's inputs
-    target: str = ""  # the name of what is predicted, where it has one
+    target: str = ""  # name of the predicted column or array, if any
     ids: tuple[str, ...] = ()  # columns that name the rows and are no inputs
-    split: str = "random"  # the rule, which a resumed run follows, too
+    split: str = "random"  # the rule, which a resumed run keeps
     folds: int = 0  # of a cross-validation
     fold: int = 0  # the one that is held out
     decimal: str = ""  # sign of the numbers in a csv, as data.decimal names it; "": a point
@@ -47,7 +46,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
-        """That of a data set that was opened with `config`."""
+        """Return the preprocessing of a data set opened with `config`."""
         chosen = {c.key: str(c.value) for c in data.choices if c.value != "none"}
         decimal, thousands = (
             getattr(config, sign, None) or chosen.get(f"data.{sign}", "")
@@ -62,9 +61,9 @@ class Preprocessing:
         return cls(kind_of(config), source_of(config), *known, *split, *signs)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
-        """What each column of a table was taken for, and its missing cells in training rows.
+        """Return how each table column was interpreted, with its missing cells in training rows.
 
-        The `choices` of its opening say which texts were left out of the inputs.
+        The `choices` made at opening tell left-out text columns from ids.
         """
         described = list[ColumnUse]()
         for name, columns in groupby(self.columns, key=lambda column: column.name):
@@ -81,19 +80,19 @@ class Preprocessing:
         return described
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """Serialize to JSON, UTF-8."""
         text = json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
         return (text + "\n").encode()
 
     def check_kind(self, config: DataConfig) -> None:
-        """Raise ConfigError for data of another kind, to which it cannot be applied."""
+        """Raise ConfigError for data of another kind than the fitted one."""
         if self.kind != kind_of(config):
             problem = f"the model was trained on data={self.kind}, and this is {kind_of(config)}"
             raise ConfigError("data", problem, "name data of that kind")
 
 
 def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:
-    """From what `Preprocessing.dump` made; CheckpointError names `where` and what is wrong."""
+    """Parse the output of `Preprocessing.dump`; CheckpointError names `where` and the problem."""
     try:
         content = json.loads(data)
         if content.get("format") != FORMAT:
@@ -104,7 +103,7 @@ def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:
 
 
 def check_predicts(fitted: Preprocessing | None) -> None:
-    """Raise ConfigError where there is no model, or its answers are not one for each sample."""
+    """Raise ConfigError without a trained model, or if its task has no prediction per sample."""
     if fitted is None:
         problem = "predict needs a trained model with its preprocessing"
         raise ConfigError("job", problem, "name a run: checkpoint.resume=RUN")
@@ -114,12 +113,12 @@ def check_predicts(fitted: Preprocessing | None) -> None:
 
 
 def kind_of(config: DataConfig) -> str:
-    """Which option of `data` it is, or `own` for a class of the user's."""
+    """Return the option of `data`, or `own` for a user's class."""
     return config.kind if config._target_ is None else "own"
 
 
 def source_of(config: DataConfig) -> str:
-    """Where the data lie, as an absolute path; a class of the user's own with its arguments."""
+    """Return the absolute path of the data (or ""), or a user's class with its arguments."""
     if config._target_ is not None:
         arguments = ", ".join(f"{key}={value!r}" for key, value in sorted(config.arguments.items()))
         return f"{config._target_}({arguments})"

@@ -1,4 +1,4 @@
-"""What is wrong with a table, collected while it is read and raised as one error."""
+"""Problems of a table, collected while it is read and raised as one error."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ GAPS = "data.missing"
 TYPES = "data.types"
 IGNORE = "data.ignore"
 KINDS = 10  # kinds of bad rows, in a message
-MOST_DROPPED = 0.5  # of the rows, by a command that is suggested
+MOST_DROPPED = 0.5  # share of rows that a suggested command may drop
 COMMAND = 2_000  # characters; a longer command is left out
 PLAIN = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*")
 
 
 @dataclass
 class Problems:
-    """What is wrong with a table, and the command with which it can be read all the same.
+    """Problems of a table, and the command that reads it in spite of them.
 
-    `needed` are columns by config key. In place of an absent column the one with the nearest name
-    is read, so that its cells are checked as well.
+    `needed` are column names by config key. An absent column is replaced by the one with the
+    nearest name, so that its cells are checked as well.
     """
 
     path: Path
@@ -45,19 +45,19 @@ class Problems:
     total: int = 0  # rows
     bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop leaves out
     gaps: dict[int, str] = field(default_factory=dict)  # those that data.missing=drop does
-    fixed: bool = False  # the columns are those of a training
+    fixed: bool = False  # the columns are those the model was trained on
     absent: list[tuple[str, str]] = field(default_factory=list)  # by the key that names them
     columns: str = ""  # which are absent
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
-    avoidable: bool = True  # by other values of keys
+    avoidable: bool = True  # by other config values
 
     def __post_init__(self) -> None:
         gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
         self.drops = {KEY: self.config.bad_samples is BadSamples.drop, GAPS: gaps}
 
     def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
-        """Compare what is asked for, or what the model was `trained` on, with the file's names."""
+        """Check the file's column `names` against the configured ones, or those `trained` on."""
         for name, count in Counter(names).items():
             if count > 1:
                 what = f"are called {name[:LONGEST]!r}" if name else "have no name"
@@ -97,13 +97,13 @@ class Problems:
         self.ignore = [name for name in self.ignore if name]
 
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
-        """Keep columns whose cells are no single number, time or text."""
+        """Record columns whose cells are not single numbers, times or texts."""
         self.unreadable |= {name: str(arrow)[:LONGEST] for name, arrow in types.items()}
         needed = not types.keys().isdisjoint(self.needed.values())
         self.avoidable &= not types or (isinstance(self.config, Tabular) and not needed)
 
     def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
-        """Keep what is wrong with rows, which are left out where `key` is drop."""
+        """Record problems of rows; they are dropped if the config key `key` says so."""
         rows = self.bad if key == KEY else self.gaps
         for row, text in problems.items():
             rows.setdefault(row, text)
@@ -112,7 +112,7 @@ class Problems:
                 self.kinds.setdefault(kind, (text, []))[1].append(row)
 
     def refuse(self, cause: DataError | None = None) -> None:
-        """Raise all that is wrong as one error; the `cause` is what ended the reading."""
+        """Raise all problems, if any, as one error; `cause` is the error that ended the reading."""
         rows = [*self._rows()]
         types = listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
         unreadable = f"cannot read the columns {types}" if types else ""
@@ -130,7 +130,7 @@ class Problems:
         raise DataError(f"{text}; {fix}" if fix else text)
 
     def left_out(self) -> tuple[Choice, ...]:
-        """What to say of the rows that are left out."""
+        """Return the choices that report the dropped rows."""
         return tuple(
             Choice(key, f"{len(rows):,} of {self.total:,} left out", self._examples(rows))
             for key, rows in ((KEY, self.bad), (GAPS, self.gaps))
@@ -138,7 +138,7 @@ class Problems:
         )
 
     def _rows(self) -> Iterator[str]:
-        """Each kind of problem with rows: cells first, then whole rows."""
+        """Yield a text for each kind of row problem: cells first, then whole rows."""
         kinds = sorted(self.kinds.values(), key=lambda kind: (", column" not in kind[0], kind[1]))
         for text, rows in kinds[:KINDS]:
             following = ", ".join(map(str, rows[1:NAMED])) + ", …" * (len(rows) > NAMED)
@@ -166,7 +166,7 @@ class Problems:
         return ", ".join(ways)
 
     def _changes(self) -> dict[str, str]:
-        """The overrides that avoid the problems."""
+        """Return the overrides that avoid the problems."""
         absent, most, total = dict(self.absent), self.config.most_bad, max(self.total, 1)
         changes = {key: _typed(self.needed[key]) for key in absent if key in self.needed}
         if self.unreadable or IGNORE in absent:
@@ -187,5 +187,5 @@ class Problems:
 
 
 def _typed(name: str) -> str:
-    """A value as an override has it."""
+    """Return `name`, quoted for a Hydra override if needed."""
     return name if PLAIN.fullmatch(name) else quote_for_hydra(name, "double")

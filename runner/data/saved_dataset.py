@@ -23,12 +23,12 @@ LARGEST = 1 << 24  # bytes of a JSON file
 
 
 def is_saved(path: Path) -> bool:
-    """Whether it is the folder of one split, or of a dataset without splits."""
+    """Whether `path` is a saved split, or a saved dataset without splits."""
     return (path / STATE).is_file() and (path / INFO).is_file()
 
 
 def split_names(path: Path) -> list[str]:
-    """The splits of a folder that has some, in its own order; [] for another folder."""
+    """Return the split names of a saved DatasetDict in its own order; [] for other folders."""
     if not (path / SPLITS).is_file():
         return []
     names = _read_json(path / SPLITS, "splits")
@@ -36,9 +36,9 @@ def split_names(path: Path) -> list[str]:
 
 
 def read_saved(path: Path, policy: FilePolicy | None = None) -> Any:
-    """All of its columns as an arrow table that stays in the files; classes by their names.
+    """Read all columns as a memory-mapped arrow table; class numbers become names.
 
-    Raises DataError for what is damaged, and SecurityError for links out of the folder.
+    Raises DataError for damaged files, and SecurityError for symlinks out of the folder.
     """
     import pyarrow
 
@@ -53,7 +53,7 @@ def read_saved(path: Path, policy: FilePolicy | None = None) -> Any:
             with pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as stream:
                 parts.append(stream.read_all())
         table = pyarrow.concat_tables(parts)
-        table.validate(full=True)  # else offsets of a damaged file lead out of it
+        table.validate(full=True)  # offsets of a damaged file may point outside of its buffers
         for number, column in enumerate(table.column_names):
             classes = (features.get(column) or {}).get("names")
             if (features.get(column) or {}).get("_type") == "ClassLabel" and classes:
@@ -97,7 +97,7 @@ class SavedImages(Sequence[BytesIO]):
         return len(self.column)
 
     def __getitem__(self, index: Any) -> Any:
-        """The bytes of one image; DataError where only the path of one was saved."""
+        """Return the encoded bytes of one image; DataError if only its path was saved."""
         content = (self.column[int(index)].as_py() or {}).get("bytes")
         if content is None:
             problem = f"row {index} has no bytes, and names a file elsewhere"

@@ -1,4 +1,4 @@
-"""Which samples are held out for validation: by class, by group or by time.
+"""Training and validation splits by class, by group or by time.
 
 Pure functions of the samples and `data.split_seed`, on the hash of `runner.data.order`.
 """
@@ -32,9 +32,9 @@ def split_samples(
     labels: np.ndarray | None,
     by: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-    """Training and validation samples as `Opening.split` says; `what` names the data in errors."""
+    """Implement `Opening.split`; `what` names the data in errors."""
     fitted, every = opening.fitted, np.arange(samples)
-    if opening.whole(config):  # all are in both parts
+    if opening.whole(config):  # both splits are all samples
         if not samples:
             raise DataError(f"{what}: has no samples")
         verb = "evaluated" if opening.labelled else "predicted"
@@ -60,7 +60,7 @@ def split_samples(
 def _choose_rule(
     config: DataConfig, resumed: str | None, labels: np.ndarray | None
 ) -> tuple[str, list[Choice]]:
-    """How the data are divided: what the config says, the resumed run did, or fits the labels."""
+    """Return the rule of the config, else of the resumed run, else one that fits the labels."""
     if config.split is not None:
         if config.split.name == "stratified" and labels is None:
             problem = "stratified keeps the shares of classes, and there are none"
@@ -81,7 +81,7 @@ def _divide(
     labels: np.ndarray | None,
     by: np.ndarray | None,
 ) -> Parts:
-    """The two parts by that rule."""
+    """Split the samples by `rule`."""
     share, seed, fold = config.validation, config.split_seed, config.validation_fold
     if by is not None:
         what = f"{what}: column {getattr(config, 'split_by', '')!r}"
@@ -89,7 +89,7 @@ def _divide(
             return split_groups(by, share, seed, what, fold)
         return split_times(by, share, what) if fold is None else fold_times(by, fold, what)
     if rule == "stratified" and labels is not None and samples > 1:
-        if fold is not None:  # of those sorted by class each fold has its share
+        if fold is not None:  # sorted by class, so each fold gets its share of each class
             ranked = np.lexsort((split_hash(seed, np.arange(samples)), labels))
             return take_fold(ranked, fold, what)
         return split_classes(labels, share, seed)
@@ -97,15 +97,15 @@ def _divide(
 
 
 def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Parts:
-    """Two parts with the same share of each class, and as large as those of `order.split`.
+    """Split with the same share of each class in both parts, sized as by `order.split`.
 
     The samples of a class with the smallest hashes are held out. A class of two or more samples is
-    in both parts; those of one sample count as one class.
+    in both parts; classes of one sample count together as one class.
     """
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     classes[sizes[classes] == 1] = len(sizes)
     sizes = np.bincount(classes)
-    # of the rounded sums, so that the sizes of the parts add up to that of the whole
+    # differences of rounded cumulative sums, so that the sizes add up to that of the whole
     held_out = np.diff(np.rint(np.cumsum(sizes) * validation), prepend=0)
     held_out = np.clip(held_out, sizes >= 2, np.maximum(sizes - 1, 0))
     every = np.arange(len(labels))
@@ -122,10 +122,10 @@ def split_groups(
     what: str = "the data",
     fold: Fold | None = None,
 ) -> Parts:
-    """Two parts that share no group: groups with small hashes, as near to the share as they fit.
+    """Split by group: groups with the smallest hashes are held out, as near to the share as fits.
 
-    A group's hash is that of its first sample. With a `fold` the largest groups come first, each
-    into the smallest fold so far. DataError for fewer groups than two, or than folds.
+    A group's hash is that of its first sample. With `fold`, groups go to folds largest first, each
+    to the smallest fold so far. DataError for fewer than two groups, or fewer groups than folds.
     """
     _, first, codes, sizes = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True
@@ -135,7 +135,7 @@ def split_groups(
     if fold is not None:
         return _fold_groups(codes, np.lexsort((split_hash(split_seed, first), -sizes)), fold, what)
     missing, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
-    # all but the last, so that training has one
+    # all but the last, so that training keeps a group
     for group in np.argsort(split_hash(split_seed, first), kind="stable")[:-1].tolist():
         if sizes[group] < 2 * missing:  # with it, the size is nearer to the share than without
             held_out[group] = True
@@ -159,7 +159,7 @@ def _fold_groups(codes: np.ndarray, largest: np.ndarray, fold: Fold, what: str) 
 
 
 def split_times(times: np.ndarray, validation: float, what: str = "the data") -> Parts:
-    """The earlier samples and the last share of them; those of one time are in the same part."""
+    """Split by time: the last share is held out; samples of equal time stay together."""
     n = len(times)
     start = np.sort(times)[n - min(max(round(n * validation), 1), n - 1)] if n > 1 else times.max()
     late = times >= start
@@ -171,9 +171,9 @@ def split_times(times: np.ndarray, validation: float, what: str = "the data") ->
 
 
 def fold_times(times: np.ndarray, fold: Fold, what: str = "the data") -> Parts:
-    """An expanding window: of k + 1 stretches of time one is held out, those before are trained on.
+    """Split by expanding window: of k + 1 periods one is held out, earlier ones are trained on.
 
-    No stretch after it is used: a model is never trained on what comes later than its validation.
+    Later periods are not used, so training never sees samples after its validation period.
     """
     number, folds = fold
     ordered = np.sort(times)

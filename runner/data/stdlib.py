@@ -15,12 +15,12 @@ from runner.data.text import TextDataset, byte_sizes, cut
 from runner.data.tokens import TokenStream, TokenWindows
 from runner.errors import ConfigError, DataError
 
-# What is installed beside the library, and tests, which some systems leave out.
+# Packages installed beside the library, and tests, which some systems omit.
 LEFT_OUT = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
 def stdlib_text(config: StdlibText) -> TokenWindows:
-    """The bytes of every file, one after the other; a file is wholly in one part."""
+    """Open the concatenated bytes of all files; a file is wholly in one split."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for path, text in read_stdlib():
         parts[_rank(path, config.split_seed) < config.validation].append(text)
@@ -61,11 +61,11 @@ def stdlib_parts(config: StdlibParts) -> TextDataset:
 
 
 def read_stdlib() -> list[tuple[str, bytes]]:
-    """Path below the library's folder and content of each file that is not empty, sorted."""
+    """Return the relative path and content of each non-empty .py file, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, inside, files in os.walk(root):
-        inside[:] = [name for name in inside if name not in LEFT_OUT]  # not even looked into
+        inside[:] = [name for name in inside if name not in LEFT_OUT]  # not entered
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     sources = sorted((p.relative_to(root).as_posix(), p) for p in paths if p.is_file())
     texts = [(name, text) for name, path in sources if (text := path.read_bytes())]
@@ -75,6 +75,6 @@ def read_stdlib() -> list[tuple[str, bytes]]:
 
 
 def _rank(path: str, split_seed: int) -> float:
-    """A number in [0, 1) for the file, which no other file has a say in."""
+    """Return a hash in [0, 1) of seed and path, independent of other files."""
     digest = hashlib.blake2b(f"{split_seed}:{path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

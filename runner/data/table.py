@@ -1,4 +1,4 @@
-"""Tables from csv and parquet files; rows that cannot be used are found here."""
+"""Reading of tables from csv and parquet files, and detection of bad rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
 
-MOST_WORDS = 100  # texts read as missing that are saved for other data
+MOST_WORDS = 100  # texts read as missing that are stored for other data
 KINDS = {
     ColumnType.number: Kind.numbers,
     ColumnType.text: Kind.texts,
@@ -54,11 +54,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Columns by name, without the rows that cannot be used."""
+    """A table's columns by name, without the dropped rows."""
 
     path: Path
     columns: dict[str, Values]
-    rows: RowNames  # what a message calls a row, such as `line 17`
+    rows: RowNames  # names of rows in messages, such as `line 17`
     choices: tuple[Choice, ...]  # which rows were left out, and what columns were read as
     size: int  # rows
     unparsed: dict[str, tuple[str, ...]]  # by column, texts among numbers that are read as missing
@@ -73,13 +73,12 @@ def read_table(
     fitted: Preprocessing | None = None,
     folder: str = "",
 ) -> Table:
-    """The columns `needed` (by config key) of the table at `data.path`, all as texts; of several
-    splits in `folder`.
+    """Read the columns `needed` (by config key) of the table `folder` in `data.path`, as texts.
 
-    With `ignore`, every column but those, as numbers where it holds numbers; with `fitted`, its
-    columns as what they were fitted as, in any order. A row with a cell that cannot be used, or
-    none in a `needed` column, is left out with `data.bad_samples=drop`; rows with other missing
-    cells with `data.missing=drop`. All other problems are one ConfigError or DataError.
+    With `ignore`, read all other columns, each with its own type; with `fitted`, its columns with
+    their fitted types, in any order. Rows with a bad cell, or a missing one in a `needed` column,
+    are dropped with `data.bad_samples=drop`; rows with other missing cells with
+    `data.missing=drop`. All other problems are one ConfigError or DataError.
     """
     path = existing(config.path) / folder
     if path.is_dir() and not is_saved(path):
@@ -131,7 +130,7 @@ def _select(
     names: Sequence[str],
     unreadable: Mapping[str, Any],
 ) -> list[str]:
-    """The columns to read: the needed ones, those trained on, or all."""
+    """Return the columns to read: the needed ones, those trained on, or all."""
     trained = [] if fitted is None else [column.name for column in fitted.columns]
     problems.check_names(names, trained and [*trained, *problems.needed.values()])
     used = list(dict.fromkeys([*trained, *problems.needed.values()]))
@@ -152,7 +151,7 @@ def _parse_columns(
     problems: Problems,
     fitted: Preprocessing | None,
 ) -> dict[str, ParsedColumn]:
-    """The cells of each column; what is wrong with them goes to the problems, by row."""
+    """Parse each column, and add the problems of its cells to `problems`, by row."""
     config, needed = problems.config, problems.needed.values()
     policy = config.missing if isinstance(config, Tabular) else None
     share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
@@ -160,7 +159,7 @@ def _parse_columns(
     problems.add_rows(KEY, content.malformed)
     columns = dict[str, ParsedColumn]()
     for name in list(content.columns):
-        cells = content.columns.pop(name)  # its memory is free once it is parsed
+        cells = content.columns.pop(name)  # popped, so that its memory is free after parsing
         try:
             column = columns[name] = parse_column(
                 cells,
@@ -189,7 +188,7 @@ def _parse_columns(
 
 
 def _check_declared(name: str, column: ParsedColumn, problems: Problems) -> None:
-    """Raise ConfigError where most cells are not what `data.types` says of the column."""
+    """Raise ConfigError if most cells do not have the type declared in `data.types`."""
     if name not in problems.types or not column.unparsed:
         return
     count = len(column.unparsed)
@@ -202,7 +201,7 @@ def _check_declared(name: str, column: ParsedColumn, problems: Problems) -> None
 
 
 def _take_index(content: Content, path: Path) -> tuple[Choice, ...]:
-    """Take out a column without a name, if it numbers the rows as pandas does."""
+    """Remove an unnamed column that numbers the rows, as pandas writes; DataError for others."""
     import pyarrow
     from pyarrow import compute
 
@@ -218,7 +217,7 @@ def _take_index(content: Content, path: Path) -> tuple[Choice, ...]:
 def _take_ids(
     content: Content, problems: Problems, fitted: Preprocessing | None
 ) -> tuple[dict[str, Any], list[Choice]]:
-    """The columns that are ids, taken out of the content, and why; one column always stays."""
+    """Remove and return the id columns of `content`, and the choices; one column stays."""
     declared, needed = problems.types, problems.needed.values()
     names = [name for name in content.columns if name not in needed]
     reasons = {name: "" for name, kind in declared.items() if kind is ColumnType.id}
@@ -240,9 +239,9 @@ def _take_ids(
 
 
 def split_values(table: Table, by: str, rule: SplitRule | None) -> np.ndarray:
-    """The column `by` as numbers: equal ones for one group, or growing with the time.
+    """Return the column `by` as group codes or as times.
 
-    Times are numbers, or dates and times as ISO 8601 writes them; others are a DataError.
+    Times are numbers, or ISO 8601 dates and times; others are a DataError.
     """
     values = table.columns[by]
     if not isinstance(values, Texts):
@@ -260,11 +259,11 @@ def split_values(table: Table, by: str, rule: SplitRule | None) -> np.ndarray:
 
 
 def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
-    """What the columns were fitted as: a new file may hold fewer, or other, cells than that one."""
+    """Return the types that columns were fitted as: cells of a new file may suggest others."""
     kinds = dict.fromkeys(fitted.ids, Kind.texts)
     for column in fitted.columns:
         kind = Kind.texts if column.values else Kind.times if column.part in PARTS else Kind.numbers
-        # only whether there is a value: it was a number or a date
+        # only its missing flag was fitted: it is a number or a date
         kinds.setdefault(column.name, Kind.any if column.part == GAP else kind)
     if any(class_name(number(name)) != name for name in fitted.sizes.class_names):
         kinds[fitted.target] = Kind.texts
@@ -272,7 +271,7 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
 
 
 def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iterator[Choice]:
-    """What is said of cells that do not fit the type of their column."""
+    """Yield choices on unparsed cells and on ambiguous or recognised types."""
     for name, column in columns.items():
         if column.unparsed:
             cells = [

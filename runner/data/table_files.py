@@ -25,7 +25,7 @@ from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
 
-# pyarrow compares letter for letter
+# pyarrow's comparison is case-sensitive
 MISSING_FORMS = [f for word in MISSING for f in {word, word.upper(), word.title(), "NaN", "Na"}]
 PARQUET_ROWS = 1 << 17  # decoded at a time
 BLOCK = 1 << 22  # bytes of csv that are parsed at a time: fewer, larger pieces are freed faster
@@ -39,7 +39,7 @@ NEWLINE = ord("\n")
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds: arrow columns, the number of each row, and rows that are malformed."""
+    """A file's arrow columns, the line or row number of each row, and its malformed rows."""
 
     columns: dict[str, Any]  # pyarrow.ChunkedArray
     word: str  # line | row
@@ -59,9 +59,9 @@ def read_content(
     config: CsvFormat,
     fitted: Preprocessing | None = None,
 ) -> Content:
-    """The selected columns of a csv or parquet file; `kind` says what each is read as.
+    """Read the selected columns of a csv or parquet file; `kind` gives the type by name.
 
-    Numbers of a csv are read as those of the file that was `fitted` on.
+    With `fitted`, numbers of a csv have the format of the training file.
     """
     if path.is_dir():
         from runner.data.saved_dataset import read_saved
@@ -70,7 +70,7 @@ def read_content(
         used = _select_readable(path, select, table.schema, len(table), "select some of them")
         columns = {name: table.column(name) for name in used}
         for name, column in columns.items():
-            if _is_text(column.type):  # as parquet reads it: equal texts once
+            if _is_text(column.type):  # dictionary-encoded, as from parquet
                 columns[name] = column.dictionary_encode().unify_dictionaries()
         return Content(columns, "row", np.arange(1, len(table) + 1), {})
     with path.open("rb") as file:
@@ -89,7 +89,7 @@ def read_content(
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
-    """Refuse what does not fit into the memory that this process may still take."""
+    """Raise DataError if `size` bytes exceed the memory available to this process."""
     if size > (available := memory.available_bytes()):
         raise DataError(
             f"data.path: {path}: refused: {what} take {size:,} bytes, and {available:,} are "
@@ -143,7 +143,7 @@ def _parse_csv(
     config: CsvFormat,
     quoted: bool = False,
 ) -> tuple[_CsvRows, Any, dict[int, str]]:
-    """What was read, the table that pyarrow made of it, and what is wrong with malformed rows."""
+    """Parse a csv; return the reader, the arrow table, and the problems of malformed rows."""
     from pyarrow import ArrowInvalid, csv, string
 
     malformed: dict[int, str] = {}
@@ -165,7 +165,7 @@ def _parse_csv(
         )
         read = partial(csv.ReadOptions, column_names=rows.names)
         parse = partial(csv.ParseOptions, delimiter=rows.separator)
-        # a cell with line breaks is in quotes; without them a file is split into blocks faster
+        # only quoted cells contain line breaks; without quotes pyarrow splits blocks faster
         quoted = quoted or b'"' in rows.file.peek(BLOCK)
         try:
             plain = parse(newlines_in_values=quoted)
@@ -179,8 +179,7 @@ def _parse_csv(
         raise DataError(f"data.path: {path} has no rows below its header")
     if not quoted and rows.quotes:
         return _parse_csv(path, select, kind, config, quoted=True)
-    # a row is longer than a block, or it is malformed and its number is to be named, which is not
-    # known with threads
+    # a row is longer than a block or malformed; with threads its number would be unknown
     whole = read(use_threads=False, block_size=min(rows.size + 1, 2**31 - 1))
     named = parse(newlines_in_values=quoted, invalid_row_handler=skip)
     with _CsvRows(path, config) as rows:
@@ -188,9 +187,9 @@ def _parse_csv(
 
 
 class _CsvRows(io.RawIOBase):
-    """The rows of a csv file as UTF-8 bytes: decompressed, decoded, and their lines counted.
+    """Byte stream of a csv's rows: decompressed, transcoded to UTF-8, with lines counted.
 
-    The header is read first: the names of the columns, and which sign separates them.
+    The constructor reads the header: column names and separator.
     """
 
     def __init__(self, path: Path, config: CsvFormat) -> None:
@@ -225,24 +224,24 @@ class _CsvRows(io.RawIOBase):
             self.decimal = sign_of(config.decimal) or implied
 
     def close(self) -> None:
-        """Close the file, too."""
+        """Close the stream and its file."""
         self.scope.close()
         super().close()
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes of the rows."""
+        """Return the next bytes, counting lines and quotes."""
         part: bytes = self.file.read(size)
         self._count_memory(part)
-        if b'"' in part:  # to look is faster than to count
+        if b'"' in part:  # `in` is faster than count
             self.quotes += part.count(b'"')
         self.lines += int(np.count_nonzero(np.frombuffer(part, np.uint8) == NEWLINE))
         if part:
             self.last = part[-1:]
-        elif self.last != b"\n":  # a last line without its end
+        elif self.last != b"\n":  # a last line without a line break
             self.lines, self.last = self.lines + 1, b"\n"
         return part
 
@@ -252,7 +251,7 @@ class _CsvRows(io.RawIOBase):
             check_memory(self.path, CELLS * self.size, "its cells", "split it")
 
     def _record(self) -> bytes:
-        """The first record that is left: a line, or several if a quoted cell holds line breaks."""
+        """Read the next record: a line, or several if a quoted cell contains line breaks."""
         lines, quotes = [self._line()], 0
         while (quotes := quotes + lines[-1].count(b'"')) % 2:
             lines.append(self._line())
@@ -267,14 +266,14 @@ class _CsvRows(io.RawIOBase):
         return line
 
     def _recognise(self, header: str) -> str:
-        """The sign that the header has most of, outside of quotes."""
+        """Return the most frequent separator in the header, outside quotes."""
         separator, count = _most_frequent(header)
         if separator != ",":
             self._choose("data.separator", separator, f"the header has {count}")
         return separator
 
     def _check_separator(self, typed: str | None, header: str) -> None:
-        """Refuse one that the header lacks, where it has another."""
+        """Raise ConfigError if the header lacks the configured separator but has another."""
         other, count = _most_frequent(header)
         if typed is not None and len(self.names) == 1 and count and other != self.separator:
             problem = f"the header of {self.path} has no {self.separator!r}"
@@ -286,14 +285,14 @@ class _CsvRows(io.RawIOBase):
 
 
 def _most_frequent(header: str) -> tuple[str, int]:
-    """The separator that the header has most of outside of quotes, and how many of it."""
+    """Return the most frequent separator outside quotes, and its count."""
     text = re.sub('"[^"]*"', "", header)
     separator = max(SEPARATORS, key=text.count)
     return separator, text.count(separator)
 
 
 def _open(path: Path, encoding: str | None, scope: ExitStack) -> tuple[io.BufferedReader, str]:
-    """The file as UTF-8 bytes, decompressed and decoded, and what it is decoded from."""
+    """Open a file decompressed and transcoded to UTF-8; return it and its encoding."""
     import pyarrow
 
     encoding = encoding or _encoding(path)
@@ -309,7 +308,7 @@ def _encoding(path: Path) -> str:
 
 
 def _decompress(path: Path) -> Any:
-    """The bytes of a file, as a stream."""
+    """Open a file as a decompressed byte stream."""
     import pyarrow
 
     with path.open("rb") as file:
@@ -319,7 +318,7 @@ def _decompress(path: Path) -> Any:
 
 
 def _other_encoding(path: Path, encoding: str | None) -> Choice:
-    """What to read a file as that is not UTF-8; DataError if it is named or not cp1252 either."""
+    """Fall back to cp1252 if it fits and no encoding is configured; DataError otherwise."""
     line = _undecodable_line(path, known := encoding or _encoding(path))
     if encoding is None and known == "utf-8" and not _undecodable_line(path, OTHER_ENCODING):
         fix = "name data.encoding=… if letters look wrong"
@@ -331,7 +330,7 @@ def _other_encoding(path: Path, encoding: str | None) -> Choice:
 
 
 def _undecodable_line(path: Path, encoding: str) -> int:
-    """The first line of a file that cannot be decoded, 0 if there is none."""
+    """Return the first line that `encoding` cannot decode, 0 if there is none."""
     decoder, line = codecs.getincrementaldecoder(encoding)(), 1
     with _decompress(path) as stream:
         try:
@@ -348,7 +347,7 @@ def _undecodable_line(path: Path, encoding: str) -> int:
 
 
 def _read_parquet(path: Path, select: Select) -> Content:
-    """The columns; what the footer says, and what is then decoded, must fit into memory."""
+    """Read columns of a parquet file; DataError if they do not fit into memory."""
     import pyarrow
     from pyarrow import parquet
 
@@ -373,7 +372,7 @@ def _read_parquet(path: Path, select: Select) -> Content:
 
 
 def _select_readable(path: Path, select: Select, schema: Any, rows: int, fix: str) -> list[str]:
-    """The columns to read, which fit into memory as float64."""
+    """Return the columns to read; DataError if they do not fit into memory as float64."""
     unreadable = {field.name: field.type for field in schema if not _is_readable(field.type)}
     used = select(schema.names, unreadable)
     check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)

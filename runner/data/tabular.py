@@ -2,7 +2,7 @@
 
 Missing numbers are filled in and get an input of their own; a missing text is a category.
 
-`fit_columns` learns what is made of each column, from training rows; `encode` applies it.
+`fit_columns` fits the encoding on training rows; `encode` applies it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from runner.techniques.base import Choice
 FEATURE = 4  # bytes of a float32
 MOST = "data.categories"
 UNKNOWN = "data.unknown_categories"
-REPEATED = 0.1  # of the rows, whose text must occur twice for the column to be an input
+REPEATED = 0.1  # share of rows with a repeated text, below which a column is no input
 
 log = logging.getLogger(__name__)
 
 
 def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
-    """Rows float32 [features], and the target: int64 label or float32 value."""
+    """Open a table: rows float32 [features], and targets (int64 labels or float32 values)."""
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
     needed = {"data.target": config.target} if opening.labelled else {}
@@ -79,7 +79,7 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
 def _divide(
     table: Table, target: Values | None, config: Tabular, opening: Opening
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-    """Training and validation rows; a column that is no input is taken out of the table."""
+    """Split the rows; remove the split column from the table if it is no input."""
     rows, column, fitted = None, config.split_by, opening.fitted
     choices: tuple[Choice, ...] = ()
     if column is not None and opening.divides(config):
@@ -99,7 +99,7 @@ def _divide(
 
 
 def _take_unrepeated(table: Table, train: np.ndarray, config: Tabular) -> Iterator[Choice]:
-    """Columns of texts that hardly occur twice become ids; one column always stays."""
+    """Turn text columns with few repeated texts into ids; at least one column stays."""
     import pyarrow
 
     for name, values in [*table.columns.items()]:
@@ -121,12 +121,12 @@ def _take_unrepeated(table: Table, train: np.ndarray, config: Tabular) -> Iterat
 
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
-    """What becomes of each column: mean and deviation over the rows `train`, or its categories."""
+    """Fit each column on the rows `train`: mean and standard deviation, or categories."""
     return tuple(column for name in table.columns for column in _fit(table, name, train, config))
 
 
 def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
-    """Which numbers dates become, and which categories share an input."""
+    """Yield choices for the features of dates and for categories that share an input."""
     for column in columns:
         if column.others:
             kept, total = len(column.values), len(column.values) + column.others
@@ -141,10 +141,10 @@ def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
 def encode(
     table: Table, columns: Sequence[Column], fill: str | None = None
 ) -> tuple[np.ndarray, tuple[Choice, ...]]:
-    """The fitted columns as float32 [rows, features], and what became of unknown and missing cells.
+    """Encode the columns as float32 [rows, features]; choices report unknown and missing cells.
 
-    The columns are taken out of the table, so that their memory is free. `fill` says how missing
-    numbers are filled in where the columns were fitted on these data.
+    Columns are popped from the table to free their memory. `fill` names how missing numbers are
+    filled in; None if the columns were fitted on other data.
     """
     width = sum(column.width for column in columns)
     widest = max(columns, key=lambda column: column.width)
@@ -203,14 +203,14 @@ def _fit(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterato
 
 
 def _known(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
-    """That part of the training rows that have one; 0 where none has."""
+    """Return `part` of the training rows without missing values, or [0] if all are missing."""
     numbers = part_of(values[train], part)
     numbers = numbers[~np.isnan(numbers)]
     return numbers if len(numbers) else np.zeros(1)
 
 
 def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndarray, list[Choice]]:
-    """Which of the column's inputs each row sets; the last one for a category not trained on."""
+    """Return the input of the column that each row sets (the last one if unknown), and choices."""
     known = {word: place for place, word in enumerate(column.values)}
     places = np.array([known.get(word, len(known)) for word in values.words])[values.codes]
     unknown = (places == len(known)) & ~missing
@@ -240,7 +240,7 @@ def _standardised(table: Table, column: Column, values: np.ndarray, fixed: bool)
 def fit_target(
     target: Values, config: Tabular, table: Table, train: np.ndarray
 ) -> tuple[np.ndarray, Sizes, tuple[Choice, ...]]:
-    """Labels or quantities, the sizes that follow from them, and what was chosen."""
+    """Return labels or float targets, their sizes, and the choices."""
     task, reason = _task(target, config)
     choices: tuple[Choice, ...] = ()
     if config.task == "auto":
@@ -257,7 +257,7 @@ def fit_target(
 def _trained_target(
     target: Values | None, sizes: Sizes, config: Tabular, table: Table
 ) -> np.ndarray:
-    """Labels or quantities as those that the model was trained on."""
+    """Return the targets encoded as in training; DataError if they do not fit."""
     what = f"{table.path}: column {config.target!r}"
     if target is None:
         return np.zeros(table.size, np.int64)
@@ -271,7 +271,7 @@ def _trained_target(
 
 
 def _task(target: Values, config: Tabular) -> tuple[str, str]:
-    """The task, and why."""
+    """Return the task and the reason."""
     if isinstance(target, np.ndarray) and target.dtype.kind == "M":
         problem = f"column {config.target!r} holds dates, which cannot be predicted"
         raise ConfigError("data.target", problem, "name another column, or make numbers of it")
@@ -285,7 +285,7 @@ def _task(target: Values, config: Tabular) -> tuple[str, str]:
 
 
 def _classes(target: Values) -> tuple[tuple[str, ...], np.ndarray]:
-    """The names of the classes, and the label of each row."""
+    """Return the class names and the label of each row."""
     if isinstance(target, Texts):
         return target.words, target.codes
     distinct, labels = np.unique(target, return_inverse=True)

@@ -28,9 +28,8 @@ MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor 
 class TextDataset(Dataset):
     """Batches of {input_ids, attention_mask} and labels, all int64; the mask is 1 on text.
 
-    Ids are bytes, filled up with 256 to `sizes.sequence`; or those of a tokenizer, which are as
-    long as the longest text of a batch, rounded up to a multiple of 8: the same for the same
-    samples, whatever else is drawn. Longer texts are cut off.
+    Ids are bytes, padded with 256 to `sizes.sequence`; or those of a tokenizer, padded to the
+    longest text of the batch, rounded up to a multiple of 8. Longer texts are truncated.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TextDataset(Dataset):
         self.tokens, self.target = np.concatenate(ids), torch.from_numpy(labels.astype(np.int64))
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The texts, each followed by padding."""
+        """Return the padded ids with their mask, and the labels."""
         lengths, width = self.lengths[indices][:, None], self.most
         if self.tokenizer:
             width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, width)
@@ -66,19 +65,19 @@ class TextDataset(Dataset):
         return inputs, self.target[torch.from_numpy(indices)]
 
     def labels(self) -> np.ndarray | None:
-        """The class of each text."""
+        """Return the class index of each text, or None if the task has none."""
         return class_labels(self.target, self.sizes)
 
 
 def cut(text: bytes, sequence: int) -> list[np.ndarray]:
-    """Consecutive pieces of `sequence` bytes; a last one under half of that is left out."""
+    """Cut text into pieces of `sequence` bytes; a last piece under half of that is dropped."""
     ids = np.frombuffer(text, np.uint8)
     pieces = [ids[start : start + sequence] for start in range(0, len(ids), sequence)]
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
 def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
-    """The first `data.sequence` bytes or tokens of each text, padded, and its label."""
+    """Open labelled texts: the first `data.sequence` bytes or tokens of each, and its label."""
     path, fitted = opening.root(config), opening.fitted
     folder = path.is_dir() and not is_saved(path)
     if folder and config.split_by is not None and opening.divides(config):
@@ -117,7 +116,7 @@ def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
 def byte_sizes(
     classes: tuple[str, ...], sequence: int, vocab: int = PADDING + 1, padding: int | None = None
 ) -> Sizes:
-    """The sizes of labelled texts, by default of bytes."""
+    """Return the sizes of labelled texts; by default ids are bytes."""
     return Sizes(
         "classification",
         classes=len(classes),
@@ -131,8 +130,7 @@ def byte_sizes(
 Labelled = tuple[
     list[bytes], np.ndarray, tuple[str, ...], RowNames, tuple[Choice, ...], np.ndarray | None
 ]
-"""Texts, their labels, the names of the classes, those of the texts, what was left out, and the
-column that the texts are divided by."""
+"""Texts, labels, class names, row names, choices, and the values of `data.split_by`."""
 
 
 def _from_table(config: Text, opening: Opening) -> Labelled:

@@ -20,7 +20,7 @@ PIECE = 1 << 16  # characters of a long text at a time, up to the end of a line
 
 
 class Tokenizer:
-    """A tokenizer out of a local folder. Raises ConfigError for what is none."""
+    """A tokenizer loaded from a local folder; raises ConfigError for anything else."""
 
     def __init__(self, path: str, fitted: Preprocessing | None = None) -> None:
         folder = existing(path, KEY)
@@ -37,21 +37,21 @@ class Tokenizer:
         self.padding = int(next(number for number in padding if number is not None))
 
     def length(self, sequence: int) -> tuple[int, tuple[Choice, ...]]:
-        """The most tokens of a text: `sequence`, or what the tokenizer says of its model."""
+        """Return the maximum tokens per text: `sequence`, limited by model_max_length."""
         most = int(min(self.of.model_max_length, 1 << 30))
         if most >= sequence:
             return sequence, ()
         return most, (Choice("data.sequence", most, "the tokenizer's model takes no more tokens"),)
 
     def encode(self, texts: Sequence[bytes], sequence: int) -> Iterator[np.ndarray]:
-        """The ids of each text with the model's special tokens, at most `sequence` of them."""
+        """Yield the ids of each text, with special tokens, truncated to `sequence`."""
         for start in range(0, len(texts), CHUNK):
             part = [text.decode("utf-8", "replace") for text in texts[start : start + CHUNK]]
             for ids in self._ids(part, truncation=True, max_length=sequence):
                 yield np.array(ids, np.int32)
 
     def stream(self, path: Path) -> np.ndarray:
-        """The ids of a whole text file, one row without special tokens but an end."""
+        """Return the ids of a text file, 1-d, without special tokens except a final EOS."""
         with path.open(encoding="utf-8", errors="replace") as file:
             pieces = iter(lambda: file.readlines(PIECE), [])
             parts = self._ids(["".join(lines) for lines in pieces], add_special_tokens=False)

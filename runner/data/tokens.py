@@ -22,7 +22,7 @@ DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int6
 
 @dataclass(frozen=True)
 class TokenStream:
-    """One part's ids; `name` is what a message calls it, `start` where in the file it begins."""
+    """Token ids of one split: `name` is for messages, `start` the offset of ids[0] in the file."""
 
     ids: np.ndarray
     name: str
@@ -32,12 +32,12 @@ class TokenStream:
 class TokenWindows(Dataset):
     """Batches of (ids, next ids), int64 [batch, sequence].
 
-    An epoch of training is consecutive windows, from an offset that is another one each epoch, so
-    that a model does not see the same window borders again. Validation windows are fixed.
+    A training epoch is consecutive windows from an offset that changes each epoch, so that window
+    borders vary. Validation windows are fixed.
     """
 
     augments = True  # the epoch's offset comes with the seeds
-    tokenizer = ""  # digest of the one that made the ids
+    tokenizer = ""  # digest of the tokenizer that made the ids
 
     def __init__(
         self, train: TokenStream, validation: TokenStream, *, vocab: int, sequence: int
@@ -56,7 +56,7 @@ class TokenWindows(Dataset):
         self.validation = np.arange(counts[0], sum(counts))
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The windows with these numbers; numbers from both parts are not mixed."""
+        """Return the windows `indices`, all of one split; raise BadSample for ids out of range."""
         held_out = bool(indices[0] >= len(self.train))
         stream = self.streams[held_out]
         starts = (indices - len(self.train) * held_out) * self.sequence
@@ -74,9 +74,9 @@ class TokenWindows(Dataset):
 
 
 def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
-    """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read.
+    """Open windows of `data.sequence` ids, checked against `data.vocab` as they are read.
 
-    Of text all ids are held, 4 bytes each.
+    The ids of text files are kept in memory, 4 bytes each.
     """
     path, tokenizer = existing(config.path), None
     texts = path.suffix == ".txt" or (path / "train.txt").is_file()
@@ -108,7 +108,7 @@ def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
 def _streams(
     config: Tokens, path: Path, opening: Opening, kind: str, read: Callable[[Path], np.ndarray]
 ) -> tuple[TokenStream, TokenStream]:
-    """What is trained on and what is held out: two files of a folder, or the end of one."""
+    """Return training and validation ids: two files of a folder, or one file and its end."""
     if path.is_dir():
         places = (existing(f"{path}/{name}.{kind}") for name in ("train", "val"))
         files = [check_link(place, path, opening.policy) for place in places]

@@ -1,4 +1,4 @@
-"""Samples that cannot be used are left out, where `data.bad_samples` is drop."""
+"""Dropping of bad samples, with `data.bad_samples=drop`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ NAMED = 5  # samples, in a message
 
 @dataclass(frozen=True)
 class Usable:
-    """What is left of a batch; one other sample stands in where none is."""
+    """A batch without its bad samples; if all are bad, one other sample stands in."""
 
     batch: Batch
     kept: np.ndarray  # indices
-    bad: dict[int, str]  # what is wrong with each sample that is left out, by index
+    bad: dict[int, str]  # problem of each dropped sample, by index
 
 
 def fetch_usable(
     source: Dataset, indices: np.ndarray, seeds: np.ndarray | None, others: np.ndarray
 ) -> Usable:
-    """The batch without its bad samples: a function of the samples and their seeds alone.
+    """Fetch a batch without its bad samples, as a pure function of samples and seeds.
 
-    Nothing is remembered, so that it is the same in every process and after every resume. The first
-    usable sample of `others` stands in for a batch without any; DataError where there is none.
+    It keeps no state, so every process and every resumed run gets the same batch. The first usable
+    sample of `others` stands in if all are bad; DataError if there is none.
     """
     places, bad = np.arange(len(indices)), dict[int, str]()
     while len(places):
@@ -59,54 +59,54 @@ def fetch_usable(
 
 
 class UsableFetch:
-    """What is left of the batch of a key, on the CPU; what a worker process runs.
+    """Fetches the batch of a key without bad samples, on the CPU; worker processes run it.
 
-    The process that trains also keeps here what was left out.
+    In the training process it also records the dropped samples.
     """
 
     def __init__(self, source: Dataset, order: BatchSampler) -> None:
         self.source, self.order = source, order
-        self.bad: dict[int, str] = {}  # what is wrong with the samples left out so far, by index
-        self.last = Usable((None, None), order.indices, {})  # the batch handed over last
+        self.bad: dict[int, str] = {}  # problem of each sample dropped so far, by index
+        self.last = Usable((None, None), order.indices, {})  # the last batch, without its tensors
 
     def __call__(self, key: tuple[int, int]) -> Usable:
-        """The batch with that number in that epoch."""
+        """Return the batch of `key`: (epoch, number in the epoch)."""
         return fetch_usable(self.source, *self.order.batch(*key), self.order.indices)
 
     def take(self, fetched: Usable) -> Batch:
-        """The batch, which is handed over now."""
+        """Record which samples of `fetched` were kept, and return its batch."""
         self.last = Usable((None, None), fetched.kept, fetched.bad)
         return fetched.batch
 
     def remaining(self, key: tuple[int, int], indices: np.ndarray) -> np.ndarray:
-        """Which of a batch's samples are left; it may be fetched once more for that."""
+        """Return the usable ones of `indices`, the samples of batch `key`; may fetch it again."""
         last = [*self.last.kept.tolist(), *self.last.bad]
         if sorted(last) == sorted(indices.tolist()):
             return self.last.kept
         return indices if self.bad.keys().isdisjoint(indices.tolist()) else self(key).kept
 
     def add(self, bad: Mapping[int, str]) -> list[str]:
-        """Take note of samples that are left out, and return what is wrong with new ones."""
+        """Record dropped samples, and return the problems of those that are new."""
         new = [index for index in sorted(bad) if index not in self.bad]
         self.bad.update({index: bad[index] for index in new})
         return [bad[index] for index in new]
 
 
 def lacks_resources(error: Exception) -> bool:
-    """Whether the machine lacks memory or descriptors: no fault of what was being read."""
+    """Whether the error is a lack of memory or file descriptors, not a fault of the data."""
     lacking = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
     return isinstance(error, MemoryError) or getattr(error, "errno", None) in lacking
 
 
 def examples(problems: Mapping[Any, str]) -> str:
-    """What is wrong with the first few."""
+    """Return the first NAMED problems and the number of further ones, as one text."""
     texts = [problems[index] for index in sorted(problems)[:NAMED]]
     more = f"; and {len(problems) - NAMED:,} more" if len(problems) > NAMED else ""
     return "; ".join(texts) + more
 
 
 def left_out(problems: Mapping[int, str], total: int) -> Choice:
-    """What to say of the samples that are left out."""
+    """Return the choice that reports the dropped samples."""
     return Choice(KEY, f"{len(problems):,} of {total:,} left out", examples(problems))
 
 
@@ -121,7 +121,7 @@ def check_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> 
 def leave_out(
     problems: Mapping[int, str], total: int, config: DataConfig
 ) -> tuple[np.ndarray, tuple[Choice, ...]]:
-    """Which samples remain of data that are read as a whole; DataError unless bad ones may go."""
+    """Return the indices of usable samples; DataError if bad ones may not be dropped."""
     if not problems:
         return np.arange(total), ()
     if config.bad_samples is BadSamples.stop:

@@ -1,4 +1,4 @@
-"""A map-style data set of the user's own: anything with `__len__` and `__getitem__`."""
+"""The user's map-style data set: any class with `__len__` and `__getitem__`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ from runner.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
 
 TIMED = 4  # samples; the first one opens and imports
-SLOW_S = 0.5  # of a sample, after which no other is timed
+SLOW_S = 0.5  # a slower sample ends the timing
 LOW = 0xFFFF_FFFF  # bits of a seed: NumPy takes no more
 
 
 class UserDataset(Dataset):
-    """Samples of a user's data set.
+    """Adapter for a user's map-style data set.
 
-    Python's, NumPy's and torch's global generators are seeded before each sample, so that random
-    augmentation depends on (seed, epoch, index) alone; what they were is put back afterwards. The
-    samples of a batch are asked for at once where the data set has `__getitems__`, as torch's
-    loaders do; what that draws depends on the batch's first sample.
+    Python's, NumPy's and torch's global generators are seeded before each sample, so augmentation
+    depends on (seed, epoch, index) alone, and are restored afterwards. As in torch's DataLoader, a
+    data set with `__getitems__` is asked for a whole batch, seeded by the batch's first sample.
     """
 
     in_memory = False
     augments = True
-    dtype = torch.float32  # of floats where samples have float64, which arrays of NumPy have
-    dtypes: Set[torch.dtype] = frozenset()  # of a sample, where one was read
+    dtype = torch.float32  # of the weights; floats are cast to it if either dtype is float64
+    dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
     draws = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
@@ -90,8 +89,8 @@ class UserDataset(Dataset):
         return values.to(self.dtype) if self._casts(values.dtype) else values
 
     def labels(self) -> np.ndarray | None:
-        """Its `targets`, as torchvision calls them, where it has them."""
-        with suppress(TypeError, ValueError):  # of other types
+        """Return the data set's `targets` (torchvision's convention), or None."""
+        with suppress(TypeError, ValueError):  # `targets` of another type
             labels = class_labels(getattr(self.dataset, "targets", None), self.sizes)
             return labels if labels is not None and len(labels) == len(self.dataset) else None
         return None
@@ -101,15 +100,15 @@ class UserDataset(Dataset):
         with _global_generators():
             samples = self._samples(numbers, sample_seeds(0, 0, np.array(numbers)).tolist())
         seconds = (time.perf_counter() - started) / len(numbers)
-        # the least of all: the first sample warms up
+        # the minimum: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
         pairs = _pairs(samples, numbers)
         self.dtypes = {leaf.dtype for _, leaf in named_leaves(pairs[0])}
         return pairs
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The samples, stacked."""
-        if seeds is None:  # nothing may depend on chance, yet a data set may still draw
+        """Return the stacked samples; raise BadSample for labels or ids out of range."""
+        if seeds is None:  # not augmented, but the data set may still draw random numbers
             seeds = sample_seeds(0, 0, indices)
         numbers = indices.tolist()
         with _global_generators():
@@ -130,7 +129,7 @@ class UserDataset(Dataset):
         return inputs, target
 
     def _samples(self, numbers: list[int], seeds: list[int]) -> list[Any]:
-        """As the data set has them, at once or one by one."""
+        """Read the samples by `__getitems__` where the data set has it, else one by one."""
         if not _fetches_batches(self.dataset):
             return self._read_each(numbers, seeds)
         _seed(seeds[0])
@@ -139,7 +138,7 @@ class UserDataset(Dataset):
         except RunnerError:
             raise
         except Exception as error:
-            self._read_each(numbers, seeds)  # which raises what is wrong with one of them
+            self._read_each(numbers, seeds)  # raises the error of a bad sample, if there is one
             text = f"data: __getitems__ of {len(numbers)} samples that can be read one by one"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
         if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
@@ -150,9 +149,9 @@ class UserDataset(Dataset):
         return [*samples]
 
     def _read_each(self, numbers: list[int], seeds: list[int]) -> list[Any]:
-        """Seeding takes as long as many a sample, so it waits for one that has drawn.
+        """Read samples one by one; seed each, which is slow, only once a sample has drawn.
 
-        What a batch drew without seeds is drawn again, so that no sample depends on this.
+        The first batch that draws is read again with seeds, so the samples do not depend on this.
         """
 
         def read() -> list[Any]:
@@ -175,7 +174,7 @@ class UserDataset(Dataset):
     def _sample(self, index: int, seed: int, place: int) -> Any:
         if self.draws:
             _seed(seed)
-        else:  # a data set may ask for torch's seed and draw by a generator of its own
+        else:  # a data set may read torch's seed and draw from its own generator
             torch.default_generator.manual_seed(seed & LOW)
         try:
             return self.dataset[index]
@@ -189,7 +188,7 @@ class UserDataset(Dataset):
 
 
 def _fetches_batches(dataset: Any) -> bool:
-    """Whether it reads a batch at once, and torch's own do not ask sample by sample for it."""
+    """Whether `__getitems__` reads a batch at once; torch's Subset and StackDataset delegate it."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     own = not isinstance(dataset, StackDataset)
@@ -208,14 +207,14 @@ def _seed(seed: int) -> None:
 
 
 def _generator_states() -> tuple[Any, ...]:
-    """Where Python's and NumPy's global generators stand."""
+    """Return the states of Python's and NumPy's global generators."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]
 
 
 @contextmanager
 def _global_generators() -> Iterator[None]:
-    """Put the global generators back to where they were."""
+    """Restore the global generators on exit; gradients are off inside."""
     python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         with torch.no_grad():

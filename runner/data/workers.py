@@ -1,15 +1,14 @@
-"""Processes that fetch batches ahead of the loop.
+"""Worker processes that prefetch batches.
 
-Not torch's DataLoader: when a worker of that dies, it raises in the main process wherever that
-happens to be, also in the middle of an update; an exception that cannot be pickled hangs it; and
-leaving it waits 5 s for each busy worker. Here each worker has a socket of its own, so that a
-killed one holds no lock, and a batch is waited for together with the death of the process that owes
-it. A worker that died or hangs is replaced: its batches are a pure function of their keys.
+torch's DataLoader is not used: a dead worker raises in the main process at any point, even during
+an optimizer step; an exception that cannot be pickled hangs it; and shutdown waits 5 s for each
+busy worker. Here each worker has its own socket, so a killed one holds no lock, and waiting for a
+batch also watches for the death of its worker. A dead or hung worker is replaced: its batches are a
+pure function of their keys.
 
-A batch lies in anonymous shared memory, whose descriptor comes with the message. torch's own pipes
-send a number by which the receiver fetches the descriptor from the sender while it unpickles, for
-as long as that takes: one that stands still hangs it. The memory has no name, so none is left over,
-and none of `/dev/shm` is used.
+A batch lies in anonymous shared memory, and the message carries its file descriptor. torch's queues
+send a handle, with which the receiver fetches the descriptor from the sender while unpickling: a
+stopped sender hangs it. The memory has no name, so none leaks, and `/dev/shm` is not used.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ REQUEST = struct.Struct("qqq")  # number of the pass, epoch, number of the batch
 ANSWER = struct.Struct("qqq")  # number of the pass, start of the pickle, bytes in all
 ALIGNMENT = 64  # of each storage, as torch allocates
 POPULATE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-SLICE_S = 1.0  # of a wait: a machine that was suspended does not make a worker late
-STACK_S = 1.0  # until a worker that hangs has written its stack
+SLICE_S = 1.0  # of a wait, so that time in suspension does not count as a worker's
+STACK_S = 1.0  # time for a hung worker to write its stack
 ASKS_STACK = getattr(signal, "SIGUSR2", None)
 
 Key = tuple[int, int]
-"""Which batch: epoch, and number in the epoch."""
+"""A batch: (epoch, number in the epoch)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class _Failure:
 
 
 class Workers:
-    """`count` processes; batch after batch goes to the next one, so order is theirs by turns."""
+    """Pool of `count` worker processes; batches are assigned round-robin, which keeps order."""
 
     def __init__(
         self,
@@ -75,22 +74,22 @@ class Workers:
         share: bool = False,
     ) -> None:
         self.fetch, self.count, self.ahead, self.timeout_s = fetch, count, ahead, timeout_s
-        self.share = share  # until `close` no collection writes to what workers share with us
+        self.share = share  # gc.freeze until `close`: GC must not write to shared pages
         self.most_restarts, self.restarts = most_restarts, 0
         self.report_lost: Callable[[WorkerLost], None] = lambda error: log.warning("%s", error)
         self.processes: list[Any] = []
         self.sockets: list[socket.socket] = []
-        self.owed: list[deque[Key]] = []  # by worker: batches it was asked for
-        self.round = 0  # tells what was asked for before a restart from what was asked after
+        self.owed: list[deque[Key]] = []  # by worker: batches requested and not yet received
+        self.round = 0  # number of the pass; answers to requests of an earlier one are dropped
         self.at_exit: multiprocessing.util.Finalize | None = None
-        self.asked = self.ready = 0  # batches the loop asked for; those that were fetched by then
-        self.stack = -1  # a file without a name, in which a worker that hangs writes where
+        self.asked = self.ready = 0  # batches requested by the loop; those that were ready
+        self.stack = -1  # anonymous file to which a hung worker writes its stack
 
     def batches(self, keys: Iterator[Key]) -> Iterator[Any]:
-        """The batches of these keys, in their order; each worker prepares up to `ahead`.
+        """Yield the batches of `keys` in order; each worker prefetches up to `ahead`.
 
-        Raises DataError for an exception in a worker, and WorkerLost when more of them died or hung
-        than are replaced. Another call drops batches still in flight.
+        Raises DataError for an exception in a worker, and WorkerLost when more workers died or hung
+        than may be replaced. A new call drops batches still in flight.
         """
         if not self.processes:
             self._start_all()
@@ -110,7 +109,7 @@ class Workers:
             yield self._receive(turns.popleft())
 
     def close(self) -> None:
-        """Kill every worker. They hold nothing that a clean end would save."""
+        """Kill every worker; they have no state to save."""
         if self.at_exit is not None:
             self.at_exit()
             self.at_exit = None
@@ -131,11 +130,11 @@ class Workers:
     def _start(self, number: int) -> None:
         context = multiprocessing.get_context()
         ours, theirs = socket.socketpair()
-        ours.settimeout(self.timeout_s)  # a worker that reads nothing is one that hangs
+        ours.settimeout(self.timeout_s)  # a blocked send means a hung worker
         arguments = (theirs, self.fetch, os.getpid(), self.stack)
         process: Any = context.Process(target=_serve, args=arguments, daemon=True)
         process.name = f"data worker {number}"
-        # before it starts, so that nothing is left if this is cut short
+        # before the start, so that `close` finds both if this is interrupted
         self.processes[number : number + 1] = [process]
         self.sockets[number : number + 1] = [ours]
         # a signal between fork and the worker's first line would run our handler in the worker
@@ -150,14 +149,14 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _ask(self, worker: int, key: Key) -> None:
-        """Ask for that batch. A worker that is gone is noticed when the batch is waited for."""
+        """Request a batch. A dead worker is noticed when the batch is received."""
         try:
             self.sockets[worker].sendall(REQUEST.pack(self.round, *key))
         except OSError as error:
             log.debug("data worker %d was not asked: %s", worker, error)
 
     def _receive(self, worker: int) -> Any:
-        """The next batch that the worker owes, from it or from those that replace it."""
+        """Return the next batch that `worker` owes, replacing the worker if it is lost."""
         self.asked += 1
         self.ready += bool(wait([self.sockets[worker]], 0))
         while True:
@@ -167,7 +166,7 @@ class Workers:
                 self._replace(worker, lost)
                 continue
             if asked_in != self.round:
-                continue  # asked for before a restart
+                continue  # requested in an earlier pass
             self.owed[worker].popleft()
             if isinstance(result, _Failure):
                 raise DataError(result.message)
@@ -189,7 +188,7 @@ class Workers:
             raise self._dead(worker) from None
 
     def _replace(self, worker: int, lost: WorkerLost) -> None:
-        """Start another process in its place, which owes what that one did."""
+        """Replace a lost worker, and request again the batches that it owed."""
         if self.restarts >= self.most_restarts:
             problem, _, stack = str(lost).partition("\n")
             problem += f"; data.worker_restarts={self.most_restarts} allows no more: raise it"
@@ -226,11 +225,11 @@ class Workers:
         return f"batch {number} of epoch {epoch}"
 
     def _python_stack(self, pid: int) -> str:
-        """Where a worker is, as it writes it itself; "" where it does not within STACK_S."""
+        """Return the stack that a worker dumps on SIGUSR1; "" if it does not within STACK_S."""
         if self.stack < 0 or ASKS_STACK is None:
             return ""
         os.ftruncate(self.stack, 0)
-        os.lseek(self.stack, 0, os.SEEK_SET)  # which they share
+        os.lseek(self.stack, 0, os.SEEK_SET)  # the worker shares the file offset
         os.kill(pid, ASKS_STACK)
         os.kill(pid, signal.SIGCONT)  # one that was stopped takes the signal first
         until, before = time.monotonic() + STACK_S, -1
@@ -260,15 +259,15 @@ def _kill(
 
 
 def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: int = -1) -> None:
-    """Answer each key with a batch, until the other side is gone."""
+    """Answer each request with a batch, until the parent is gone."""
     # signals may go to the whole process group; the main process decides what they mean
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
     if stack >= 0 and ASKS_STACK is not None:
         faulthandler.register(ASKS_STACK, file=stack)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-    die_with_parent(parent)  # elsewhere the pipe's end tells, after this batch
-    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork, and cores have workers
+    die_with_parent(parent)  # on other systems the closed socket ends it, after this batch
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; cores have workers
     while True:
         try:
             request = end.recv(REQUEST.size, socket.MSG_WAITALL)
@@ -302,7 +301,7 @@ def _failure(error: BaseException, key: Key) -> _Failure:
 
 
 class _View(NamedTuple):
-    """What stands for a tensor in the pickle."""
+    """Placeholder of a tensor in the pickle: a view into the shared memory."""
 
     place: int
     nbytes: int
@@ -313,8 +312,8 @@ class _View(NamedTuple):
 
 
 def send_batch(to: socket.socket, number: int, value: Any) -> None:
-    """Copy a nest of tensors and send it. Raises OSError, and what pickling it raises."""
-    storages: dict[int, tuple[int, Tensor]] = {}  # by address: place in the memory, bytes
+    """Copy a nest of tensors to shared memory and send it. Raises OSError and pickling errors."""
+    storages: dict[int, tuple[int, Tensor]] = {}  # by address: offset in the memory, bytes
     end = 0
 
     def outline(part: Any) -> _View | None:
@@ -343,7 +342,7 @@ def send_batch(to: socket.socket, number: int, value: Any) -> None:
 
 
 def receive_batch(source: socket.socket) -> tuple[int, Any]:
-    """The number and the value of a message that is there. EOFError where there is none."""
+    """Receive a message; return pass number and value. EOFError if the sender is gone."""
     header, descriptors, _, _ = socket.recv_fds(source, ANSWER.size, 1)
     if len(header) < ANSWER.size or not descriptors:
         raise EOFError
@@ -366,7 +365,7 @@ def receive_batch(source: socket.socket) -> tuple[int, Any]:
         return tensor.set_(storages[view.place], view.offset, view.size, view.stride)
 
     value = loads_outline(memory[start:end], fill)
-    # a list for torch.load, which would hold a batch of sparse tensors for ever
+    # torch.load's list would keep the sparse tensors of every batch alive
     getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
     return number, value
 

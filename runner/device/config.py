@@ -1,4 +1,4 @@
-"""The `device` group, and what must be in the environment before torch is loaded."""
+"""The `device` config group, and environment variables to set before torch is loaded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from enum import Enum
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
-# How often OpenMP's threads look for work before they sleep. With its own 300,000 a step takes nine
-# times as long beside one busy neighbour, with this three times (with a thread fewer 1.3 times).
-# This costs nothing on a quiet machine, and fewer turns do. scripts/bench_neighbour.py measures it.
+# Spins of OpenMP's threads before they sleep. Beside one busy process, a step takes nine times as
+# long with the default of 300,000, three times with this (1.3 times with one thread fewer). It
+# costs nothing on an idle machine; fewer spins do. Measured by scripts/bench_neighbour.py.
 SPIN = "10000"
 OWN_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """How OpenMP's threads wait: variables to set; none where the user has set one."""
+    """Return environment variables for OpenMP's waiting; {} if the user has set one."""
     return {} if any(key in environ for key in OWN_WAITING) else {"GOMP_SPINCOUNT": SPIN}
 
 

@@ -1,4 +1,4 @@
-"""From the `model` group and what the data states to a model."""
+"""Construction of a model from the `model` group and the data's sizes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from runner.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class SizeFit:
-    """Where a model's class is, and which data it is for."""
+    """A model's class, and the tasks and sizes of data that it needs."""
 
-    module: str  # imported only when it is asked for
+    module: str  # imported only if used
     name: str
     tasks: tuple[str, ...]
-    sizes: tuple[str, ...]  # of the data, that its constructor needs
+    sizes: tuple[str, ...]  # of the data, required by its constructor
 
     def fits(self, sizes: Sizes) -> bool:
-        """Whether the task is its own and the data states every size."""
+        """Whether the model is for the task, and the data states every size."""
         return sizes.task in self.tasks and not self.missing(sizes)
 
     def missing(self, sizes: Sizes) -> list[str]:
-        """The sizes it needs that the data does not state."""
+        """Return the required sizes that the data does not state."""
         return [name for name in self.sizes if getattr(sizes, name) is None]
 
 
@@ -43,10 +43,10 @@ OTHER_NAMES = {
     "vocab": ("vocab_size",),
     "sequence": ("seq_len",),
 }
-"""What constructors elsewhere call the sizes that the data states."""
+"""Names of the sizes in constructors of other libraries."""
 BUILDERS = {"timm": ("num_classes", "in_chans"), "torchvision": ("num_classes",)}
-"""Packages whose functions take these sizes by `**kwargs`, so that no signature names them."""
-LARGE = 10**8  # weights of about so many are counted before they are made
+"""Packages with functions that take these sizes as `**kwargs`, not in their signature."""
+LARGE = 10**8  # models of about this many weights are sized on the meta device first
 COMMON = {f.name for f in fields(ModelConfig)}
 LABELS = ("classification", "regression")
 FITS = {
@@ -62,11 +62,11 @@ FITS = {
 
 
 def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str], Any]) -> nn.Module:
-    """The model that `config` asks for, on the CPU, with fresh weights.
+    """Build the model that `config` names, on the CPU, with fresh weights.
 
-    Ours get the option's own fields and the data's sizes; a class of the user's own gets
-    `model.arguments` and those sizes that its constructor names. Raises ConfigError when the
-    model does not fit the data or cannot be trained.
+    Built-in models get the option's fields and the data's sizes; a user's class gets
+    `model.arguments` and the sizes that its constructor names. Raises ConfigError if the model
+    does not fit the data or has no trainable parameter.
     """
     if config._target_ is None:
         model = _ours(config, sizes)
@@ -90,7 +90,7 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
 def _with_sizes(
     factory: Any, arguments: dict[str, Any], sizes: Sizes
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The arguments, with sizes that no signature can name, and the sizes by all their names."""
+    """Return the arguments, with sizes passed as **kwargs, and the sizes by all of their names."""
     known = sizes.for_constructor()
     known |= {other: known[n] for n in known for other in OTHER_NAMES.get(n, ())}
     package = str(getattr(factory, "__module__", "")).partition(".")[0]
@@ -100,7 +100,7 @@ def _with_sizes(
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raise ConfigError where a size is yet to be found by the first forward."""
+    """Raise ConfigError for lazy modules, which get their sizes in the first forward."""
     for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
@@ -130,7 +130,7 @@ def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
 
 
 def _check_memory(build: Callable[[], nn.Module]) -> None:
-    """Raise ConfigError where the weights alone take more than the memory that is available."""
+    """Raise ConfigError if the weights alone exceed the available memory."""
     with torch.device("meta"):
         size = sum(p.numel() * p.element_size() for p in build().parameters())
     if size > (available := memory.available_bytes()):

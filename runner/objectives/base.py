@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""The interface of objectives: loss and metrics."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ if TYPE_CHECKING:
     from runner.objectives.named_metrics import NamedMetrics
 
 MONITOR = "training.monitor"
-NAMED = "objective.metrics"  # their place among the sums
+NAMED = "objective.metrics"  # key among the sums
 ERRORS = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
-"""Metrics of which less is better."""
+"""Metrics for which lower is better."""
 
 
 class Objective(ABC):
-    """What is minimised, and the metrics that say how well it went.
+    """A loss to minimise, and metrics.
 
-    `tally` returns sums that add up over batches, on the device; `metrics` turns the grand
-    totals into numbers, once.
+    `tally` returns sums that add up over batches, on the device; `metrics` computes numbers from
+    the totals, once.
     """
 
     monitor: str = "val/loss"  # the metric that decides which checkpoint is best
     higher_is_better: bool = False
     unit: str = "samples"  # what `weight` counts: samples | tokens
-    takes_deferred: bool = False  # `DeferredLogits`, which an output layer put off
+    takes_deferred: bool = False  # accepts `DeferredLogits`
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
-    ignored: int | None = None  # a class index that stands for no target
+    ignored: int | None = None  # class index that marks no target
     named: NamedMetrics | None = None  # those of `objective.metrics`
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """The mean loss over `weight(target)` items, 0-d."""
+        """Return the mean loss over `weight(target)` items, 0-d."""
 
     @abstractmethod
     def weight(self, target: Any) -> Tensor | int:
-        """How many items the mean is over; a tensor where counting needs the device."""
+        """Return the number of items in the mean; a tensor if it is counted on the device."""
 
     @abstractmethod
     def tally(self, output: Any, target: Any) -> dict[str, Any]:
-        """Tensors over this batch, or others with `+`, from which `metrics` is computed."""
+        """Return sums over a batch (tensors, or objects with `+`) for `metrics`."""
 
     @abstractmethod
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
-        """The metrics of everything tallied, by bare names (`loss`, `accuracy`)."""
+        """Return the metrics of the totals, by bare names (`loss`, `accuracy`)."""
 
     def metric_names(self) -> list[str] | None:
-        """The metrics that there can be, by the same names; None: not known."""
+        """Return the names of all possible metrics; None if unknown."""
         return None
 
     def rises(self, metric: str) -> bool:
-        """Whether more of `metric` (`val/…`) is better."""
+        """Whether a higher value of `metric` (`val/…`) is better."""
         if metric == self.monitor:
             return self.higher_is_better
         name = metric.rpartition("/")[2]
@@ -65,22 +65,22 @@ class Objective(ABC):
         return name not in ERRORS
 
     def tally_all(self, output: Any, target: Any) -> dict[str, Any]:
-        """`tally`, with the metrics of `objective.metrics`."""
+        """Return the sums of `tally` and those of `objective.metrics`."""
         sums = self.tally(output, target)
         return sums if self.named is None else {**sums, NAMED: self.named.tally(output, target)}
 
     def all_metrics(self, totals: dict[str, Any]) -> dict[str, float]:
-        """`metrics`, with those of `objective.metrics`."""
+        """Return `metrics` and those of `objective.metrics`."""
         own = self.metrics({name: sums for name, sums in totals.items() if name != NAMED})
         return {**own, **totals[NAMED].compute()} if NAMED in totals else own
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
-        """Counts [true class, predicted class], where that makes sense."""
+        """Return counts [true class, predicted class], or None."""
         return None
 
 
 def monitored(objective: Objective, asked: str | None) -> str:
-    """What to monitor. ConfigError where it is certain that there will be no such metric."""
+    """Return the metric to monitor; ConfigError if it is certain not to exist."""
     if asked is None:
         return objective.monitor
     ours = type(objective).__module__.startswith("runner.")  # a user's may make other metrics
@@ -93,7 +93,7 @@ def monitored(objective: Objective, asked: str | None) -> str:
 
 
 def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError:
-    """The error about a metric that is not there; `then` is what comes of the run."""
+    """Return the error for a metric that does not exist; `then` says what happens to the run."""
     names = list(available)
     near = get_close_matches(asked, names, 1) or [n for n in names if n == f"val/{asked}"]
     shown = [name for name in names if name.count("/") < 2]  # not those of single classes

@@ -1,4 +1,4 @@
-"""Logits in what a model returned, also those not computed yet, and sums over batches."""
+"""Logits in a model's output, also deferred ones, and sums over batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from runner.errors import ConfigError, DataError
 
 HALVES = (torch.float16, torch.bfloat16)
-KEPT = 2**22  # values that `Rows` keeps: 16 MB
+KEPT = 2**22  # limit of the values in `Rows`: 16 MB
 
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """What an output layer would have multiplied: hidden [..., width], weight [vocab, width]."""
+    """Deferred product of an output layer: hidden [..., width], weight [vocab, width]."""
 
     hidden: Tensor
     weight: Tensor
@@ -26,22 +26,22 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """The shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
     def whole(self) -> Tensor:
-        """The logits after all, [..., vocab]."""
+        """Compute the logits, [..., vocab]."""
         return F.linear(self.hidden, self.weight, self.bias)
 
     def mean_cross_entropy(self, target: Tensor, skip: int) -> Tensor:
-        """Over the targets that are not `skip`, 0-d and in fp32 or better.
+        """Return the mean loss over the targets that are not `skip`, 0-d, in fp32 or better.
 
-        NaN, with gradients of 0, where there are none: as torch's own.
+        NaN with gradients of 0 if there are none, as in torch.
         """
         kind = self.hidden.device.type
         dtype = self.hidden.dtype
         if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(kind)  # what a linear layer would compute in
+            dtype = torch.get_autocast_dtype(kind)  # as in a linear layer
         # imported only where logits are deferred
         from runner.objectives.chunked_cross_entropy import _MeanCrossEntropy
 
@@ -53,7 +53,7 @@ class DeferredLogits:
 
 
 def find_logits(output: Any) -> Any:
-    """Where a model's output has its logits: itself, `logits` by name, or the first of a tuple."""
+    """Return the logits of an output: itself, its `logits`, or the first of a tuple."""
     if isinstance(output, Tensor | DeferredLogits):
         return output
     if isinstance(output, dict):
@@ -64,15 +64,15 @@ def find_logits(output: Any) -> Any:
 
 
 def logits(output: Any) -> Tensor:
-    """The tensor to take the loss of, in fp32 or better.
+    """Return the logits of a model's output, in fp32 or better.
 
-    It is the output itself, its `logits` (by key or attribute), or the first of a tuple.
+    They are the output itself, its `logits` (by key or attribute), or the first of a tuple.
     """
     return float_logits(raw_logits(output))
 
 
 def raw_logits(output: Any) -> Tensor:
-    """The logits in the dtype that the model computed them in."""
+    """Return the logits in the model's dtype. Raises ConfigError if there are none."""
     inside = find_logits(output)
     if isinstance(inside, DeferredLogits):
         inside = inside.whole()
@@ -84,12 +84,12 @@ def raw_logits(output: Any) -> Tensor:
 
 
 def float_logits(logits: Tensor) -> Tensor:
-    """Upcast to fp32: a loss taken in 16 bits would keep two or three digits."""
+    """Upcast 16-bit logits to fp32: a loss in 16 bits has two or three digits."""
     return logits.float() if logits.dtype in HALVES else logits
 
 
 def class_logits(output: Tensor, classes: int | None) -> Tensor:
-    """Logits [samples, classes]; one logit for two classes is that of the second, beside 0."""
+    """Return logits [samples, classes]; a single logit for two classes becomes [0, logit]."""
     if classes != 2 or output.shape[1:].numel() != 1:
         return output
     output = output.reshape(-1, 1)
@@ -97,16 +97,16 @@ def class_logits(output: Tensor, classes: int | None) -> Tensor:
 
 
 def total(values: Tensor) -> Tensor:
-    """The sum in float64, so that many batches add up without loss."""
-    if values.device.type == "mps":  # has no float64; the host waits for the copy
+    """Return the sum in float64, which limits rounding errors over many batches."""
+    if values.device.type == "mps":  # no float64; host sync
         values = values.cpu()
     return values.detach().sum(dtype=torch.float64)
 
 
 class Rows:
-    """The rows of some tensors over batches, for metrics that are no sums; on their device.
+    """Concatenation of tensors over batches, for metrics that are no sums; on their device.
 
-    Beyond `KEPT` values they are given up, so that memory is bounded.
+    Beyond `KEPT` values all are dropped, so that memory is bounded.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -122,12 +122,12 @@ class Rows:
         return sums
 
     def whole(self) -> tuple[Tensor, ...]:
-        """The tensors over all batches; none where there were too many values."""
+        """Return the tensors over all batches; () if there were too many values."""
         return tuple(torch.cat(part) for part in zip(*self.parts, strict=True))
 
 
 def require_count(totals: dict[str, Tensor]) -> int:
-    """The number of items summed up; raises DataError for none. The host waits."""
+    """Return the number of items in the totals; DataError for none. Host sync."""
     count = int(totals["count"]) if "count" in totals else 0
     if count == 0:
         raise DataError("no targets to measure: the validation set is empty, or all are ignored")

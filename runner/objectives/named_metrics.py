@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, by name, over the whole validation set."""
+"""torchmetrics by name, over the whole validation set."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from runner.objectives import model_output
 from runner.techniques.base import Choice
 
 KEY = "objective.metrics"
-ROWS = 8  # of each class, or in all, of the data that a metric is tried on
+ROWS = 8  # per class, or in all, of the data that a metric is tried on
 Metrics = dict[str, Any]
-"""By name, objects of torchmetrics.Metric, which has no types."""
+"""torchmetrics.Metric objects by name; the package has no types."""
 
 
 class NamedMetrics:
-    """Metrics that torchmetrics computes of class probabilities, or of values in the target's unit.
+    """torchmetrics on class probabilities, or on values in the target's unit.
 
-    Class indices of `ignored` are left out; each of the other targets counts once.
+    Targets equal to `ignored` are left out; all others have the same weight.
     """
 
     def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None) -> None:
         self.metrics, self.sizes, self.ignored = metrics, sizes, ignored
 
     def tally(self, output: Any, target: Any) -> MetricState:
-        """A batch, as what adds up over batches. ConfigError where it does not fit the task."""
+        """Return a batch's addable state; ConfigError if the batch does not fit the task."""
         if not isinstance(target, Tensor):
             problem = f"need one tensor of targets, not a {type(target).__name__}"
             raise ConfigError(KEY, problem, "leave them out")
@@ -42,11 +42,11 @@ class NamedMetrics:
         return MetricState(self.metrics, *self._values(predicted, target))
 
     def rises(self, name: str) -> bool:
-        """Whether more of that metric is better."""
+        """Whether a higher value of that metric is better."""
         return self.metrics[name].higher_is_better is not False
 
     def _classes(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [targets, classes], or [targets] of class 1 of two, and the labels."""
+        """Return probabilities [n, classes] (of two classes: [n], of class 1) and labels [n]."""
         width = output.shape[1] if output.ndim > 1 and output.numel() != target.numel() else 1
         rows = output.movedim(1, -1).reshape(-1, width) if output.ndim > 1 else output[:, None]
         target = target.flatten().long()
@@ -63,7 +63,7 @@ class NamedMetrics:
         return shares if width > 2 else shares[:, 1], target
 
     def _values(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Both in the target's unit, float64 where the device has it; [samples] of one target."""
+        """Return both in the target's unit, float64 if the device has it; [n] or [n, targets]."""
         if output.numel() != target.numel():
             problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
             raise ConfigError(KEY, problem, "return as many numbers as there are targets")
@@ -74,7 +74,7 @@ class NamedMetrics:
 
 
 class MetricState:
-    """Metrics over some batches; `+` adds one more batch to the first, in place."""
+    """Metrics over batches; `+` adds a batch to the first operand in place."""
 
     def __init__(self, metrics: Metrics, predicted: Tensor, target: Tensor) -> None:
         self.batch = predicted, target
@@ -86,11 +86,11 @@ class MetricState:
         return self
 
     def compute(self) -> dict[str, float]:
-        """The metrics over all batches, by name. The host waits."""
+        """Return the metrics over all batches by name. Host sync."""
         return {name: float(metric.compute()) for name, metric in self._started().items()}
 
     def _started(self) -> Metrics:
-        """Copies of the metrics that have seen the first batch."""
+        """Return copies of the metrics, updated with the first batch."""
         if not self.started:
             predicted, target = self.batch
             self.metrics = {
@@ -107,9 +107,9 @@ class MetricState:
 def build_named_metrics(
     names: Sequence[str], sizes: Sizes, ignored: int | None
 ) -> tuple[NamedMetrics, list[Choice]]:
-    """The metrics of those names for the data's task, and how they are averaged.
+    """Construct metrics for the data's task; return them and the choices of averaging.
 
-    ConfigError for an unknown name, or where torchmetrics is not installed.
+    ConfigError for an unknown name, or if torchmetrics is not installed.
     """
     known, arguments = _known(sizes)
     metrics, choices = Metrics(), []
@@ -122,7 +122,7 @@ def build_named_metrics(
         taken = inspect.signature(known[name]).parameters
         chosen = {key: value for key, value in arguments.items() if key in taken}
         if "average" in chosen:
-            # its own micro average of most metrics equals the accuracy
+            # the default, micro, of most metrics equals the accuracy
             chosen["average"] = "micro" if name == "Accuracy" else "macro"
             over = "all samples" if name == "Accuracy" else "the classes, each counts the same"
             choices.append(Choice(KEY, f"{name}: {chosen['average']}", f"the mean over {over}"))
@@ -134,7 +134,7 @@ def build_named_metrics(
 
 
 def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metrics for the task by name, and what their constructors may take."""
+    """Return the metric classes for the task by name, and constructor arguments."""
     try:
         from torchmetrics import Metric, classification, regression
     except ImportError as error:
@@ -162,7 +162,7 @@ def _is_class(member: Any, base: type) -> bool:
 
 
 def _made(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:
-    """The metric, tried on a few samples; ConfigError where it makes no single number of them."""
+    """Construct a metric and try it on a few samples; ConfigError unless it gives one number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about memory, and about so few samples
         try:

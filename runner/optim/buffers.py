@@ -1,4 +1,4 @@
-"""What a forward changes besides gradients, such as BatchNorm's statistics."""
+"""Buffers that a forward changes, such as BatchNorm's statistics."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Slot = tuple[dict[str, Tensor | None], str]
 
 @final
 class Buffers:
-    """A model's buffers, which go back with a skipped step, and whether a step has spoiled them.
+    """Saves a model's buffers, restores them after a skipped step, and checks that they are finite.
 
-    A model may put new tensors in a buffer's place, of another shape too, make one in its first
-    forward or drop one. What has changed its kind is noticed by identity, which costs 30 ns each.
+    A model may replace a buffer, also by another shape, create one in its first forward or drop
+    one. Such changes are noticed by identity, which costs 30 ns per buffer.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        # a scripted module has a view in place of a dict; what it holds stays where it is
+        # a scripted module returns a view, not a dict; its buffers are not replaced
         self.dicts = [
             dict(module._buffers.items())
             if isinstance(module, torch.jit.ScriptModule)
@@ -35,11 +35,11 @@ class Buffers:
         self._scan()
 
     def now(self) -> list[Tensor]:
-        """As they are now: some models put new tensors in their place, which may need gradients."""
+        """Return the current tensors: some models replace them, also by ones with gradients."""
         return _writable([buffers.get(name) for buffers, name in self.slots])
 
     def remember(self) -> None:
-        """Before forward."""
+        """Save the buffers, before forward."""
         now = self._all()
         if now is None or not self._fits(now):
             self._scan()
@@ -51,9 +51,9 @@ class Buffers:
             self._see()
 
     def restore(self, skipped: Tensor | None = None) -> None:
-        """To what they were before forward; with a flag where it is 1, which the host never reads.
+        """Restore the saved buffers; with a flag only if it is 1, without a host sync.
 
-        But for a step that changed a buffer's kind: there it waits for the device.
+        After a step that changed a buffer's shape, dtype or device the host reads the flag.
         """
         now = self._all()
         if now is None or not self._fits(now):
@@ -69,32 +69,32 @@ class Buffers:
                 torch._foreach_copy_(now[: len(self.saved)], self.saved)
 
     def are_finite(self) -> Tensor:
-        """Whether the statistics that were finite at first are so now; a flag on the device.
+        """Return a 0-d bool on the device: statistics that were finite at first are so now.
 
-        Finite gradients do not vouch for them: a batch of 1e20 has a variance of Inf, and is as
-        small as any other once it is normalised. Other buffers may be Inf by design, as masks are.
-        20 layers of BatchNorm take 21 to 200 us: 0.1 % of a step on a CPU.
+        Gradients do not show it: a batch of 1e20 has a variance of Inf and normalises to small
+        values. Other buffers may be Inf by design, as masks are. 20 layers of BatchNorm take 21 to
+        200 µs: 0.1 % of a step on a CPU.
         """
         with torch.no_grad():
             each = [buffers.get(name) for buffers, name in self.watched]
             flat = [buffer.reshape(-1) for buffer in each if buffer is not None]
-            if not flat:  # all were dropped
+            if not flat:  # the model dropped all of them
                 return torch.ones((), dtype=torch.bool, device=self.device)
-            # end to end, since there is no fast kernel for the maximum of each; in the widest of
-            # their types, where all that is finite stays so
+            # concatenated, since there is no fast kernel for the maximum of each; cat promotes to
+            # the widest dtype, where finite values stay finite
             largest: Tensor = torch.linalg.vector_norm(torch.cat(flat), math.inf)
-            return largest < math.inf  # NaN is not
+            return largest < math.inf  # NaN: False
 
     def _all(self) -> list[Any] | None:
-        """What each slot holds; None for all where a buffer was registered or deleted since."""
+        """Return the buffers by slot, or None if one was registered or deleted since."""
         if sum(map(len, self.dicts)) != len(self.slots):
             return None
         return [buffers.get(name) for buffers, name in self.slots]
 
     def _fits(self, now: list[Tensor | None]) -> bool:
-        """Whether each is as what was saved of it: in shape, type and place, or None."""
+        """Whether all buffers have the shape, dtype and device of their saved copies."""
         if all(map(is_, now, self.seen)):
-            return True  # as nearly always
+            return True  # usual case
         count = len(self.saved)
         return all(map(is_, now[count:], self.seen[count:])) and all(
             new is not None and _kind(new) == _kind(old)
@@ -102,10 +102,10 @@ class Buffers:
         )
 
     def _scan(self) -> None:
-        """Save all buffers, also those whose dtype or shape has changed."""
+        """Save all buffers anew, as after a change of their number, dtype or shape."""
         slots = [(buffers, name) for buffers in self.dicts for name in buffers]
         held = [slot for slot in slots if _is_writable(slot[0][slot[1]])]
-        # the others are None, or cannot be written into: they can but be replaced
+        # the others are None or not writable, and can only be replaced
         self.slots: list[Slot] = held + [s for s in slots if not _is_writable(s[0][s[1]])]
         self.saved = [buffer.detach().clone() for buffer in self.now()]
         self._see()
@@ -116,14 +116,14 @@ class Buffers:
         ]
 
     def _see(self) -> None:
-        """Remember which tensors are in the slots, but for those that hold on to activations."""
+        """Record the tensors in the slots, except those that keep activations alive."""
         self.seen = [
             None if i < len(self.saved) and buffer is not None and buffer.requires_grad else buffer
             for i, buffer in enumerate(buffers[name] for buffers, name in self.slots)
         ]
 
     def _reassign(self) -> None:
-        """Copies take the places of those that do not fit, and what is new goes."""
+        """Replace buffers that changed by copies of the saved ones, and delete new ones."""
         known = {(id(buffers), name) for buffers, name in self.slots}
         for buffers in self.dicts:
             for name in [name for name in buffers if (id(buffers), name) not in known]:
@@ -145,7 +145,7 @@ def _writable(buffers: list[Tensor | None]) -> list[Tensor]:
 
 
 def _is_writable(buffer: Tensor | None) -> bool:
-    """Whether there is something, and each of its elements has a place of its own."""
+    """Whether the buffer is not None, and no two of its elements share memory."""
     if buffer is None:
         return False
     return buffer.layout is not torch.strided or not any(
@@ -158,6 +158,6 @@ def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
 
 
 def _is_sound(buffer: Tensor) -> bool:
-    """Whether it holds finite numbers; waits for the device."""
+    """Whether it holds only finite numbers. Host sync."""
     known = buffer.is_floating_point() and buffer.itemsize > 1 and buffer.numel() > 0
     return known and bool(buffer.isfinite().all())

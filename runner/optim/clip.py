@@ -1,4 +1,4 @@
-"""Limits on gradients besides their norm: by unit, by value, by parameter group."""
+"""Gradient clipping besides the global norm: adaptive, by value, by parameter group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ EPSILON = 1e-3  # of Brock et al.: weights that start at zero can still move
 
 @final
 class Clip:
-    """What limits gradients, in this order: adaptive, by value, by the norm of what is left.
+    """Clips gradients, in this order: adaptive, by value, by the remaining norm.
 
     Adaptive is AGC (Brock et al. 2021, arXiv:2102.06171, section 4.1): the norm of an output
     unit's gradient is at most `clip_adaptive` times the norm of its weights, or 1e-3 where that is
-    less. A unit is what lies under one index of dimension 0; vectors and scalars are one unit. As
-    in the paper the last linear layer is left out, which is the last `nn.Linear` that the model
-    registers, unless it is the only layer with weights.
+    less. A unit is one index of dimension 0; vectors and scalars are one unit. As in the paper the
+    last linear layer is left out: the last `nn.Linear` that the model registers, unless it is the
+    only layer with weights.
 
-    Limits are about gradients without the loss scale. Nothing is read back. It costs one pass over
-    the gradients for each kind of limit and one for the norm of what is left.
+    Limits apply to gradients without the loss scale. No host sync. Costs one pass over the
+    gradients for each kind of limit and one for the norm.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Clip:
         clip_norm: float | None,
         scale: Tensor | None,
     ) -> list[Tensor | None]:
-        """Change the gradients in place; return what those of each group are yet to be divided by.
+        """Clip gradients in place; return each group's divisor for the norm and the loss scale.
 
-        `scale` is what they were multiplied by. Sparse gradients must be coalesced.
+        `scale` is the loss scale. Sparse gradients must be coalesced.
         """
         gradients = [[_values(g) for g, _ in group if g is not None] for group in groups]
         every = [gradient for group in gradients for gradient in group]
@@ -75,7 +75,7 @@ class Clip:
         shares = _unit_norms(weights)
         torch._foreach_clamp_min_(shares, EPSILON)
         torch._foreach_mul_(shares, factor)
-        torch._foreach_div_(shares, _unit_norms(gradients))  # Inf where there is no gradient
+        torch._foreach_div_(shares, _unit_norms(gradients))  # Inf if the gradient is 0
         torch._foreach_clamp_max_(shares, 1.0)
         torch._foreach_mul_(gradients, shares)
 
@@ -83,14 +83,14 @@ class Clip:
 def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(tensor_norms(gradients)))
     if norm.dtype in (torch.float16, torch.bfloat16):
-        norm = norm.float()  # what fused kernels take
+        norm = norm.float()  # as fused kernels require
     if scale is None:
         return (norm / clip_norm).clamp(min=1.0)
     return (norm / (scale * clip_norm)).clamp(min=1.0) * scale
 
 
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """There is no kernel for norms of rows of a list, so one by one."""
+    """Return the norms of rows, one tensor at a time: there is no foreach kernel for them."""
     dims = [tuple(range(1, t.ndim)) or None for t in tensors]
     return [
         torch.linalg.vector_norm(t, dim=dim, keepdim=dim is not None)

@@ -1,4 +1,4 @@
-"""What can be asked of the update: the `optimizer` and `schedule` groups."""
+"""The `optimizer` and `schedule` config groups."""
 
 from __future__ import annotations
 

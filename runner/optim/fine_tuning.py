@@ -1,4 +1,4 @@
-"""Which parameters are trained, and at which rate: `optimizer.freeze` and `optimizer.groups`."""
+"""Frozen parameters and learning rates by group: `optimizer.freeze`, `optimizer.groups`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from runner.optim.config import OptimizerConfig
 def take_groups(
     config: OptimizerConfig, rest: dict[str, Tensor], decays: bool
 ) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
-    """The parameters of each of `optimizer.groups`, taken out of `rest`, and its options.
+    """Yield parameters, popped from `rest`, and options of each of `optimizer.groups`.
 
-    A group with a rate of its own has it as `lr_share`, a multiple of `optimizer.lr`.
+    A group's own learning rate becomes `lr_share`, a multiple of `optimizer.lr`.
     """
     for number, group in enumerate(config.groups):
         taken = match_names(group["match"], rest, f"optimizer.groups.{number}.match", "trained")
@@ -30,9 +30,9 @@ def take_groups(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train the named parameters no further; ConfigError for a pattern that names none.
+    """Freeze the parameters that match; ConfigError for a pattern without a match.
 
-    A normalisation whose parameters are all frozen stays in evaluation mode, so that its running
+    A normalisation layer with all parameters frozen stays in evaluation mode, so that its running
     statistics are used and do not change (as in Keras).
     """
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -55,7 +55,7 @@ def _stay_in_evaluation(self: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def match_names(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
-    """Those of the names that a pattern or a module's name matches, from their start or any dot."""
+    """Return the names that a pattern or module name matches, from their start or any dot."""
     known = list(names)
     forms = [f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*")]
     matched = [name for name in known if any(fnmatchcase(name, form) for form in forms)]

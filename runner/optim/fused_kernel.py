@@ -1,9 +1,9 @@
-"""Updates that the device makes or skips by a flag which the host never reads.
+"""Updates that the device makes or skips by a flag, without a host sync.
 
-`FusedKernel` calls the optimizer's own fused kernel with lists that are made once:
-`Optimizer.step()` collects its parameters, sorts them by device and type and opens a profiler range
-at each step: some 40 µs for a small model, where the kernel itself takes 6. `RevertibleStep` is for
-optimizers without such a kernel.
+`FusedKernel` calls the optimizer's fused kernel with lists that are made once: `Optimizer.step()`
+collects parameters, sorts them by device and dtype and opens a profiler range at each step, some
+40 µs for a small model, where the kernel itself takes 6. `RevertibleStep` is for optimizers without
+such a kernel.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from runner.optim.origin import runs_torchs_step
 
 @dataclass
 class Group:
-    """One parameter group's tensors, in the order that the kernel takes them."""
+    """The tensors of a parameter group, as lists for the kernel."""
 
     options: dict[str, Any]  # the optimizer's own, so that a new learning rate is seen
     parameters: list[Tensor]
     first: list[Tensor]  # exp_avg, or momentum_buffer
     second: list[Tensor]  # exp_avg_sq
-    steps: list[Tensor]  # one tensor, as often as there are parameters
+    steps: list[Tensor]  # the shared counter, once per parameter
 
 
 class FusedKernel:
-    """Steps of a fused Adam, AdamW or SGD; its state lies where the optimizer would have it.
+    """Fused steps of Adam, AdamW or SGD, with state in the optimizer's `state`.
 
     All parameters must get a gradient at every step, since they share one step counter.
     """
@@ -45,7 +45,7 @@ class FusedKernel:
 
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
-        """Whether there is such a kernel for it."""
+        """Whether there is a fused kernel for the optimizer."""
         known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         groups = optimizer.param_groups
         plain = all(g.get("fused") and not g.get("amsgrad") for g in groups)
@@ -53,7 +53,7 @@ class FusedKernel:
         return known and plain and hasattr(torch, "_fused_adamw_") and hasattr(torch, "_fused_sgd_")
 
     def step(self, divisors: list[Tensor | None], skipped: Tensor) -> None:
-        """Update, unless `skipped` is 1; the gradients of each group are divided by its divisor."""
+        """Update, unless `skipped` is 1; each group's gradients are divided by its divisor."""
         self.count.add_(self.one)
         with torch.no_grad():
             for group, divisor in zip(self.groups, divisors, strict=True):
@@ -99,14 +99,14 @@ class FusedKernel:
         )
 
     def write_counter(self) -> None:
-        """Write the counter into the optimizer's state, for a checkpoint or for its own step()."""
+        """Write the step counter to the optimizer's state, for a checkpoint or its own step()."""
         if self.adam:
             for group in self.groups:
                 for parameter in group.parameters:
                     self.optimizer.state[parameter]["step"] = self.count.clone()
 
     def take_over(self) -> bool:
-        """Go on from the optimizer's loaded state; False where parameters differ in their steps."""
+        """Continue from loaded optimizer state; False if parameters differ in their step count."""
         state = self.optimizer.state
         everyone = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.adam and any(state[p] for p in everyone):
@@ -140,11 +140,11 @@ class FusedKernel:
 
 @final
 class RevertibleStep:
-    """For optimizers without a fused kernel whose state is all on the device.
+    """Update that is reverted on the device if skipped, for optimizers without a fused kernel.
 
-    A copy of weights and state lives while the update is made: three times the weights for
-    NAdam, twice for momentum. By then backward has freed its activations, which mostly took more.
-    The choice between the two is one small kernel a tensor.
+    Weights and state are copied during the update: three times the weights for NAdam, twice for
+    momentum. Backward has freed its activations by then, which mostly took more. Selecting old or
+    new values takes one small kernel per tensor.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -152,22 +152,22 @@ class RevertibleStep:
 
     @staticmethod
     def fits(optimizer: Optimizer, model: nn.Module, scheduled: bool) -> bool:
-        """Whether no step of this optimizer makes the host wait for an accelerator.
+        """Whether a step of this optimizer needs no host sync.
 
-        A rate that is `scheduled` is a tensor, which SGD, Muon and all plain loops would read.
+        A `scheduled` learning rate is a tensor, which SGD, Muon and plain loops would read.
         """
         kind, groups = type(optimizer), optimizer.param_groups
         if not runs_torchs_step(optimizer):
             return False
         if sparse_embeddings(model):
-            return False  # the host waits for the number of rows of a sparse gradient
+            return False  # the number of rows of a sparse gradient needs a host sync
         if kind in (torch.optim.SGD, torch.optim.Muon):
             return not scheduled
         plain_loop = any(group.get("foreach") is False for group in groups)
         return all(group.get("capturable") for group in groups) and not (scheduled and plain_loop)
 
     def step(self, parameters: list[Tensor], skipped: Tensor) -> None:
-        """Update the parameters, which all have a gradient, unless `skipped` is 1."""
+        """Update parameters, which all have a gradient, unless `skipped` is 1."""
         state = self.optimizer.state
         weights = [parameter.detach() for parameter in parameters]
         places = [(state[p], key) for p in parameters if p in state for key in state[p]]
@@ -184,8 +184,8 @@ class RevertibleStep:
     def _drop_new(
         self, known: set[tuple[int, str]], parameters: list[Tensor], skipped: Tensor
     ) -> None:
-        """State that a skipped step has made goes again, for the next one to make afresh."""
-        if not skipped.item():  # waits for the device, at a parameter's first update only
+        """Delete state created by a skipped step, so that the next one creates it again."""
+        if not skipped.item():  # host sync, at a parameter's first update only
             return
         for parameter in parameters:
             holder = self.optimizer.state[parameter]

@@ -1,4 +1,4 @@
-"""The gradients of parameters: their values, their norms, and a division in place."""
+"""Gradients of parameters: values, norms, and in-place division."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
-    """The gradients there are; of sparse ones (embeddings) the values."""
+    """Return the gradients that exist; of sparse ones (embeddings) the values."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if all(gradient.layout is torch.strided for gradient in gradients):
         return gradients
@@ -17,25 +17,25 @@ def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def coalesced_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
-    """All gradients; sparse ones with each index once, put in place so that edits reach them."""
+    """Return all gradients; sparse ones are coalesced in place, so that edits reach them."""
     gradients = [parameter.grad for parameter in parameters]
     for i, gradient in enumerate(gradients):
         if gradient is not None and gradient.is_sparse:
-            gradients[i] = parameters[i].grad = gradient.coalesce()  # waits for the device
+            gradients[i] = parameters[i].grad = gradient.coalesce()  # host sync
     return gradients
 
 
 def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each, in one kernel; within a graph one by one: the compiler has none for it."""
+    """Return the norm of each tensor, in one kernel; in a compiled graph one by one."""
     if torch.compiler.is_compiling():
         return [torch.linalg.vector_norm(tensor) for tensor in tensors]
     return list(torch._foreach_norm(tensors))
 
 
 def divide_gradients(groups: list[list[Tensor]], divisors: list[Tensor | None]) -> None:
-    """Divide those of each parameter group in place."""
+    """Divide the gradients of each parameter group in place."""
     parts = list(zip(groups, divisors, strict=True))
-    if all(divisor is divisors[0] for divisor in divisors):  # mostly: one kernel instead of several
+    if all(divisor is divisors[0] for divisor in divisors):  # usual case: one kernel suffices
         parts = [([p for parameters, _ in parts for p in parameters], divisors[0])]
     for parameters, divisor in parts:
         gradients = gradient_values(parameters)

@@ -1,4 +1,4 @@
-"""An optimizer from its name, with decay kept off norms and biases."""
+"""Construction of optimizers, without weight decay of norms and biases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("runner")
 def optimizer_class(
     config: OptimizerConfig, model: nn.Module, resolve: Callable[[str, str], Any]
 ) -> type[Optimizer]:
-    """The class that `config` names, of torch.optim or the user's own. Raises ConfigError."""
+    """Return the class that `config` names, torch's or the user's. Raises ConfigError."""
     cls: type[Optimizer]
     if config._target_ is None:
         key, cls = "optimizer.name", find_optimizer(config.name)
@@ -44,7 +44,7 @@ def optimizer_class(
 
 
 def unfit(cls: type[Optimizer], model: nn.Module) -> str:
-    """Why a training step here cannot use such an optimizer; nothing where it can."""
+    """Return why a training step cannot use this class, or ""."""
     if issubclass(cls, torch.optim.LBFGS):
         return "LBFGS runs the model several times a step"
     if issubclass(cls, torch.optim.SparseAdam):
@@ -56,13 +56,13 @@ def unfit(cls: type[Optimizer], model: nn.Module) -> str:
 
 
 def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Those whose weights get sparse gradients."""
+    """Return the embeddings with sparse gradients."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return [module for module in model.modules() if isinstance(module, kinds) and module.sparse]
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
-    """The class of torch.optim with that name."""
+    """Return the class of torch.optim with that name. Raises ConfigError."""
     known = {
         key: value
         for key, value in vars(torch.optim).items()
@@ -85,7 +85,7 @@ def build_optimizer(
     options: dict[str, Any],
     names: Mapping[str, Tensor] | None = None,
 ) -> Optimizer:
-    """The optimizer over the model's trainable parameters; `names` are theirs where not its own.
+    """Construct the optimizer of the model's trainable parameters, or of those in `names`.
 
     Tensors of two or more dimensions decay; norms' scales and biases do not (as in GPT-2, and
     He et al. 2019, arXiv:1812.01187, section 3.1).
@@ -93,7 +93,7 @@ def build_optimizer(
     accepted = _accepted(cls)
     _check_options(config, cls.__name__, accepted)
     if config.options.keys() & IMPLEMENTATION:
-        options = {}  # the config has chosen
+        options = {}  # the config has precedence
     arguments = {"lr": config.lr, **config.options, **options}
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("model", "has no parameter that requires a gradient", "nothing to train")
@@ -119,9 +119,9 @@ def build_optimizer(
 def _parameter_groups(
     config: OptimizerConfig, names: Mapping[str, Tensor], decays: bool
 ) -> list[dict[str, Any]]:
-    """The trained parameters, those of each of `optimizer.groups` apart, first those that decay."""
+    """Return the parameter groups: those of `optimizer.groups`, then the rest."""
     rest = {name: p for name, p in names.items() if p.requires_grad}
-    spares = decays and any(p.ndim >= 2 for p in rest.values())  # of vectors alone all decay
+    spares = decays and any(p.ndim >= 2 for p in rest.values())  # vectors alone do decay
     groups: list[dict[str, Any]] = []
     if config.groups:
         from runner.optim.fine_tuning import take_groups
@@ -135,7 +135,7 @@ def _parameter_groups(
 def _split_decayed(
     parameters: list[Tensor], options: dict[str, Any], spares: bool
 ) -> list[dict[str, Any]]:
-    """One group of the parameters, or where vectors are spared the decay, those in another one."""
+    """Return one group, or with `spares` a second one without decay for vectors."""
     decayed = [p for p in parameters if p.ndim >= 2 or not spares]
     plain = [p for p in parameters if p.ndim < 2 and spares]
     groups = [{"params": decayed, **options}] if decayed else []
@@ -153,7 +153,7 @@ def _check_options(config: OptimizerConfig, name: str, accepted: list[str]) -> N
 
 
 def _accepted(cls: type[Optimizer]) -> list[str]:
-    """What its constructor can be called with, and where it hands the rest on, that of its base."""
+    """Return the parameters of the constructor, and of its base classes if it takes **kwargs."""
     names: dict[str, None] = {}
     for base in cls.__mro__:
         parameters = inspect.signature(base).parameters.values()

@@ -1,4 +1,4 @@
-"""The state of an optimizer: checked before it is loaded, and laid out as fused kernels want it."""
+"""Optimizer state: checks before loading, and layout for fused kernels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from runner.optim.origin import is_torchs
 
 Optimizer = torch.optim.Optimizer
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
-"""What fused kernels read and write at the size of the weight, although it may have another."""
+"""State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
-"""State that there is only while an option is on; torch makes a missing momentum by itself."""
+"""State that exists only while an option is on; torch creates a missing momentum itself."""
 
 
 def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a `state_dict` that the optimizer can continue from, unchanged but for options.
+    """Return the part of a `state_dict` that the optimizer can continue from.
 
-    State of an option that is now off is left out. A class of the user's own is taken at its word,
-    but for the tensors of the class of torch that it derives from. Raises ValueError.
+    State of an option that is now off is left out. Of a user's class only the tensors of its torch
+    base class are checked. Raises ValueError.
     """
     saved_groups, groups = saved["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
-    if torch_base(optimizer) is None or sizes[0] != sizes[1]:  # torch refuses other sizes itself
+    if torch_base(optimizer) is None or sizes[0] != sizes[1]:  # torch itself refuses other sizes
         return dict(saved)
     numbers = [number for group in saved_groups for number in group["params"]]
     if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
@@ -47,16 +47,16 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
 
 
 def check_optimizer_state(optimizer: Optimizer) -> None:
-    """Raise ValueError where state that the optimizer holds has not the shape of its weight."""
+    """Raise ValueError if state does not have the shape of its weight."""
     if torch_base(optimizer) is not None:
         for _, weight in _weights(optimizer):
             check_tensors(optimizer, weight, optimizer.state.get(weight, {}))
 
 
 def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, Any]) -> None:
-    """Raise ValueError for tensors of another shape or kind than this weight's state has."""
+    """Raise ValueError for tensors of a shape or dtype that this weight's state cannot have."""
     own = not is_torchs(type(optimizer))
-    if torch_base(optimizer) is torch.optim.Adafactor:  # rows and columns, and no fused kernel
+    if torch_base(optimizer) is torch.optim.Adafactor:  # state by rows and columns; no fused kernel
         return
     for name, value in entries.items():
         if value is None or (own and (name not in MOMENTS or not isinstance(value, Tensor))):
@@ -73,13 +73,13 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
 
 
 def torch_base(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch.optim that it is, or derives from; fused kernels come with it."""
+    """Return the class of torch.optim that it is or derives from, or None."""
     classes = (cls for cls in type(optimizer).__mro__ if cls is not Optimizer)
     return next((c for c in classes if c is getattr(torch.optim, c.__name__, None)), None)
 
 
 def _check_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
-    """Tell another class by its options; versions of torch add some to a class, and remove none."""
+    """Raise ValueError for options of another class; torch versions only add options to a class."""
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
         before, now = saved.keys() - {"initial_lr"}, group.keys() - {"initial_lr"}
         if not (before <= now or now <= before):
@@ -90,7 +90,7 @@ def _check_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> 
 def _select(
     optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The entries for options that are on; ValueError where one that is needed is missing."""
+    """Return the entries of options that are on; ValueError if a needed one is missing."""
     entries = {
         name: value
         for name, value in entries.items()
@@ -109,11 +109,11 @@ def _weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
-    """Give fused SGD its momentum buffers before its first step.
+    """Create zero momentum buffers of fused SGD before its first step.
 
-    A first step that is skipped in the kernel leaves them uninitialised otherwise (torch 2.13).
-    Zeros give the same update, since a first buffer is the gradient itself. With dampening they
-    would not: such an optimizer is not skipped in the kernel.
+    Otherwise a first step skipped in the kernel leaves them uninitialised (torch 2.13). Zeros give
+    the same update, since a first buffer equals the gradient, except with dampening: then steps are
+    not skipped in the kernel.
     """
     if type(optimizer) is not torch.optim.SGD or not is_torchs(torch.optim.SGD):
         return
@@ -125,10 +125,10 @@ def fill_momentum(optimizer: Optimizer) -> None:
 
 
 def align_state(optimizer: Optimizer) -> None:
-    """Lay loaded state out as an update takes it for granted.
+    """Convert loaded state to the layout that an update assumes.
 
-    That is, moments in their weights' memory order for fused kernels, counters on the device for
-    all that never make the host wait, and momentum buffers where fused SGD has none yet.
+    Moments get their weight's strides (for fused kernels), counters move to the device for updates
+    without a host sync, and fused SGD gets missing momentum buffers.
     """
     for group, weight in _weights(optimizer):
         on_device = group.get("fused") or group.get("capturable")

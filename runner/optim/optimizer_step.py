@@ -1,4 +1,4 @@
-"""Between backward and the next batch: norm, guard, clipping, update, schedule, average."""
+"""The optimizer step: gradient norm, guard, clipping, update, schedule, weight average."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class OptimizerStep:
-    """The one place where gradients become an update, made or skipped without a host sync.
+    """Turns gradients into an update, made or skipped without a host sync where possible.
 
-    A fused optimizer of torch takes the flag (`found_inf`) and the clipping (`grad_scale`) into its
-    kernel. On an accelerator, other optimizers of torch make the update and it is reverted on the
-    device (`RevertibleStep`). In all other cases, and always where code of the user's is part of
-    step(), the host reads the flag once a step (free on a CPU) and calls step() only for an update
-    that is to be made. After a skipped step parameters, buffers, optimizer state, schedule and
-    average are bit-equal to those before it.
+    A fused optimizer of torch takes the flag (`found_inf`) and the clipping (`grad_scale`) in its
+    kernel. On an accelerator, the update of other torch optimizers is reverted on the device if
+    skipped (`RevertibleStep`). In all other cases, and whenever a user's code is part of step(),
+    the host reads the flag once a step (free on a CPU) and calls step() only if it is not skipped.
+    After a skipped step parameters, buffers, optimizer state, schedule and average are bit-equal to
+    those before it.
 
-    The gradient norm is over the whole model: a NaN or an Inf anywhere, in a gradient or in the
-    loss, makes it non-finite. A step is skipped when its loss or norm is not finite or above
-    `limits`, or when a normalisation's statistics (`running_…`) are no longer finite.
+    The gradient norm is over the whole model: a NaN or Inf anywhere, in a gradient or the loss,
+    makes it non-finite. A step is skipped if its loss or norm is not finite or above `limits`, or
+    if a normalisation's statistics (`running_…`) are no longer finite.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class OptimizerStep:
         model: nn.Module,
         optimizer: Optimizer,
         config: StabilityConfig,
-        lr: float | None,  # None: the rates that the optimizer's owner sets, at any time
+        lr: float | None,  # None: the optimizer's owner sets its rates at any time
         factors: list[float],
         *,
         loss_scale: float | None = None,
         ema: float | None = None,
-        shards: Shards | None = None,  # this process's of every weight
+        shards: Shards | None = None,  # this process's shard of every weight
     ) -> None:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-        # of each group's rate in the scheduled one; an owner sets the rates as they are
+        # each group's multiple of the scheduled rate; 1 if an owner sets the rates
         owned = lr is None
         self.rate_shares = [
             1.0 if owned else g.get("lr_share", 1.0) for g in optimizer.param_groups
         ]
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
-        # the fused kernels of MPS take the flag and the scale, and look at neither (torch 2.13)
+        # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
         groups = optimizer.param_groups
         fused = all(group.get("fused") and not group.get("dampening") for group in groups)
         self.in_kernel = (
@@ -85,7 +85,7 @@ class OptimizerStep:
         self.share_of_groups = (
             torch.tensor(self.rate_shares, device=self.device) if several else None
         )
-        read = self.in_kernel or self.device.type == "cpu"  # there a look at the flag is free
+        read = self.in_kernel or self.device.type == "cpu"  # no host sync to read the flag
         undone = not read and RevertibleStep.fits(optimizer, model, self.scheduled)
         self.undo = RevertibleStep(optimizer) if undone else None
         counted_at = "cpu" if self.host_waits else self.device  # one read a step is enough
@@ -102,16 +102,16 @@ class OptimizerStep:
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host reads the flag at every step, and so waits on an accelerator."""
+        """Whether every step has a host sync, to read the flag on an accelerator."""
         return not self.in_kernel and self.undo is None and self.device.type != "cpu"
 
     def set_limits(self, loss: float, grad_norm: float) -> None:
-        """From here on skip steps above them; Inf is no limit. The host does not wait."""
+        """Skip later steps above these limits; Inf is no limit. No host sync."""
         self.loss_limit.fill_(min(LARGEST, loss))
         self.norm_limit.fill_(min(LARGEST, grad_norm))
 
     def begin(self) -> None:
-        """Before forward: drop the old gradients, remember the buffers."""
+        """Begin a step, before forward: drop old gradients and save the buffers."""
         for parameter in self.parameters:
             parameter.grad = None
         if self.shards is not None:
@@ -120,21 +120,21 @@ class OptimizerStep:
         self.begun = True
 
     def abandon(self) -> None:
-        """Forget a step that was begun and not applied."""
+        """Discard a step that was begun and not applied."""
         if self.begun:
             self.buffers.restore()
         self.begun = False
 
     def measure(self, loss: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d.
+        """Return the gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d.
 
-        `norm` is that of all shards, where this process has one of several.
+        `norm` is given, over all shards, if the weights are sharded.
         """
         norms = tensor_norms(gradient_values(self.parameters)) if norm is None else [norm]
         return self.judge(loss, norms)
 
     def local_part(self) -> tuple[Tensor, Tensor]:
-        """Of a step by several processes: 1.0 if buffers are spoiled, and the squared norm."""
+        """Return 1.0 if this process's buffers are not finite, and its shard's squared norm."""
         watched = self.guard and self.buffers.watched
         spoiled = torch.where(self.buffers.are_finite(), 0.0, 1.0) if watched else self.never
         norms: list[Tensor] = []
@@ -144,32 +144,32 @@ class OptimizerStep:
         return spoiled, torch.stack(norms).square().sum() if norms else self.never
 
     def finite(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether they are, in every process's shard; the host waits for the device."""
+        """Whether the tensors are finite, in the shards of all processes. Host sync."""
         sound = finite(tensors)
         return sound if self.shards is None else self.shards.agree(sound)
 
     def judge(self, loss: Tensor, each: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The same from the norm of each gradient."""
-        # NaN if the loss is not finite, else nothing; a tensor costs a third of a Python number
+        """Return gradient norm and skip flag, from the loss and the norms of the gradients."""
+        # 0, or NaN if the loss is not finite; a tensor costs a third of a Python number
         each = [*each, loss * self.never]
         norm = torch.linalg.vector_norm(torch.stack(each))
         if self.scale:
             norm = norm / self.scale.value
         if not self.guard:
             return norm, self.overflowed(norm) if self.scale else self.never
-        good = (loss <= self.loss_limit).logical_and_(norm <= self.norm_limit)  # NaN is not
+        good = (loss <= self.loss_limit).logical_and_(norm <= self.norm_limit)  # NaN: False
         if self.buffers.watched:
             good.logical_and_(self.buffers.are_finite())
         return norm, torch.where(good, self.never, self.always)
 
     def overflowed(self, norm: Tensor) -> Tensor:
-        """1.0 if the norm is not finite, which is when a loss scale is too large."""
+        """Return 1.0 if the norm is not finite: then a loss scale is too large."""
         return (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
 
     def apply(self, norm: Tensor, skipped: Tensor) -> None:
-        """Make the update that `measure` looked at, unless it is to be skipped.
+        """Make the update unless `skipped` is 1, and adapt the loss scale.
 
-        A step may be skipped for another reason; the loss scale goes by the norm alone.
+        A step may be skipped for several reasons; the loss scale depends on the norm alone.
         """
         self.check_step()
         if self.in_kernel:
@@ -183,7 +183,7 @@ class OptimizerStep:
         self.begun = False
 
     def check_step(self) -> None:
-        """Let the host decide from now on if step() was patched or hooked since."""
+        """Switch to the host-side decision if step() was patched or hooked since."""
         if (self.in_kernel or self.undo is not None) and not runs_torchs_step(self.optimizer):
             if self.kernel is not None:
                 self.kernel.write_counter()
@@ -193,7 +193,7 @@ class OptimizerStep:
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
         self._look_up_rate()
         if self.kernel is not None and any(p.grad is None for p in self.parameters):
-            self.kernel.write_counter()  # parameters now differ in their number of updates
+            self.kernel.write_counter()  # parameters now differ in their step count
             self.kernel = None
         divisors = self.divisors(norm)
         if self.kernel is not None:
@@ -202,7 +202,7 @@ class OptimizerStep:
             optimizer: Any = self.optimizer
             optimizer.grad_scale = divisors[0]
             if any(divisor is not divisors[0] for divisor in divisors):
-                divide_gradients(self.groups, divisors)  # the kernel takes but one
+                divide_gradients(self.groups, divisors)  # the kernel takes only one
                 optimizer.grad_scale = None
             optimizer.found_inf = skipped
             try:
@@ -218,7 +218,7 @@ class OptimizerStep:
         self._settle(skipped)
 
     def _settle(self, skipped: Tensor) -> None:
-        """All that is not the optimizer's: counter, average, buffers."""
+        """Update the counter and the average, and restore the buffers of a skipped step."""
         if self.scheduled:
             self.updates.add_(skipped == 0)
         if self.average:
@@ -226,7 +226,7 @@ class OptimizerStep:
         self.buffers.restore(skipped)
 
     def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
-        if skipped.item():  # waits for the device
+        if skipped.item():  # host sync on an accelerator
             self.buffers.restore()
             return
         divide_gradients(self.groups, self.divisors(norm))
@@ -239,9 +239,9 @@ class OptimizerStep:
             self._follow(torch.full_like(norm, self.following))
 
     def divisors(self, norm: Tensor, given: Sequence[Tensor] | None = None) -> list[Tensor | None]:
-        """Clip the gradients by all but a norm; what each group's are yet to be divided by.
+        """Apply the other kinds of clipping; return each group's divisor for loss scale and norm.
 
-        They are in `.grad`, or `given`.
+        Gradients are in `.grad`, or `given`.
         """
         if self.clip is None:
             return [self.divisor(norm)] * len(self.groups)
@@ -252,7 +252,7 @@ class OptimizerStep:
             return self.clip.limit(pairs, self.clip_norm, scale)
 
     def divisor(self, norm: Tensor) -> Tensor | None:
-        """What the gradients are divided by: the loss scale, and the excess over the clip norm."""
+        """Return the gradients' divisor: loss scale times excess over the clip norm, or None."""
         divisor = None
         if self.clip_norm is not None:
             excess = norm if self.clip_norm == 1.0 else norm / self.clip_norm
@@ -268,7 +268,7 @@ class OptimizerStep:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights, where there is an average."""
+        """Put the averaged weights, if there are any, into the model while entered."""
         if not self.average:
             yield
             return
@@ -283,13 +283,13 @@ class OptimizerStep:
     # -- schedule ------------------------------------------------------------------------------
 
     def lr_at(self, updates: int) -> float:
-        """The learning rate of the update that follows `updates` of them."""
+        """Return the learning rate of the update that follows `updates` updates."""
         if self.lr is None:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.lr * self.backoff * self.factors[min(updates, len(self.factors) - 1)]
 
     def set_backoff(self, share: float) -> None:
-        """From here on the learning rate is that share of what the schedule has."""
+        """Scale the learning rates of later updates to `share` of the schedule."""
         if self.lr is None:
             for group in self.optimizer.param_groups:
                 group["lr"] *= share / self.backoff
@@ -297,13 +297,13 @@ class OptimizerStep:
         self._set_schedule()
 
     def schedule_on_device(self) -> None:
-        """Look the learning rate up on the device also where it never changes."""
+        """Read the learning rate from a table on the device, even if it is constant."""
         self.scheduled = True
         self._set_schedule()
 
     def _look_up_rate(self) -> None:
         if self.scheduled and self.lr is not None:
-            at = self.updates.clamp(max=len(self.table) - 1)  # an arm of a benchmark continues
+            at = self.updates.clamp(max=len(self.table) - 1)  # a benchmark may exceed the schedule
             torch.take(self.table, at, out=self.lr_now)
             if self.share_of_groups is not None:
                 torch.mul(self.share_of_groups, self.lr_now, out=self.lr_each)
@@ -331,17 +331,17 @@ class OptimizerStep:
 
     @property
     def one_rate(self) -> bool:
-        """Whether all groups have the same learning rate; an owner may give each its own."""
+        """Whether all groups follow one learning rate; an owner may set several."""
         groups = self.optimizer.param_groups
         return self.lr is not None or len({float(group["lr"]) for group in groups}) == 1
 
     def follow_owner(self) -> None:
-        """Bring the owner's rate of now to where a whole step looks it up; before each of them."""
+        """Write the owner's current rate to the table that a whole step reads."""
         self.table.fill_(self.lr_at(0))
         self.updates.zero_()
 
     def align_state(self) -> None:
-        """Lay the optimizer's state out as its weights, whose memory order has changed."""
+        """Convert optimizer state to the memory format of the weights, which has changed."""
         from runner.optim.optimizer_state import align_state
 
         if self.kernel is not None:
@@ -353,7 +353,7 @@ class OptimizerStep:
     # -- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that the next update depends on."""
+        """Return the state that the next update depends on."""
         if self.kernel is not None:
             self.kernel.write_counter()
         with without_compiler():
@@ -367,7 +367,7 @@ class OptimizerStep:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state; raises ValueError or KeyError where it does not fit."""
+        """Restore a state; raise ValueError or KeyError if it does not fit."""
         if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
             raise ValueError("optimizer.ema or the loss scale was switched since")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
@@ -379,7 +379,7 @@ class OptimizerStep:
         with without_compiler():
             self.optimizer.load_state_dict(fits)
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
-            group.update(options)  # the config decides, not what the state was saved under
+            group.update(options)  # the config has precedence over saved options
         align_state(self.optimizer)
         if self.kernel is not None and not self.kernel.take_over():
             self.kernel = None
@@ -394,9 +394,9 @@ class OptimizerStep:
 
 
 class LossScaler:
-    """A dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
+    """Dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
 
-    The rule is that of torch.amp.GradScaler; its own object reads the flag on the host.
+    The rule is that of torch.amp.GradScaler, which reads the flag on the host.
     """
 
     def __init__(self, first: float, device: torch.device) -> None:
@@ -404,10 +404,10 @@ class LossScaler:
         self.grown = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor) -> None:
-        """Learn from one step; the flag is 1.0 or 0.0."""
+        """Adapt to one step; the flag is 1.0 or 0.0."""
         torch._amp_update_scale_(self.value, self.grown, overflowed, 2.0, 0.5, 2000)
 
     def lower(self, factor: float) -> None:
-        """Multiply it, beyond what it does by itself."""
+        """Multiply the scale by `factor`, in addition to its own rule."""
         self.value.mul_(factor)
         self.grown.zero_()

@@ -1,4 +1,4 @@
-"""Whose code makes an optimizer's update: torch's alone, or also the user's."""
+"""Whether an optimizer's update runs torch's code only, or also the user's."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.optim.optimizer import (
 )
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
-OUR_HOOKS = {"runner.optim.user_optimizer"}  # they keep the state complete for whoever calls step()
+OUR_HOOKS = {"runner.optim.user_optimizer"}  # they keep the state complete for callers of step()
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:
-    """Whether it is a class of torch.optim, not one derived from it, and its step() not patched."""
+    """Whether `cls` is a class of torch.optim itself, with an unpatched step()."""
     methods = (cls.step, getattr(cls, "_init_group", cls.step))
     return cls is getattr(torch.optim, cls.__name__, None) and all(map(_is_torchs_code, methods))
 
 
 def runs_torchs_step(optimizer: Optimizer) -> bool:
-    """Whether an update is made by torch's code alone: no subclass, no patch, no hook on step().
+    """Whether only torch's code makes an update: no subclass, no patch, no hook on step().
 
-    Only then may a kernel make the update in place of step(), or step() be called at a step that
-    is to be skipped: code of the user's may change weights, and Python state that no copy restores.
+    Only then may a kernel replace step(), or step() run for an update that is reverted: a user's
+    code may change weights, or Python state that no copy restores.
     """
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None) or not _is_torchs_code(optimizer.step):
@@ -52,14 +52,14 @@ def _is_torchs_code(function: Any) -> bool:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Spare the import of torch's compiler (a second, once) at an optimizer's first calls.
+    """Avoid the import of torch's compiler (a second, once) in an optimizer's first calls.
 
-    torch imports it there to have it pass over them; until it is imported nothing is compiled.
+    torch imports it to exclude these calls from compilation; before the import nothing is compiled.
     """
     with ExitStack() as stack:
         for name in ("add_param_group", "state_dict", "load_state_dict"):
             inner: Any = getattr(getattr(Optimizer, name), "__wrapped__", None)
             if inner is not None and "torch._dynamo" not in sys.modules:
-                inner.__dynamo_disable = inner  # where torch keeps what the compiler makes of it
+                inner.__dynamo_disable = inner  # where torch caches the compiler's wrapper
                 stack.callback(vars(inner).pop, "__dynamo_disable", None)
         yield

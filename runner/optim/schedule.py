@@ -1,4 +1,4 @@
-"""The learning rate as a function of the updates done."""
+"""Learning-rate schedules as a function of the number of updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runner.optim.config import ScheduleConfig, ScheduleKind
 
 
 def factors(config: ScheduleConfig, updates: int) -> list[float]:
-    """The factor on the peak learning rate for each of `updates` updates, the first at index 0.
+    """Return the factor on the peak learning rate for each of `updates` updates.
 
     Warm-up rises linearly and ends at 1. `onecycle` follows the defaults of Smith and Topin
     (arXiv:1708.07120) as torch.optim has them: from 1/25 up over 30 % of the run, then a cosine
@@ -37,7 +37,7 @@ def factors(config: ScheduleConfig, updates: int) -> list[float]:
 
 
 def _count(value: float, updates: int) -> int:
-    """A number of updates: as given from 1 on, below that a share of the run."""
+    """Return a number of updates: `value` itself if it is 1 or more, else that share of the run."""
     return round(value if value >= 1 else value * updates)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that the caller has made, and continues using: its scheduler, its state_dict."""
+"""Adoption of the caller's optimizer, which the caller continues to use."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from runner.optim.origin import runs_torchs_step
 def adopt_optimizer(
     optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack
 ) -> Optimizer:
-    """The optimizer with `options` such as `fused`, until `scope` closes.
+    """Set `options` such as `fused` on the optimizer, until `scope` closes; return it.
 
-    Where its maker named an implementation, that stays, as does a step() that is not torch's.
+    An implementation that its owner chose is kept, as is a step() that is not torch's.
     """
     mine: Any = optimizer
-    # schedulers warn where they saw no call of step(), in whose place the kernel is called
+    # else schedulers warn that step() was not called: the kernel replaces it
     mine._opt_called = True
     for parameter, state in optimizer.state.items():  # the model may have been moved since
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
-    fill_momentum(optimizer)  # where its maker named the fused kernel
+    fill_momentum(optimizer)  # if its owner chose the fused kernel
     groups = optimizer.param_groups
     if not options or not all(_is_open(group, options) for group in groups):
         return optimizer
@@ -41,12 +41,12 @@ def adopt_optimizer(
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
     check_optimizer_state(optimizer)
-    align_state(optimizer)  # counters may lie on the host
+    align_state(optimizer)  # counters may be on the host
     return optimizer
 
 
 def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitStack) -> None:
-    """Let the caller read, load and step the optimizer between our steps; `scope` ends it."""
+    """Keep optimizer state in sync if the caller reads, loads or steps it, until `scope` closes."""
     optimizer: Any = update.optimizer
 
     def write_counter(*_: object) -> None:
@@ -58,7 +58,7 @@ def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitSta
             update.kernel = None
 
     def loaded(*_: object) -> None:
-        if update.in_kernel or update.undo is not None:  # the state may be of another kind
+        if update.in_kernel or update.undo is not None:  # loading replaced the options
             _set_options(optimizer, [options] * len(optimizer.param_groups))
         check_optimizer_state(optimizer)
         align_state(optimizer)
@@ -80,7 +80,7 @@ def _set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> 
 
 
 def _is_open(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether no implementation was chosen, and a fused one would compute the same."""
+    """Whether no implementation was chosen, and a fused one would give the same results."""
     if options.get("fused") and (group.get("dampening") or group.get("differentiable")):
         return False
     return group.get("fused") is None and group.get("foreach") is None
@@ -93,7 +93,7 @@ def _fusible(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def scaled_rates(optimizer: Optimizer, share: float) -> Iterator[None]:
-    """Multiply the rates that their owner set, for as long as it is open."""
+    """Multiply the owner's learning rates by `share` while entered."""
     if share == 1.0:
         yield
         return
@@ -105,7 +105,7 @@ def scaled_rates(optimizer: Optimizer, share: float) -> Iterator[None]:
 
 @contextmanager
 def preserve_rates(optimizer: Optimizer) -> Iterator[None]:
-    """Restore the rates that their owner set."""
+    """Restore the owner's learning rates on exit."""
     rates = [group["lr"] for group in optimizer.param_groups]
     values = [rate.clone() if isinstance(rate, Tensor) else None for rate in rates]
     try:

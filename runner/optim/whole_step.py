@@ -1,8 +1,8 @@
 """A whole training step as one compiled graph: forward, backward, norm, guard, clip, update.
 
-What the eager step spends between its kernels, calling them one by one, is most of a small
-model's step. Here the optimizer's arithmetic is written out, so that the compiler fuses it with
-the rest; it reads and writes the state that `OptimizerStep` keeps, so any step may take either way.
+Launch overhead between kernels is most of a small model's eager step. Here the optimizer's
+arithmetic is written out, so that the compiler fuses it with the rest. It uses the state of
+`OptimizerStep`, so any step may run either way.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
 
 class StepGraph:
-    """Called with a batch of the usual size, makes the step and returns loss, norm and flag.
+    """Makes the step of a full batch; returns loss, gradient norm and skip flag.
 
-    The first call compiles. Gradients are never in `.grad`, and nothing is read back.
+    The first call compiles. Gradients are never in `.grad`; no host sync.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StepGraph:
         options: dict[str, Any],
         limit: int | None = None,
     ) -> None:
-        """`limit` is what integer targets are below, where the objective does not state it."""
+        """`limit` bounds integer targets if the objective does not state the classes."""
         self.update, self.samples, self.limit = update, samples, limit
         self.contexts = contexts
         self.targets = Targets(objective.indices, objective.ignored, update.device)
@@ -52,7 +52,7 @@ class StepGraph:
         if self.graphed:
             _stay_in_place(update, self.targets)
         self.steps = 0  # made so far
-        if update.lr is not None:  # whose optimizer is somebody else's may change under us
+        if update.lr is not None:  # an owner may change an adopted optimizer
             options = {**options, "guard_filter_fn": _worth_checking}
         self._step = torch.compile(
             _traced(forward, objective, update, self.targets),
@@ -62,7 +62,7 @@ class StepGraph:
 
     @staticmethod
     def refuses(update: OptimizerStep) -> str | None:
-        """Why this optimizer's update cannot be written into the graph, or None."""
+        """Return why this optimizer's update cannot be part of the graph, or None."""
         if update.kernel is None:
             name = type(update.optimizer).__name__
             return f"{name} has no fused kernel for these weights, with whose state the graph works"
@@ -73,7 +73,7 @@ class StepGraph:
     def takes(self, batch: Batch) -> bool:
         """Whether the graph is for this batch: the last of an epoch may be smaller.
 
-        And a target that the user's own loss may or may not ignore is left to the ordinary step.
+        A batch with out-of-range targets, which a user's loss may ignore, takes the eager step.
         """
         update = self.update
         update.check_step()
@@ -82,43 +82,43 @@ class StepGraph:
         return self.limit is None or not compiler.out_of_range(batch[1], self.limit)
 
     def check(self) -> None:
-        """Raise DataError if a target was no class since; its step was skipped. The host waits."""
+        """Raise DataError if a target was out of range since the last check. Host sync."""
         if bool(self.targets.wrong):
-            self.targets.wrong.zero_()  # said once: what is saved on the way out is sound
+            self.targets.wrong.zero_()  # raised once: a checkpoint saved afterwards is sound
             raise DataError(
                 f"target {int(self.targets.value)} is out of range: there are classes 0 to "
                 f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
             )
 
     def __call__(self, batch: Batch, veto: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the step; computed and not made where `veto` is 1."""
+        """Make the step; compute it without an update if `veto` is 1."""
         if self.update.lr is None:
             self.update.follow_owner()
         loss, norm, skipped, overflow = self._run(batch, self.never if veto is None else veto)
         self.steps += 1
-        if self.graphed:  # the next replay writes over them, and they are read later
+        if self.graphed:  # the next replay overwrites them before they are read
             loss, norm, skipped = loss.clone(), norm.clone(), skipped.clone()
         if self.update.scale:
             self.update.scale.update(overflow)
         return loss, norm, skipped
 
     def dry_run(self, batch: Batch) -> None:
-        """Compute all of the step and keep nothing of it: as if it were skipped."""
+        """Compute the step as a skipped one: without an update."""
         self._run(batch, self.always)
 
     def _run(self, batch: Batch, veto: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if not self.contexts:
             return self._step(*batch, veto)
-        with ExitStack() as stack:  # out here, since a graph with them in it is not kept on disk
+        with ExitStack() as stack:  # outside, as a graph with contexts is not cached on disk
             for context in self.contexts:
                 stack.enter_context(context())
             return self._step(*batch, veto)
 
 
 class Targets:
-    """Which targets are classes. Compiled code reads where a wrong one points, or ends the process.
+    """Check of class targets: compiled code reads out of bounds or ends the process at a wrong one.
 
-    So they are looked at within the graph: reading a flag at each step would take longer.
+    It is part of the graph: reading a flag on the host at each step would take longer.
     """
 
     def __init__(self, classes: int | None, ignored: int | None, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class Targets:
         self.value = torch.zeros((), dtype=torch.int64, device=device)  # one that was
 
     def checked(self, target: Any, veto: Tensor) -> tuple[Any, Tensor]:
-        """The target with no wrong class in it, and 1.0 if there was one (or `veto` is)."""
+        """Return the target with wrong classes set to 0, and 1.0 if there are any (or `veto`)."""
         if not self.classes or not isinstance(target, Tensor):
             return target, veto
         if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
@@ -143,7 +143,7 @@ class Targets:
 
 
 def _stay_in_place(update: OptimizerStep, targets: Targets) -> None:
-    """Promise that what a step changes keeps its address: else CUDA graphs are not recorded."""
+    """Mark the tensors that a step changes as static: else CUDA graphs are not recorded."""
     kernel = update.kernel
     state = [t for group in kernel.groups for t in (*group.first, *group.second)] if kernel else []
     counters = [
@@ -158,15 +158,15 @@ def _stay_in_place(update: OptimizerStep, targets: Targets) -> None:
         *counters,
         *flags,
         *update.average,
-    ):  # the model's own are known to stay
+    ):  # the model's own are static already
         torch._dynamo.mark_static_address(tensor)
 
 
 def _worth_checking(guards: Sequence[Any]) -> list[bool]:
-    """Which of the tracer's assumptions to test at each call: a sixth of a small step, all of them.
+    """Select the guards to check at each call: all of them take a sixth of a small step.
 
-    What is ours does not change but through this module, the optimizer's options aside; whatever
-    the user's model holds is looked at.
+    Our own objects change only through this module, except the optimizer's options; guards on the
+    user's model are kept.
     """
     ours = ("update", "parameters", "targets", "G['__import_runner")
     return [not g.name.startswith(ours) or ".options" in g.name for g in guards]
@@ -178,7 +178,7 @@ def _traced(
     update: OptimizerStep,
     targets: Targets,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The function that becomes the graph; all of its Python runs while it is traced."""
+    """Return the function that becomes the graph; all of its Python runs during tracing."""
     parameters = update.parameters
 
     def step(inputs: Any, target: Any, veto: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -226,12 +226,12 @@ def _prepared(gradient: Tensor, divisor: Tensor | None, options: dict[str, Any])
 
 
 def _adam(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made: Tensor) -> None:
-    """Adam and AdamW (Kingma and Ba 2015, Loshchilov and Hutter 2019), as torch's kernel has it."""
+    """Adam and AdamW (Kingma and Ba 2015, Loshchilov and Hutter 2019), as in torch's kernel."""
     options = group.options
     beta1, beta2 = options["betas"]
     decay, eps = options["weight_decay"], options["eps"]
     decoupled = options["decoupled_weight_decay"]
-    # in double, as the kernel: in float 1 - 0.999 has lost three digits
+    # in float64, as the kernel: in fp32 1 - 0.999 loses three digits
     updates = count.double().clamp(min=1)
     step_size = (lr.double() / (1 - beta1**updates)).float()
     root = (1 - beta2**updates).sqrt().float()
@@ -248,7 +248,7 @@ def _adam(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made
 
 
 def _sgd(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made: Tensor) -> None:
-    """SGD with momentum, as torch's kernel has it."""
+    """SGD with momentum, as in torch's kernel."""
     options = group.options
     momentum = options["momentum"]
     for i, (p, g) in enumerate(zip(group.parameters, gradients, strict=True)):

@@ -13,14 +13,14 @@ from runner.training.run import Run
 
 KEY = "training.micro_batch"
 MIB = 2**20
-SHARE = 0.8  # of the free memory that a step may take
-HOLES = 2.0  # times its tensors that a process was seen to hold at worst: the heap's holes
-FEW = 4  # samples of the smaller step that is counted
-MOMENTS = 2  # of each weight, as Adam keeps them
+SHARE = 0.8  # share of the free memory that a step may take
+HOLES = 2.0  # largest observed ratio of process memory to tensors: heap fragmentation
+FEW = 4  # samples in the smaller of two counted steps
+MOMENTS = 2  # per weight, as in Adam
 
 
 def apply(knobs: Accumulation, draft: RunBuilder) -> str | None:
-    """Hand the size to the loop, which cuts batches by it."""
+    """Set the draft's micro-batch, by which the loop splits batches."""
     reason = ""
     if draft.micro_batch_asked is None:
         size = int(draft.choose(KEY, lambda: _decide(knobs, draft)))
@@ -33,7 +33,7 @@ def apply(knobs: Accumulation, draft: RunBuilder) -> str | None:
 
 
 def _decide(knobs: Accumulation, draft: RunBuilder) -> tuple[int, str]:
-    """The micro-batch that cuts the batch into the fewest even parts that fit, and why."""
+    """Return the micro-batch for the fewest even parts that fit in memory, and the reason."""
     batch, free, cpu = draft.batch_size, memory.room(draft.device), draft.device.kind == "cpu"
     if knobs.micro_batch is not None:
         return largest_part(batch, min(knobs.micro_batch, batch)), "the accumulation technique"
@@ -41,7 +41,7 @@ def _decide(knobs: Accumulation, draft: RunBuilder) -> tuple[int, str]:
         fixed, per_sample = _step_bytes(draft)
     except NotRestorable:
         raise
-    except Exception as error:  # such as of a model that takes no few samples
+    except Exception as error:  # such as a model with a fixed batch size
         return batch, f"the memory of a step cannot be estimated ({type(error).__name__}: {error})"
     most = SHARE * free / (HOLES if cpu else 1)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
@@ -53,10 +53,9 @@ def _decide(knobs: Accumulation, draft: RunBuilder) -> tuple[int, str]:
 
 
 def _step_bytes(draft: RunBuilder) -> tuple[int, int]:
-    """What a step allocates at any size, and for each sample.
+    """Return the bytes of a step that do not depend on the batch size, and those per sample.
 
-    A sample's share is counted, not timed, by two small steps: what the larger one saves more for
-    its backward.
+    Bytes per sample are the difference in tensors saved for backward between two small steps.
     """
     from runner.techniques.probe import saved_bytes, trial_step
 
@@ -65,13 +64,13 @@ def _step_bytes(draft: RunBuilder) -> tuple[int, int]:
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     state = trained * (MOMENTS + draft.ema)
     copies = 0
-    if draft.device.kind == "cpu":  # elsewhere checkpoints are copied off the device
+    if draft.device.kind == "cpu":  # on other devices checkpoints are copied to the host
         copies = state + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     return trained + state + copies, (large - small) // few
 
 
 def engaged(knobs: Accumulation, run: Run) -> Evidence:
-    """The number of backward passes that one update is made of."""
+    """Return the number of backward passes per update."""
     parts = -(-count(run.train.peek()[1]) // run.micro_batch)
     reason = "" if parts > 1 else f"a batch is no larger than {run.micro_batch} samples"
     facts = {"micro_batch": run.micro_batch, "backward_per_update": parts}

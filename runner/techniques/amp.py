@@ -20,7 +20,7 @@ ENABLED = "optimization.amp.enabled"
 
 
 def unavailable(knobs: Amp, device: Device) -> str | None:
-    """`auto` needs a fast 16-bit type; one that is asked for by name only has to work."""
+    """Return a reason if `auto` finds no fast 16-bit dtype, or a named dtype does not work."""
     able = device.capabilities
     if knobs.dtype is Precision.auto:
         fast = able.bf16_fast or able.fp16_fast
@@ -50,7 +50,7 @@ def apply(knobs: Amp, draft: RunBuilder) -> str | None:
     dtype = _choose_dtype(knobs, draft)
     if dtype is torch.float16:
         draft.loss_scale = knobs.initial_scale
-    # what fsdp gathers is to be freed after each block: no 16-bit copy of it may stay in a cache
+    # FSDP frees gathered weights after each block: autocast must not cache 16-bit copies
     cached = draft.world is None or draft.world.kind != "fsdp"
     autocast.append(partial(torch.autocast, draft.device.kind, dtype=dtype, cache_enabled=cached))
     draft.contexts.append(autocast[0])
@@ -58,7 +58,7 @@ def apply(knobs: Amp, draft: RunBuilder) -> str | None:
 
 
 def _by_rule(knobs: Amp, draft: RunBuilder) -> str | None:
-    """Why a level leaves it out where the run is too short to measure; as before on resume."""
+    """Return why an optimization level skips it in a run too short to measure, or None."""
     able = draft.device.capabilities
     fast = able.fp16_fast if knobs.dtype is Precision.fp16 else able.bf16_fast or able.fp16_fast
     if fast or not (draft.measures or ENABLED in draft.recorded):
@@ -82,9 +82,9 @@ def _choose_dtype(knobs: Amp, draft: RunBuilder) -> torch.dtype:
 
 
 def engaged(knobs: Amp, run: Run) -> Evidence:
-    """Layers whose products are in 16 bits in a step; types of these products and of weights.
+    """Return the share of layers with all products in 16 bits, and dtypes of products and weights.
 
-    A layer is the innermost module of a product of matrices, a convolution or attention.
+    A layer is the innermost module around a matrix product, a convolution or attention.
     """
     from runner.techniques.layer_evidence import product_dtypes
 

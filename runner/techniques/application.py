@@ -1,4 +1,4 @@
-"""Applying the techniques that a config asks for to a run that is being built."""
+"""Application of the configured techniques to a run that is being built."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def apply_techniques(
     given: Mapping[str, Technique],
     look_up: Callable[[str, str], Any],
 ) -> tuple[Named, list[TechniqueStatus]]:
-    """Those that were applied, by name, and a row for each of the others.
+    """Apply techniques in order; return those applied, by name, and the status of all others.
 
-    `given` are those of `optimization.extra` that the caller has made; `look_up` finds the class of
-    another by its name. ConfigError under `optimization.strict` for what cannot engage.
+    `given` are instances of `optimization.extra` made by the caller; `look_up` resolves the class
+    name of any other. Raises ConfigError under `optimization.strict` if one cannot engage.
     """
     applied: Named = []
     others: list[TechniqueStatus] = []
@@ -53,7 +53,7 @@ def apply_techniques(
 def _extra(
     target: str, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
 ) -> Technique:
-    """One of the user's own; these come after ours."""
+    """Return a user's technique, wrapped so that its effect is measured."""
     technique = given.get(target)
     if technique is None:
         from runner.security.registry import construct
@@ -69,7 +69,7 @@ def _extra(
 
 
 def _refusal(rows: list[TechniqueStatus]) -> ConfigError:
-    """The reasons of all that cannot engage, at once."""
+    """Return one error with the reasons of all techniques that cannot engage."""
     first, *more = rows
     reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
     off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)

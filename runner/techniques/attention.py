@@ -1,7 +1,7 @@
-"""Which kernel computes attention, for any model that calls scaled_dot_product_attention.
+"""The kernel of scaled_dot_product_attention, for any model that calls it.
 
-A kernel asked for by name is never replaced by another: what it cannot take is an error. `auto`
-goes by a rule, and leaves torch's choice alone everywhere else.
+A kernel requested by name is never replaced: a call that it cannot take is an error. `auto` follows
+a rule, and otherwise leaves the choice to torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from runner.techniques.config import Attention, Kernel
 from runner.training.run import Run
 
 KEY = "optimization.attention.kernel"
-DEFAULT = "default"  # what torch takes by itself
-SAMPLES = 8  # that the calls are looked at with
-MATRIX_MB = 1024  # of the matrices [query, key] of all layers, up to which they may be held
+DEFAULT = "default"  # torch's own choice
+SAMPLES = 8  # in the forward that records the calls
+MATRIX_MB = 1024  # limit of the attention matrices [query, key] of all layers
 OPERATORS = {
     "flash": "aten::_scaled_dot_product_flash_attention",
     "efficient": "aten::_scaled_dot_product_efficient_attention",
@@ -39,11 +39,11 @@ OPERATORS = {
     "math": "aten::_scaled_dot_product_attention_math",
 }
 PRODUCTS = ("aten::bmm", "aten::baddbmm")
-UNFUSED = ("math", "plain", DEFAULT)  # what may be taken apart; torch's choice may be math
+UNFUSED = ("math", "plain", DEFAULT)  # decomposed by the compiler; torch's choice may be math
 
 
 def unavailable(knobs: Attention, device: Device) -> str | None:
-    """Some kernels are for NVIDIA's GPUs only."""
+    """Return a reason for kernels that the device lacks, or None."""
     if knobs.kernel in (Kernel.efficient, Kernel.cudnn) and device.kind != "cuda":
         return f"{knobs.kernel.value} runs on NVIDIA GPUs only"
     if device.kind == "mps" and knobs.kernel not in (Kernel.math, Kernel.plain):
@@ -52,7 +52,7 @@ def unavailable(knobs: Attention, device: Device) -> str | None:
 
 
 def apply(knobs: Attention, draft: RunBuilder) -> str | None:
-    """Look at the model's calls, choose, and switch over until the run closes."""
+    """Record the model's calls, choose a kernel, and use it until the run closes."""
     samples = min(draft.micro_batch, SAMPLES)
     inputs, _ = probe.sample_batch(draft, samples)
     forward = partial(probe.forward, draft, inputs)
@@ -60,7 +60,7 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
         draft.model.train()
         try:
             calls = calls_of(forward, draft.model)
-        except Exception as error:  # such as a model that knows its batch size
+        except Exception as error:  # such as a model with a fixed batch size
             return f"the model does not take {samples} samples ({type(error).__name__})"
         if not calls:
             return "the model does not call scaled_dot_product_attention"
@@ -86,7 +86,7 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
 
 
 def _refusal(name: str, forward: Callable[[], object], draft: RunBuilder) -> str | None:
-    """Why this kernel cannot take the model's calls, or None, by trying it."""
+    """Try the kernel in a forward; return why it cannot take the model's calls, or None."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -100,7 +100,7 @@ def _refusal(name: str, forward: Callable[[], object], draft: RunBuilder) -> str
 
 
 def _choose(device: Device, dtypes: set[torch.dtype], matrix_mb: float) -> tuple[str, str]:
-    """In 16 bits on a CPU the form written out takes 0.85 of flash's time (8 x 4 x 256 x 64)."""
+    """Choose `plain` for 16 bits on a CPU (0.85 of flash's time, 8 x 4 x 256 x 64), or default."""
     size = f"matrices of {matrix_mb:,.0f} MB"
     if device.kind != "cpu" or not dtypes <= {torch.float16, torch.bfloat16}:
         return DEFAULT, "torch's choice is the fastest but for 16 bits on a CPU"
@@ -110,7 +110,7 @@ def _choose(device: Device, dtypes: set[torch.dtype], matrix_mb: float) -> tuple
 
 
 def engaged(knobs: Attention, run: Run) -> Evidence:
-    """The kernels that ran in one step, by the operators' names; calls forward only."""
+    """Return which kernels ran in the forward of one step, by operator name."""
     wanted = knobs.kernel.value
     if knobs.kernel is Kernel.auto:
         wanted = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
@@ -124,21 +124,21 @@ def engaged(knobs: Attention, run: Run) -> Evidence:
     products = sum(seen.get(name, 0) for name in PRODUCTS)
     apart = 0
     if not ran and wanted in UNFUSED:
-        # compiled, math and plain are taken apart, and only their two products keep their names;
-        # other layers have products, too, so no more of them count than there are calls
+        # the compiler decomposes math and plain, and only their two products keep their names;
+        # other layers have products as well, so at most the number of calls is counted
         apart = min(_step_calls(run), products // 2)
     facts: dict[str, Any] = {"kernel": wanted, "ran": ran or ({"bmm": products} if apart else {})}
     others = [name for name in ran if name != wanted and wanted != DEFAULT]
     if others:
         return Evidence(False, f"{' and '.join(others)} ran in its place", facts)
-    # of the calls that the model made when it was built; recomputed ones run twice a step
+    # share of the calls recorded at build time; recomputed ones run twice a step
     calls, took = int(run.remarks["attention"]["calls"]), sum(ran.values()) or apart
     shown = Evidence.of_share(min(took, calls), calls, "calls ran in an attention kernel", **facts)
     return shown if took else replace(shown, reason="no attention kernel was seen")
 
 
 def _step_calls(run: Run) -> int:
-    """Attention calls of a training micro-batch, recomputed ones too; by an uncompiled step."""
+    """Return the attention calls in an uncompiled step over a micro-batch, with recomputed ones."""
     with torch.compiler.set_stance("force_eager"):
         return len(calls_of(partial(probe.dry_run_step, run, run.micro_batch), run.model))
 
@@ -157,14 +157,14 @@ DISPATCHED: Attend = torch.nn.functional.scaled_dot_product_attention
 
 
 class Call(NamedTuple):
-    """One attention call that a model makes."""
+    """One attention call of a model."""
 
     dtype: torch.dtype  # of the query
     matrix_bytes: int  # of its attention matrices [query, key]
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes every call of scaled_dot_product_attention, however the model got hold of it."""
+    """Records every call of scaled_dot_product_attention, however the model imported it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,20 +176,20 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Add a call with these arguments."""
+        """Record a call with these arguments."""
         arguments = dict(zip(ARGUMENTS, args, strict=False)) | dict(kwargs)
         query, key = arguments["query"], arguments["key"]
         elements = prod(query.shape[:-1]) * key.shape[-2]
         self.calls.append(Call(query.dtype, elements * query.element_size()))
 
     def plain(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`plain`, and noted."""
+        """Call `plain`, and record the call."""
         self.note(args, kwargs)
         return plain(*args, **kwargs)
 
 
 def calls_of(run: Callable[[], object], model: nn.Module) -> list[Call]:
-    """The attention calls in it, in order; those of `plain`, too, where it is in use."""
+    """Return the attention calls that `run` makes, in order, including calls of `plain`."""
     recorder = _Recorder()
     with ExitStack() as stack, recorder:
         _replace(plain, recorder.plain, model, stack)
@@ -209,15 +209,15 @@ def plain(
 ) -> Tensor:
     """Matmul, softmax, matmul: what scaled_dot_product_attention computes, written out.
 
-    The scale goes into the keys. After the product, where it is usually written, inductor would
-    recognise the pattern and put a fused kernel in its place.
+    The keys are scaled. If the product were scaled, as is usual, inductor would recognise the
+    pattern and substitute a fused kernel.
     """
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.matmul(query, (key * scale).transpose(-2, -1))
-    never = torch.finfo(scores.dtype).min / 2  # Inf would make NaN of a row that sees nothing
+    never = torch.finfo(scores.dtype).min / 2  # -inf would make a fully masked row NaN
     if is_causal:
         wall = torch.full(scores.shape[-2:], never, dtype=scores.dtype, device=scores.device)
         scores.add_(wall.triu(1))  # in place: the backward of a product needs only its factors
@@ -230,21 +230,21 @@ def plain(
         scores.add_(attn_mask.clamp(min=never))
     shares = F.dropout(scores.softmax(-1), dropout_p) if dropout_p else scores.softmax(-1)
     out = torch.matmul(shares, value)
-    return out if seen is None else out.masked_fill(~seen, 0.0)  # as torch's own
+    return out if seen is None else out.masked_fill(~seen, 0.0)  # as in torch
 
 
 @contextmanager
 def use(name: str, model: nn.Module) -> Iterator[None]:
-    """While it is open, attention is computed this way alone, wherever it is called.
+    """Compute all attention by this kernel while entered.
 
-    Also in a backward that recomputes, which no context around the forward would reach. A call
-    that the kernel cannot take is a RuntimeError.
+    This includes recomputation in the backward, which a context around the forward would not
+    reach. A call that the kernel cannot take raises RuntimeError.
     """
     with ExitStack() as stack:
         if name == "plain":
             _replace(DISPATCHED, plain, model, stack)
         else:
-            config: Any = torch.compiler.config  # its cache has no kernel in the key
+            config: Any = torch.compiler.config  # the cache key does not contain the kernel
             stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
             config.cache_key_tag = f"{config.cache_key_tag}attention={name}"
             stack.enter_context(sdpa_kernel([BACKENDS[name]]))
@@ -252,7 +252,7 @@ def use(name: str, model: nn.Module) -> Iterator[None]:
 
 
 def _replace(old: Attend, new: Attend, model: nn.Module, scope: ExitStack) -> None:
-    """Put it in torch, and in modules of the model's classes that imported torch's by name."""
+    """Replace `old` in F and in the modules of the model's classes until `scope` closes."""
     for module in {sys.modules[type(m).__module__] for m in model.modules()} | {F}:
         for name, value in list(vars(module).items()):
             if value is old:

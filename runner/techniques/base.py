@@ -1,4 +1,4 @@
-"""An optimisation, what it may change while a run is built, and the proof that it engaged."""
+"""Techniques: their interface, the draft of a run that they change, and their evidence."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from runner.training.run import Recovery, Run
 
 
-TRIALS = "optimization.trials"  # in checkpoints: what runner.training.trials has measured
-TRIAL_SHARE = 0.02  # of a run's steps, that measuring may take
+TRIALS = "optimization.trials"  # key in checkpoints of the results of runner.training.trials
+TRIAL_SHARE = 0.02  # share of a run's steps that trials may take
 SHORTEST_TRIAL = 27  # steps: three to settle, six pairs of two blocks, of two steps each
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Something decided automatically, and why."""
+    """An automatic decision and its reason."""
 
     key: str
     value: Any
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass
 class Switch:
-    """What turns a technique on and off between two steps, so that its gain can be measured."""
+    """Turns a technique on and off between steps, so that its gain can be measured."""
 
     name: str
     turn: Callable[[Run, bool], None]
@@ -58,9 +58,9 @@ class Evidence:
 
     @classmethod
     def of_share(cls, part: int, whole: int, of: str, /, **facts: Any) -> Evidence:
-        """Engaged where more than half of the `whole` is; the share is a fact in any case.
+        """Return evidence that is engaged if `part` is more than half of `whole`.
 
-        `of` starts with what is counted, in the plural: "layers in 16 bits".
+        `of` starts with the plural noun of what is counted: "layers in 16 bits".
         """
         share = f"{part:,} of {whole:,}"
         reason = "" if 0 < part == whole else f"{share} {of}"
@@ -74,24 +74,24 @@ class Technique(ABC):
     enabled: bool = False
 
     def unavailable(self, device: Device) -> str | None:
-        """Why it cannot run on this device, or None."""
+        """Return why the technique cannot run on this device, or None."""
         return None
 
     @abstractmethod
     def apply(self, draft: RunBuilder) -> str | None:
-        """Change the draft, or say why nothing in it can take the technique.
+        """Change the draft, or return why the technique does not apply to it.
 
-        Global switches are flipped through `draft.scope`, which undoes them.
+        Register undo callbacks of global switches in `draft.scope`.
         """
 
     @abstractmethod
     def engaged(self, run: Run) -> Evidence:
-        """What shows, after a few steps, that it engaged."""
+        """Return evidence, after a few steps, of whether the technique engaged."""
 
 
 @dataclass
 class TechniqueStatus:
-    """One technique's row in the summary: asked for, engaged or not, and why."""
+    """A technique's entry in the summary: requested or not, engaged or not, and why."""
 
     name: str
     requested: bool
@@ -104,7 +104,7 @@ class TechniqueStatus:
 
 @dataclass(kw_only=True)
 class RunParts:
-    """What a technique may see or change while a run is built, and hooks read once it is."""
+    """The parts that techniques may read or change while a run is built, and hooks read later."""
 
     device: Device
     sizes: Sizes
@@ -128,39 +128,39 @@ class RunParts:
 
 @dataclass(kw_only=True)
 class RunBuilder(RunParts):
-    """A run being built; `parts` is what becomes of it."""
+    """A run that is being built; the finished run takes over `parts()`."""
 
     optimizer_class: type[torch.optim.Optimizer]
     batch_size: int
     micro_batch_asked: int | None  # training.micro_batch
     tf32_asked: bool | None  # device.tf32
     threads_asked: int | None  # device.threads
-    sample: Callable[[int], Batch]  # so many training samples, not augmented, on the device
+    sample: Callable[[int], Batch]  # number -> training samples, not augmented, on the device
     data: DataConfig  # how batches are fetched; the loader decides where a field is None
-    in_memory: bool  # a fetch is a copy and nothing more
+    in_memory: bool  # a fetch only copies
     loader: Callable[[DataConfig], BatchLoader]  # of the training set, fetched that way
     ema: bool = False  # a running average of the weights is kept
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
-    whole_step: dict[str, Any] | None = None  # torch.compile's options, to make steps in one graph
+    whole_step: dict[str, Any] | None = None  # torch.compile options for steps in one graph
     index_limit: int | None = None  # targets lie below it, as far as the data show
     cuda_graphs: bool = False
-    forward_cost: ForwardCost | None = None  # once it was counted
-    recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here
+    forward_cost: ForwardCost | None = None  # None: not counted yet
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the resumed run
     measures: bool = False  # techniques whose gain depends on machine and model are measured
 
     def parts(self) -> dict[str, Any]:
-        """The fields that the finished run takes over, by name."""
+        """Return the fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
 
     def measure(
         self, name: str, turn: Callable[[Run, bool], None], *, first: bool = True, least: int = 0
     ) -> bool:
-        """Whether the run will measure what a technique gains; `turn` switches it on and off.
+        """Register a trial of a technique's gain; False if the run does not measure it.
 
-        Not where all trials together would take more than TRIAL_SHARE of its steps, or where it has
-        less than `least` of them. `first` is whether it is on before its trial. A run that is
-        continued or replayed measures what it had measured.
+        A run is too short if all trials together would take more than TRIAL_SHARE of its steps, or
+        if it has fewer than `least`. `turn` switches the technique; `first` is its state before the
+        trial. A resumed or replayed run has the trials that it had before.
         """
         known = {trial["name"] for trial in self.recorded.get(TRIALS, ())}
         trials = len(self.switches) + 1
@@ -175,9 +175,9 @@ class RunBuilder(RunParts):
         return True
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
-        """What the run that this one continues had chosen, else what `decide` says, and why."""
+        """Return the choice of the resumed run, else that of `decide`; record the reason."""
         for choice in self.choices:
-            if choice.key == key:  # decided already, by another technique
+            if choice.key == key:  # already decided by another technique
                 return choice.value
         if key in self.recorded:
             value, reason = self.recorded[key], "as before the run was resumed"
@@ -188,10 +188,10 @@ class RunBuilder(RunParts):
 
 
 class ForwardCost(NamedTuple):
-    """Floating-point operations of a forward over a micro-batch."""
+    """Cost of a forward over a micro-batch."""
 
-    mflop: float  # infinite where the model must not be called
-    products: int  # of matrices, and convolutions
+    mflop: float  # inf if the model must not be called
+    products: int  # matrix products and convolutions
     unknown: str = ""  # why it was not counted
 
     def __str__(self) -> str:

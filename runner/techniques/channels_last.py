@@ -1,4 +1,4 @@
-"""Convolutions over memory in NHWC order."""
+"""Convolutions in NHWC memory format (channels last)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NHWC = torch.channels_last
 
 
 def apply(knobs: ChannelsLast, draft: RunBuilder) -> str | None:
-    """Lay weights and batches out in NHWC order."""
+    """Convert weights and batches to NHWC memory format."""
     if not any(isinstance(m, nn.Conv2d) for m in draft.model.modules()):
         return "the model has no 2-d convolution"
     order = MemoryOrder()
@@ -25,29 +25,28 @@ def apply(knobs: ChannelsLast, draft: RunBuilder) -> str | None:
 
 
 class MemoryOrder:
-    """The order of batches and weights, which can be turned back to NCHW."""
+    """The memory format of batches and weights; `turn` switches it between NHWC and NCHW."""
 
     format = NHWC
 
     def place(self, batch: Batch) -> Batch:
-        """The batch in that order."""
+        """Return the batch in the current memory format."""
         inputs = batch[0]
         if isinstance(inputs, Tensor) and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=self.format)
         return inputs, batch[1]
 
     def turn(self, run: Run, on: bool) -> None:
-        """Lay out weights and optimizer state, which fused kernels read in one order."""
+        """Convert weights, and optimizer state, as fused kernels need both in one format."""
         self.format = NHWC if on else torch.contiguous_format
         run.model.to(memory_format=self.format)  # type: ignore[call-overload]
         run.update.align_state()
 
 
 def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
-    """Convolutions that read and write NHWC order, of those where it differs from NCHW.
+    """Return the share of convolutions that read and write NHWC, where it differs from NCHW.
 
-    With its weights in NHWC a convolution writes that order in any case, and copies
-    an input in NCHW first.
+    A convolution with NHWC weights always writes NHWC, and first copies an input in NCHW.
     """
     from runner.techniques.layer_evidence import convolution_layouts
 

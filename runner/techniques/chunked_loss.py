@@ -1,8 +1,8 @@
-"""Cross-entropy over a large vocabulary without the whole logits.
+"""Cross-entropy over a large vocabulary, computed in chunks of the logits; in training only.
 
-The same products as without it, and less to read and write: eager it is faster too. Where the
-whole step is one graph, the compiler fuses whole logits well, and this saves half the memory for a
-step that is up to twice as long (measured on a CPU, 32,000 words). In training only.
+The products are the same with less memory traffic, so it is also faster in eager mode. If the
+whole step is one graph, the compiler fuses whole logits well: chunks then save half the memory but
+take up to twice the time (measured on a CPU, 32,000 words).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import ChunkedLoss
 from runner.training.run import Run
 
-SAMPLES = 2  # that the model's output is looked at with
-CHUNKS = {"cpu": 256}  # measured with 32,000 words of width 256: what stays in a CPU's caches
-CHUNK = 2048  # beats longer products, and a GPU wants long ones: each adds up a weight's gradient
+SAMPLES = 2  # in the forwards that find the output layer
+CHUNKS = {"cpu": 256}  # fits in a CPU's caches, measured with 32,000 words of width 256
+CHUNK = 2048  # faster than longer ones; GPUs need long ones, as each chunk accumulates a gradient
 
 
 def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
-    """Find the layer that the logits come from, and have it put them off."""
+    """Find the layer that computes the logits, and make it return DeferredLogits."""
     if not draft.objective.takes_deferred:
         return f"{type(draft.objective).__name__} takes whole logits only"
     inputs, target = probe.sample_batch(draft, min(draft.micro_batch, SAMPLES))
@@ -45,7 +45,7 @@ def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
         if tokens <= chunk:
             return f"{tokens} tokens are one chunk (chunk={chunk})"
         defer(layer, chunk)
-        layer.training = True  # it alone, so that this forward is like the one before
+        layer.training = True  # only this layer, so that the forward is otherwise unchanged
         try:
             output = find_logits(probe.forward(draft, inputs))
             problem = "another tensor comes out"
@@ -59,7 +59,7 @@ def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
 
 
 def _last_layer(draft: RunBuilder, inputs: Any) -> tuple[nn.Module | None, Any]:
-    """The layer whose output is the model's logits, if it runs once; and their shape."""
+    """Return the layer that outputs the model's logits, if it runs once, and their shape."""
     outputs: list[tuple[nn.Module, Any]] = []
     layers = [m for m in draft.model.modules() if type(m) in (nn.Linear, OutputLayer)]
     with probe.forward_hooks(
@@ -72,9 +72,9 @@ def _last_layer(draft: RunBuilder, inputs: Any) -> tuple[nn.Module | None, Any]:
 
 
 def engaged(knobs: ChunkedLoss, run: Run) -> Evidence:
-    """The largest slice of the logits that a step made, and what all of them would take."""
+    """Return the size of the largest chunk of logits in a step, and of all logits."""
     deferred: list[DeferredLogits] = []
-    elements: dict[int, int] = {}  # of the largest tensor, for each size of a last dimension
+    elements: dict[int, int] = {}  # of the largest tensor, by size of the last dimension
 
     def note_output(layer: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, DeferredLogits):

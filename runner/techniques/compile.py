@@ -16,11 +16,11 @@ from runner.techniques.config import Compile
 from runner.training.run import Run
 
 KEY = "optimization.compile.min_steps"
-ENABLED = "optimization.compile.enabled"  # false where the compiler of one process has failed
+ENABLED = "optimization.compile.enabled"  # chosen false if the compiler failed in one process
 
 
 def unavailable(knobs: Any, device: Device) -> str | None:
-    """Why nothing can be compiled for this device, or None."""
+    """Return why nothing can be compiled for this device, or None."""
     if device.kind == "mps":
         return "torch.compile is experimental on MPS"
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -30,10 +30,10 @@ def unavailable(knobs: Any, device: Device) -> str | None:
 
 
 def apply(knobs: Compile, draft: RunBuilder) -> str | None:
-    """Compile in place, so that the model's keys stay as they are.
+    """Compile the model in place, so that state_dict keys do not change.
 
-    Where the whole step is one graph, the model's own would only be compiled twice; it waits
-    for the case that the step's graph cannot be made.
+    If the whole step is one graph, compiling the model is deferred: it is needed only if that
+    graph fails.
     """
     failed = [c.reason for c in draft.choices if c.key == ENABLED and c.value is False]
     if reason := failed[0] if failed else too_short(draft, knobs.min_steps):
@@ -51,7 +51,7 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
     draft.recoveries.append(compilation.recover)
     draft.scope.callback(compilation.stop)
     shared = any(switch.name == "whole_step" for switch in draft.switches)
-    if draft.whole_step is None or shared:  # where both are measured, each compiles
+    if draft.whole_step is None or shared:  # both are measured, so each compiles
         least = 2 * least_steps(draft) if shared else 0
         measured = draft.measure("compile", compilation.turn, first=False, least=least)
         if not measured and draft.whole_step is None:
@@ -60,7 +60,7 @@ def apply(knobs: Compile, draft: RunBuilder) -> str | None:
 
 
 def least_steps(draft: RunBuilder, asked: int | None = 0) -> int:
-    """From how many steps on it is tried: as asked for, by a timed step if measured, or by rule."""
+    """Return the least steps to try it: `asked`, by a timed step if measured, or by rule."""
     if asked or not (asked is None or draft.measures or KEY in draft.recorded):
         return asked or 0
     from runner.techniques.cost import compile_break_even
@@ -69,7 +69,7 @@ def least_steps(draft: RunBuilder, asked: int | None = 0) -> int:
 
 
 def too_short(draft: RunBuilder, asked: int | None = 0) -> str | None:
-    """Why a run of so many steps is not compiled, or None."""
+    """Return why the run is too short to be compiled, or None."""
     least, steps = least_steps(draft, asked), draft.total_steps
     if steps >= least:
         return None
@@ -77,7 +77,7 @@ def too_short(draft: RunBuilder, asked: int | None = 0) -> str | None:
 
 
 def engaged(knobs: Compile, run: Run) -> Evidence:
-    """Graphs, graph breaks with their lines, recompiles and seconds, as dynamo counted them."""
+    """Return the share of layers in compiled graphs, and dynamo's counters."""
     from runner.record.text import shorten
     from runner.techniques import compiler
     from runner.techniques.layer_evidence import compiled_layers
@@ -92,7 +92,7 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
         return Evidence(False, reason or "nothing was compiled")
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
     graphs = [facts["graphs"]] if run.world is None else run.world.gather(facts["graphs"])
-    if not min(graphs):  # agreed upon: all of them or none make the steps below
+    if not min(graphs):  # agreed by all processes, since the dry runs below need all of them
         causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]
         return Evidence(False, shorten("; ".join(filter(None, ["no graph", *causes])), 300), facts)
     compiled, layers = compiled_layers(run)

@@ -1,4 +1,4 @@
-"""The compiler that several techniques use: its cache, faults, messages and counters."""
+"""torch.compile as several techniques use it: cache, failures, messages and counters."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ CALLS = re.compile(
     r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
     r"(\w+?)(?:_out)?(?:\.\w+)?\("
 )
-"""Operators that generated code calls, as C++ and as Python."""
+"""Operator calls in generated code, C++ and Python."""
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 FUNCTION = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
-"""A line of the user's code in a message of the compiler."""
+"""The line of user code that a compiler message names."""
 TRACER_WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",
     ".*should not be instantiated",
 )
-"""Warnings that torch causes itself, by what its tracer looks at (2.13)."""
+"""Warnings caused by torch's own tracer (2.13)."""
 
 
 @dataclass(eq=False)
 class Compilation:
-    """The model's parts, compiled; goes down the modes and at last to eager where one fails."""
+    """Compiled parts of a model; a mode that fails is replaced by the next, then by eager."""
 
     parts: list[nn.Module]
     modes: list[str]
-    mode: str = ""  # eager
-    paused: tuple[str, list[Any]] | None = None  # the mode, and what was compiled in it
+    mode: str = ""  # "": eager
+    paused: tuple[str, list[Any]] | None = None  # the mode, and the compiled calls by part
 
     def start(self) -> None:
-        """Compile at the next call, in the first mode that is left."""
+        """Compile at the next call, in the next mode, or run eagerly if none is left."""
         reset_counters()
         self.stop()
         self.mode = self.modes.pop(0) if self.modes else ""
@@ -66,13 +66,13 @@ class Compilation:
             _compile(part, self.mode)
 
     def stop(self) -> None:
-        """Back to eager."""
+        """Return to eager."""
         self.mode = ""
         for part in self.parts:
             part._compiled_call_impl = None
 
     def turn(self, run: Run, on: bool) -> None:
-        """Continue compiled, or eagerly for a while; what is compiled stays."""
+        """Switch between compiled and eager; compiled code is kept."""
         if on and self.paused is not None:
             self.mode, implementations = self.paused
             self.paused = None
@@ -85,7 +85,7 @@ class Compilation:
             self.stop()
 
     def recover(self, run: Run, error: Exception) -> bool:
-        """Go down a mode, if it is the compiler that failed."""
+        """Try the next mode if the compiler failed; return whether the step may be repeated."""
         if not self.mode or not is_at_fault(error):
             return False
         failed = self.mode
@@ -97,9 +97,9 @@ class Compilation:
 
 
 def _compile(part: nn.Module, mode: str) -> None:
-    """`part.compile()`, also for a class of torch's own, whose files the tracer does not look into.
+    """Compile a module in place, also one of a torch class, which the tracer would skip.
 
-    A bare nn.Sequential would stay eager without a word (torch 2.13); here it is inlined.
+    A bare nn.Sequential would silently stay eager (torch 2.13); here it is inlined.
     """
     if not type(part).forward.__module__.startswith("torch."):
         part.compile(mode=mode)
@@ -112,7 +112,7 @@ def _compile(part: nn.Module, mode: str) -> None:
 
 
 def modes(asked: str, draft: RunBuilder) -> list[str]:
-    """The mode to start with, and those to go down to.
+    """Return the modes to try, in order.
 
     On a CPU max-autotune was measured 2 to 15 % slower than default.
     """
@@ -125,7 +125,7 @@ def modes(asked: str, draft: RunBuilder) -> list[str]:
 
 
 def prepare(scope: ExitStack) -> None:
-    """Reset the compiler for this run, shorten its messages, keep what it compiles on disk."""
+    """Reset the compiler, shorten its messages, and cache compiled code on disk."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -143,46 +143,46 @@ def prepare(scope: ExitStack) -> None:
 
 
 def reset_counters() -> None:
-    """Let `compilation_facts` be about what is compiled from here on."""
+    """Reset the counters of `compilation_facts`."""
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
 
 
-# -- faults and messages ---------------------------------------------------------------------------
+# -- failures and messages -------------------------------------------------------------------------
 
 
 def is_at_fault(error: Exception) -> bool:
-    """Whether it is the compiler that failed, and not what it compiled."""
+    """Whether the compiler failed, not the code that it compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
-    # some of its errors are no TorchDynamoException, such as that of too many recompiles
+    # some of its errors are no TorchDynamoException, such as for too many recompiles
     theirs = type(error).__module__ == TorchDynamoException.__module__
     theirs = theirs or isinstance(error, TorchDynamoException)
     return theirs or _passed(error, f"torch{os.sep}_inductor{os.sep}", "codecache")
 
 
 def was_running(error: Exception) -> bool:
-    """Whether compiled code had begun to run when it was raised."""
+    """Whether the error was raised while compiled code ran."""
     return _passed(error, f"_inductor{os.sep}output_code.py")
 
 
 def _passed(error: Exception, *parts: str) -> bool:
-    """Whether the error came through a file with all of these in its path."""
+    """Whether a frame of the traceback is in a file with all `parts` in its path."""
     paths = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     return any(all(part in path for part in parts) for path in paths)
 
 
 def summarize_error(error: Exception) -> str:
-    """The gist of a compiler's error, and the user's line it is about; all of it in run.log."""
+    """Return a short text of a compiler error with the user's line; log all of it to run.log."""
     log.info("the compiler's message", exc_info=error, extra={"live": True})  # not on the screen
     return f"{type(error).__name__}: {summarize_message(str(error))}"
 
 
 def summarize_message(text: str) -> str:
-    """The first line of a message of the compiler, and the line of code that it is about."""
+    """Return the first line of a compiler message, and the line of code that it names."""
     lines = [line.strip() for line in re.split(r"\n|\\n", text) if line.strip()] or [""]
     first = lines[0].partition(", consider setting")[0]
-    if first.endswith(":"):  # of what a backend raised
+    if first.endswith(":"):  # an error raised by a backend
         first = " ".join([first, *lines[1:2]])
     places = PLACE.findall(text.partition("user code")[2])[-1:] or FUNCTION.findall(text)
     where = f" ({places[0][0]}:{places[0][1]})" if places else ""
@@ -190,9 +190,9 @@ def summarize_message(text: str) -> str:
 
 
 def _shorten_messages(scope: ExitStack) -> None:
-    """Until the run closes: one line on the screen of each message, all of it in run.log.
+    """Show one line of each compiler message and log the whole to run.log, until the run closes.
 
-    TORCH_LOGS, which asks for the messages as they are, leaves them so.
+    With TORCH_LOGS set, messages are left unchanged.
     """
 
     def log_shortened(record: logging.LogRecord) -> bool:
@@ -213,9 +213,9 @@ def _shorten_messages(scope: ExitStack) -> None:
 
 
 def kernels() -> dict[str, int]:
-    """The operators that the code compiled since `prepare` calls, by name, and how often.
+    """Return the number of calls per operator in the code compiled since `prepare`.
 
-    A profiler does not see them where the calling code is compiled too.
+    A profiler does not see them if the calling code is compiled as well (cpp_wrapper).
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -225,7 +225,7 @@ def kernels() -> dict[str, int]:
 
 
 def compilation_facts() -> dict[str, Any]:
-    """What was compiled since `prepare`: graphs, breaks, recompiles, seconds, cold or warm."""
+    """Return facts of compilation since `prepare`: graphs, breaks, recompiles, seconds, cache."""
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     compiled = get_compilation_metrics()
@@ -255,13 +255,13 @@ def compilation_facts() -> dict[str, Any]:
     }
 
 
-# -- indices that would end the process ------------------------------------------------------------
+# -- out-of-range indices, which would end the process ---------------------------------------------
 
 
 def check_tokens(draft: RunBuilder) -> None:
-    """Let no token id beyond the vocabulary reach compiled code on a CPU: it ends the process.
+    """Add a placement that raises DataError for token ids beyond the vocabulary, on a CPU.
 
-    There an index is checked inside a parallel region, and an error out of that is no exception.
+    Compiled code checks indices in a parallel region, where an error ends the process.
     """
     vocab = draft.sizes.vocab
     if draft.device.kind != "cpu" or vocab is None:
@@ -284,7 +284,7 @@ def check_tokens(draft: RunBuilder) -> None:
 
 
 def out_of_range(indices: Any, limit: int) -> bool:
-    """Whether any of them is below 0 or not below `limit`; 2 µs, and on a GPU the host waits."""
+    """Whether any index is below 0 or not below `limit`. 2 µs; a host sync on a GPU."""
     if not isinstance(indices, torch.Tensor) or not indices.numel():
         return False
     if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
@@ -297,15 +297,15 @@ def out_of_range(indices: Any, limit: int) -> bool:
 
 
 def graph_obstacle(run: Run, eager: bool = False) -> str:
-    """Which hook looks at every step, so that none is made in one graph; empty where none does.
+    """Return which hook observes every step and so prevents steps in one graph; "" if none does.
 
-    With `eager`, which one has every step made uncompiled.
+    With `eager`, only a hook that makes every step run uncompiled.
     """
     for hook in run.hooks:
-        events = ("around", "on_gradients")  # what a step in one graph has no place for
+        events = ("around", "on_gradients")  # not possible for a step in one graph
         looks = any(getattr(type(hook), event) is not getattr(Hook, event) for event in events)
         if hook.every == 1 and looks and (hook.eager or not eager):
-            tool = getattr(hook, "name", "")  # a debug tool has one, which is that of its key
+            tool = getattr(hook, "name", "")  # debug tools have one, equal to their config key
             name = f"debug={tool}" if tool else type(hook).__name__
             slower = f"; debug.{tool}.every=50 leaves most of it" if tool else ""
             how = "uncompiled" if hook.eager else "in more than one graph"
@@ -314,7 +314,7 @@ def graph_obstacle(run: Run, eager: bool = False) -> str:
 
 
 def warn_graph_obstacle(run: Run) -> None:
-    """Say at the start that a hook keeps every step from being compiled."""
+    """Log a warning at the start if a hook prevents every step from being compiled."""
     compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
     if compiled and (reason := graph_obstacle(run, eager=run.whole is None)):
         name = "compile" if run.whole is None else "whole_step"
@@ -325,14 +325,14 @@ def warn_graph_obstacle(run: Run) -> None:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where runs keep compiled code: the user's TORCHINDUCTOR_CACHE_DIR, else a folder of ours.
+    """Return the cache folder: the user's TORCHINDUCTOR_CACHE_DIR, else one in XDG_CACHE_HOME.
 
-    One for each torch and kind of CPU: code compiled for another CPU's instructions may crash.
+    One per torch version and CPU flags: code compiled for another CPU's instructions may crash.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     named = environ.get(CACHE)
-    if named and named != default_cache_dir():  # torch writes its default there by itself
+    if named and named != default_cache_dir():  # torch itself sets it to its default
         return Path(named)
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
@@ -340,9 +340,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """Why runs cannot keep compiled code in `folder`, which exists, or None.
+    """Return why compiled code cannot be cached in the existing `folder`, or None.
 
-    Its code is run, so a folder that the user did not name must be the user's alone to write.
+    Cached code is executed, so only the user may have write access, unless the user named it.
     """
     if not os.access(folder, os.W_OK):
         return "cannot be written"
@@ -354,7 +354,7 @@ def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
 
 
 def _make_cache(folder: Path, scope: ExitStack) -> Path:
-    """The folder, made; one for this run alone where it cannot be used."""
+    """Create and return the folder, or a temporary one for this run if it cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = cache_problem(folder, os.environ)

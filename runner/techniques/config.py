@@ -31,24 +31,24 @@ class BuiltIn(Technique):
 
     @classmethod
     def module_name(cls) -> str:
-        """The class's name in snake case: the module's, and the field's in `Optimization`."""
+        """Return the class name in snake case: the names of the module and of the config field."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
     def _module(self) -> Any:
         return import_module(f"runner.techniques.{self.module_name()}")
 
     def unavailable(self, device: Device) -> str | None:
-        """Why it cannot run on this device, or None."""
+        """Return why the technique cannot run on this device, or None."""
         check: Callable[..., str | None] | None = getattr(self._module(), "unavailable", None)
         return check(self, device) if check else None
 
     def apply(self, draft: RunBuilder) -> str | None:
-        """Change the draft, or say why nothing in it can take the technique."""
+        """Change the draft, or return why the technique does not apply to it."""
         reason: str | None = self._module().apply(self, draft)
         return reason
 
     def engaged(self, run: Run) -> Evidence:
-        """What shows, after a few steps, that it engaged."""
+        """Return evidence, after a few steps, of whether the technique engaged."""
         evidence: Evidence = self._module().engaged(self, run)
         return evidence
 
@@ -239,6 +239,6 @@ class Optimization:
     auto: AutoConfig = field(default_factory=AutoConfig)  # of level auto alone
 
     def techniques(self) -> list[tuple[str, Technique]]:
-        """Every technique by its name, in order of application."""
+        """Return (name, technique) pairs in order of application."""
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return [(name, value) for name, value in named if isinstance(value, Technique)]

@@ -1,4 +1,4 @@
-"""What a step costs: operations of a forward, time of a step, steps that pay compiling back."""
+"""Cost estimates: FLOP of a forward, seconds of a step, break-even steps of compiling."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from runner.techniques import probe
 from runner.techniques.base import ForwardCost, RunBuilder
 from runner.training.recovery import is_out_of_memory, release_references
 
-COLD_S = 30.0  # what compiling a small transformer takes the first time
-TRY_SHARE = 0.1  # of a run, that it may lose by compiling in vain
-PASSES = 6  # that are timed, on each machine as many; the first ones are never the fastest
-ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
-SAMPLES = 8  # that are counted, and scaled up to a micro-batch
-WORK_FLOP = {"cpu": 4e12}  # of a run that compiling pays in: minutes on a CPU of few cores
+COLD_S = 30.0  # cold compile time of a small transformer
+TRY_SHARE = 0.1  # share of a run that futile compiling may cost
+PASSES = 6  # timed forwards, the same number on each machine; the first ones are never the fastest
+ASSUMED_S = 0.01  # per step, of a model that cannot be timed
+SAMPLES = 8  # counted, and scaled up to a micro-batch
+WORK_FLOP = {"cpu": 4e12}  # of a run in which compiling pays: minutes on a CPU with few cores
 OTHER_WORK_FLOP = 4e15  # and on an accelerator
 
 
 def forward_cost(draft: RunBuilder) -> ForwardCost:
-    """Operations of a forward over a micro-batch, counted once.
+    """Return the FLOP of a forward over a micro-batch, counted once per run.
 
-    A rule on this number repeats, where a race would come out differently from run to run. A
-    model that must not be called before training counts as large.
+    Rules use counts because they are reproducible, which timings are not. A model that must not be
+    called before training counts as infinitely large.
     """
     if draft.forward_cost is None:
         try:
             draft.forward_cost = _count(draft, SAMPLES)
         except NotRestorable as error:
             draft.forward_cost = ForwardCost(inf, 1, str(error))
-        except Exception:  # such as a model that knows its batch size
+        except Exception:  # such as a model with a fixed batch size
             draft.forward_cost = _count(draft, draft.micro_batch)
     return draft.forward_cost
 
@@ -51,7 +51,7 @@ def _count(draft: RunBuilder, samples: int) -> ForwardCost:
         stack.enter_context(probe.untouched(draft))
         stack.enter_context(modes.evaluation_mode(draft.model))
         stack.enter_context(torch.no_grad())
-        if draft.compilation is not None:  # else the counting would be compiled, too
+        if draft.compilation is not None:  # else the counting would be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with (counter := ProductCounter()):
             call(draft.model, inputs)
@@ -62,7 +62,7 @@ def _count(draft: RunBuilder, samples: int) -> ForwardCost:
 
 
 def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
-    """The same by torch's own counter, which sees each operator."""
+    """Return FLOP and number of products by torch's FlopCounterMode, which sees each operator."""
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
     products: list[object] = []
@@ -75,10 +75,10 @@ def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
 
 
 def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
-    """From how many steps on compiling is tried, and what that rests on.
+    """Return the least number of steps for which compiling is tried, and the reason.
 
-    Where its gain is measured, a timed step decides: a run that is compiled in vain (half a minute,
-    the first time) takes at most TRY_SHARE longer. Elsewhere counted operations do, so that the
+    If gains are measured, a timed step decides: a run that is compiled without gain (half a minute,
+    the first time) takes at most TRY_SHARE longer. Otherwise the FLOP count decides, so that the
     same run is always compiled or never.
     """
     if not draft.measures:
@@ -104,14 +104,14 @@ def _compile_rule(draft: RunBuilder) -> tuple[int, str]:
 
 
 def _two_digits(steps: float) -> int:
-    return int(float(f"{steps:.1e}"))  # what it rests on is no better
+    return int(float(f"{steps:.1e}"))  # the inputs are no more precise
 
 
 def step_seconds(draft: RunBuilder) -> float:
-    """About what forward and backward over a micro-batch take: three times a forward.
+    """Estimate the seconds of forward and backward over a micro-batch: three times a forward.
 
-    The fastest of PASSES: what is not the run's own (cold caches, neighbours on the machine) only
-    ever adds. Raises NotRestorable.
+    Takes the fastest of PASSES, since disturbances (cold caches, other processes) only add time.
+    Raises NotRestorable.
     """
     inputs, _ = probe.sample_batch(draft, draft.micro_batch)
     seconds: list[float] = []
@@ -127,24 +127,24 @@ def step_seconds(draft: RunBuilder) -> float:
                     raise NotRestorable("a forward does not fit in memory") from None
                 if not seconds:
                     raise
-                break  # training will meet it, and say where
+                break  # training will raise it, with its context
             draft.device.synchronize()
             seconds.append(perf_counter() - start)
     return 3 * min(seconds)
 
 
-# -- products of matrices, convolutions and attention, counted by their shapes ---------------------
+# -- FLOP of matrix products, convolutions and attention, from shapes ------------------------------
 
 OPAQUE = {
     "bilinear", "cdist", "chain_matmul", "einsum", "gru", "gru_cell", "inner", "kron", "lstm",
     "lstm_cell", "multi_dot", "multi_head_attention_forward", "outer", "rnn_relu", "rnn_relu_cell",
     "rnn_tanh", "rnn_tanh_cell", "tensordot",
 }  # fmt: skip
-"""Functions that make products inside, where this does not see them."""
+"""Functions with products inside that ProductCounter does not see."""
 
 
 def _inner(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
-    """`[…, n, k] @ […, k, m]`; the operand with k as its last dimension is that argument."""
+    """Return the FLOP formula of `[…, n, k] @ […, k, m]`; args[operand] has k as last dimension."""
     return lambda args, out: 2 * out.numel() * int(args[operand].shape[-1])
 
 
@@ -172,10 +172,10 @@ FLOP: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
 
 
 class ProductCounter(TorchFunctionMode):
-    """While entered, adds up floating-point operations; a multiply-add is two.
+    """Context that counts FLOP (a multiply-add is two) and products.
 
-    torch's own counter needs a dispatch mode, which imports 800 modules (two seconds, once). This
-    one sees the functions that Python calls, and knows where that is not enough.
+    torch's FlopCounterMode needs a dispatch mode, which imports 800 modules (2 s, once). This one
+    sees functions called from Python, and lists those that it cannot count in `opaque`.
     """
 
     def __init__(self) -> None:
@@ -193,6 +193,6 @@ class ProductCounter(TorchFunctionMode):
             try:
                 self.flop += FLOP[name](args, result)
                 self.products += 1
-            except (AttributeError, IndexError, TypeError):  # arguments by their names
+            except (AttributeError, IndexError, TypeError):  # keyword arguments
                 self.opaque.add(name)
         return result

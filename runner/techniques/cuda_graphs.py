@@ -12,23 +12,23 @@ LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch")  # what the profiler calls them
 
 
 def unavailable(knobs: CudaGraphs, device: Device) -> str | None:
-    """Only CUDA has graphs of kernels."""
+    """Return a reason on devices other than CUDA."""
     if device.kind == "cuda":
         return None
     return f"CUDA graphs are for GPUs with CUDA, and the device is {device.kind}"
 
 
 def apply(knobs: CudaGraphs, draft: RunBuilder) -> None:
-    """Tell the techniques that compile, which come later: their compiler captures the graphs.
+    """Set a flag for the techniques that compile: their compiler captures the graphs.
 
-    Not by torch.cuda.make_graphed_callables: that takes one shape alone, and an epoch's last batch
-    or a ragged micro-batch has another.
+    torch.cuda.make_graphed_callables is not used: it takes one shape only, and an epoch's last
+    batch or micro-batch may have another.
     """
     draft.cuda_graphs = True
 
 
 def engaged(knobs: CudaGraphs, run: Run) -> Evidence:
-    """Graphs launched in one step, counted by the profiler."""
+    """Return the number of graphs launched in one step, from the profiler."""
     launches = sum(n for name, n in operators(run).items() if name.startswith(LAUNCH))
     reason = "" if launches else "the compiled step launches no graph"
     if not launches and run.compilation is None and run.whole is None:

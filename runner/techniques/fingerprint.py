@@ -1,4 +1,4 @@
-"""What a technique of the user's own changed, measured apart from what it says of itself."""
+"""Measured effects of a user's technique, independent of its own evidence."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from runner.device.device import Device
 
 CLAIM = "claimed by the technique itself"
-SAMPLES = 8  # of the step that is compared
+SAMPLES = 8  # in the compared step
 SHOWN_IN_A_STEP = {"model", "forward", "contexts", "placements", "remarks", "choices", "scope"}
-"""Fields of a draft whose change says nothing by itself."""
+"""Fields of a draft that are not compared: their effect is seen in the compared step."""
 
 
 def fingerprint(draft: RunBuilder) -> dict[str, Any]:
-    """What can be observed of a draft, by the name that a change of it is reported under."""
+    """Return the observable state of a draft, by the name under which a change is reported."""
     names = {one.name for one in fields(draft)} - SHOWN_IN_A_STEP
     settings = {name: getattr(draft, name) for name in names}
     settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
@@ -50,7 +50,7 @@ def fingerprint(draft: RunBuilder) -> dict[str, Any]:
 
 
 def _step(draft: RunBuilder) -> dict[str, Any]:
-    """Operators, numbers and memory of a forward and backward over a few samples, uncompiled."""
+    """Return operators, sums of results and saved bytes of an uncompiled forward and backward."""
     numbers: list[float] = []
     operators: Counter[tuple[str, Any]] = Counter()
 
@@ -64,7 +64,7 @@ def _step(draft: RunBuilder) -> dict[str, Any]:
     try:
         with OperatorObserver(note):
             memory = saved_bytes(draft.model, step)
-    except Exception as error:  # such as of a model that knows its batch size
+    except Exception as error:  # such as a model with a fixed batch size
         return {"a step": type(error)}
     return {"memory for the backward": memory, "numbers": numbers, "operators": operators}
 
@@ -72,23 +72,23 @@ def _step(draft: RunBuilder) -> dict[str, Any]:
 def _differ(before: Any, after: Any) -> bool:
     try:
         return bool(before != after)
-    except (RuntimeError, TypeError, ValueError):  # tensors and arrays have no one answer
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays give no single bool
         return before is not after
 
 
 @dataclass
 class MeasuredTechnique(Technique):
-    """A technique of the user's own, whose evidence is its claim: what it changes is measured."""
+    """Wrapper that measures what a user's technique changes."""
 
     technique: Technique = field(kw_only=True)
     measured: list[str] = field(default_factory=list)  # names of changes
 
     def unavailable(self, device: Device) -> str | None:
-        """As the technique says."""
+        """Return the technique's own reason, or None."""
         return self.technique.unavailable(device)
 
     def apply(self, draft: RunBuilder) -> str | None:
-        """Apply it between two fingerprints; what differs without it, too, tells nothing."""
+        """Apply it between two fingerprints; ignore what also differs between repeated ones."""
         first, before = fingerprint(draft), fingerprint(draft)
         reason = self.technique.apply(draft)
         after = fingerprint(draft)
@@ -98,7 +98,7 @@ class MeasuredTechnique(Technique):
         return reason
 
     def engaged(self, run: Run) -> Evidence:
-        """Its own evidence, beside the changes that were measured."""
+        """Return its evidence and the measured changes; not engaged without any."""
         evidence = self.technique.engaged(run)
         if not evidence.engaged:
             return evidence

@@ -19,14 +19,14 @@ Options = dict[str, bool]
 
 
 def apply(knobs: FusedOptimizer, draft: RunBuilder) -> str | None:
-    """Ask the optimizer's class for its fastest implementation."""
+    """Select the fastest implementation that the optimizer's class has."""
     options, reason = fastest(draft.optimizer_class, draft.model)
     draft.optimizer_options.update(options)
     return reason
 
 
 def engaged(knobs: FusedOptimizer, run: Run) -> Evidence:
-    """The implementation of each group's update, and where clipping and guard are done."""
+    """Return the share of weights with a fused update, and where the guard runs."""
     update, optimizer = run.update, run.update.optimizer
     weights: Counter[str] = Counter()
     for group in optimizer.param_groups:
@@ -44,14 +44,14 @@ def engaged(knobs: FusedOptimizer, run: Run) -> Evidence:
 
 
 def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
-    """What torch's own `step` does by the group's options; another one heeds them or not."""
+    """Return the implementation that torch's `step` takes by the group's options."""
     if not runs_torchs_step(optimizer):
         return "its own step()"
     return next((name for name in ("fused", "foreach") if group.get(name)), "loop")
 
 
 def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[Options, str | None]:
-    """The options of its fastest implementation, or why it has but the slow one."""
+    """Return the options of the fastest implementation, or why there is only the loop."""
     if not is_torchs(optimizer):
         return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"
     embeddings = (nn.Embedding, nn.EmbeddingBag)
@@ -61,7 +61,7 @@ def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[O
     if "fused" in accepted and all(p.is_floating_point() for p in model.parameters()):
         return {"fused": True}, None
     if "foreach" in accepted:
-        # with its counters on the device, a bad update is taken back without the host
+        # counters on the device allow a bad update to be reverted without a host sync
         on_cuda = any(p.device.type == "cuda" for p in model.parameters())
         more = {"capturable": True} if on_cuda and "capturable" in accepted else {}
         return {"foreach": True, **more}, None

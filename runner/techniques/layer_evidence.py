@@ -1,4 +1,4 @@
-"""What the layers of a run did in one step: in compiled graphs, in 16 bits, in NHWC order."""
+"""Evidence by layer from one step: compiled graphs, dtypes of products, NHWC convolutions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runner.training.run import Run
 
 
 def compiled_layers(run: Run) -> tuple[int, int]:
-    """How many layers of a step ran in compiled graphs, and how many ran.
+    """Return how many layers ran in compiled graphs in one step, and how many ran in all.
 
-    Compiled code does not call the hooks that a module was given later; a layer that the compiler
-    left out, or took to pieces at a graph break, does.
+    Compiled code does not call hooks registered later; a layer that runs eagerly, or that a graph
+    break splits, does.
     """
     called: set[nn.Module] = set()
     layers = [m for m in run.model.modules() if next(m.parameters(recurse=False), None) is not None]
@@ -32,7 +32,7 @@ def compiled_layers(run: Run) -> tuple[int, int]:
 
 
 def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
-    """The types of each layer's products in a forward."""
+    """Return the output dtypes of each layer's products in one step."""
     from torch.utils.flop_counter import flop_registry
 
     active: list[nn.Module] = []
@@ -56,7 +56,7 @@ def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
 
 
 def convolution_layouts(run: Run) -> dict[nn.Module, list[bool]]:
-    """Whether tensors of each convolution are in NHWC order, those where that can be told."""
+    """Return for each convolution whether its input and output are NHWC, if that is decidable."""
     orders: dict[nn.Module, list[bool]] = {}
 
     def note(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

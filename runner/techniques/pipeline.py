@@ -1,7 +1,7 @@
-"""Batches that are there when the step wants them: worker processes, and copies aside on a GPU.
+"""Prefetching of batches: worker processes, and copies on a separate stream on a GPU.
 
-How many workers, and whether any, comes from the time of a fetch and of a step. The batches are
-the same, whoever fetches them.
+The number of workers follows from the times of a fetch and a step. The batches are the same with
+any number.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from runner.techniques.config import Pipeline
 from runner.training.run import Run
 
 MOST = 4  # workers
-BUDGET_S = 0.5  # of fetching
-CLEARLY = 0.05  # of a step: fetching that takes less is left in the loop
+BUDGET_S = 0.5  # of timed fetching
+CLEARLY = 0.05  # share of a step: faster fetching stays in the loop
 
 
 def apply(knobs: Pipeline, draft: RunBuilder) -> str | None:
-    """Decide what the data's own knobs leave open."""
+    """Decide the loader settings that the `data` group leaves open."""
     open_to_us = draft.data.device_prefetch is None and draft.data.pin_memory is not False
     if aside := draft.device.kind == "cuda" and open_to_us:
         draft.data = replace(draft.data, device_prefetch=True)
@@ -41,7 +41,7 @@ def apply(knobs: Pipeline, draft: RunBuilder) -> str | None:
 
 
 def _choose_workers(draft: RunBuilder) -> tuple[int, str]:
-    """As many as fetch a batch in the time of a step; none where that takes next to no time."""
+    """Return the workers that fetch a batch per step, or 0 if fetching is fast, and the reason."""
     from runner.techniques.cost import step_seconds
 
     fetch = _fetch_seconds(draft)
@@ -56,11 +56,11 @@ def _choose_workers(draft: RunBuilder) -> tuple[int, str]:
 
 
 def _fetch_seconds(draft: RunBuilder) -> float:
-    """Seconds a batch, fetched in this process and nothing else going on."""
+    """Return the seconds per batch, fetched in this process without any step."""
     loader = draft.loader(replace(draft.data, workers=0))
     try:
         batches = loader.batches(0)
-        next(batches)  # files are opened
+        next(batches)  # opens files
         start, fetched = perf_counter(), 0
         while not fetched or perf_counter() - start < BUDGET_S:
             next(batches)
@@ -72,10 +72,10 @@ def _fetch_seconds(draft: RunBuilder) -> float:
 
 
 def engaged(knobs: Pipeline, run: Run) -> Evidence:
-    """Batches that were fetched when the loop asked for them; the time it waited for others.
+    """Return the share of batches that were ready when requested, and the share of time waited.
 
-    Workers that are slower than the step help, too: then the loop waits a smaller share of
-    its time than it would without them.
+    Workers that are slower than the step still engage if the loop waits a smaller share of its
+    time than without them.
     """
     choices = {choice.key: choice.value for choice in run.choices}
     facts: dict[str, Any] = {

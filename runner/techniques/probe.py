@@ -1,4 +1,4 @@
-"""What a model does when it is called: while a run is built, and in a step of a finished run."""
+"""Observation of model calls: while a run is built, and in a step of a finished run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def forward_hooks(
 
 @contextmanager
 def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
-    """The contexts that are around forward and loss."""
+    """Enter the contexts of forward and loss."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -65,7 +65,7 @@ def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
 
 
 def sample_batch(draft: RunBuilder, samples: int) -> Batch:
-    """So many training samples, laid out as the run's batches will be."""
+    """Return training samples as a batch, with the run's placements applied."""
     batch = draft.sample(samples)
     for place in draft.placements:
         batch = place(batch)
@@ -73,9 +73,9 @@ def sample_batch(draft: RunBuilder, samples: int) -> Batch:
 
 
 def untouched(draft: RunBuilder) -> AbstractContextManager[None]:
-    """Restore model, objective and random state at the end; for a fixed number of calls.
+    """Restore model, objective and random state on exit.
 
-    Raises NotRestorable before any call where that is not possible.
+    Raises NotRestorable on entry if that is not possible.
     """
     return preserve_state(
         draft.model,
@@ -94,9 +94,9 @@ def forward(draft: RunBuilder, inputs: Inputs) -> Any:
 
 
 def trial_step(draft: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Loss and gradients over so many training samples, uncompiled.
+    """Return loss and gradients over training samples, uncompiled.
 
-    Nothing of the model changes. What it raises passes through.
+    The model is restored afterwards; its exceptions propagate.
     """
     inputs, target = sample_batch(draft, samples)
     weights = [p for p in draft.model.parameters() if p.requires_grad]
@@ -108,7 +108,7 @@ def trial_step(draft: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor
 
 
 def saved_bytes(model: nn.Module, step: Callable[[], object], *known: Tensor) -> int:
-    """Bytes that a step saves for its backward, the model's own and those `known` left out."""
+    """Return the bytes that a step saves for backward, except state of the model and `known`."""
     own = [*model.state_dict(keep_vars=True).values(), *known]
     left_out = {t.untyped_storage()._cdata for t in own}
     sizes: dict[int, int] = {}
@@ -124,10 +124,9 @@ def saved_bytes(model: nn.Module, step: Callable[[], object], *known: Tensor) ->
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest group, by parameters, of two or more modules of one class under one parent.
+    """Return the largest group, by parameters, of two or more modules of one class and parent.
 
-    In the order that the parent holds them; of blocks within blocks the outermost.
-    Empty where nothing repeats.
+    In the parent's order; of nested blocks the outermost. Empty if no module repeats.
     """
     best: list[nn.Module] = []
     most = 0
@@ -146,9 +145,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def dry_run_step(run: Run, samples: int | None = None) -> None:
-    """A step over the first training batch, and no update: forward and backward, or one graph.
+    """Run a step over the first training batch without its update, in one graph if the run does.
 
-    With `samples` over no more of them, forward and backward.
+    With `samples`, run forward and backward over at most that many, never one graph.
     """
     gradients = [parameter.grad for parameter in run.model.parameters()]
     try:
@@ -168,9 +167,9 @@ def dry_run_step(run: Run, samples: int | None = None) -> None:
 
 
 def profiled(step: Callable[[], object], device: Device, kineto: bool) -> Any:
-    """The profiler's events of a step, by name; torch's older one starts in no time."""
+    """Return the profiler's events of a step, by name; without `kineto` it starts faster."""
     profiler: Any
-    if kineto:  # which takes a second
+    if kineto:  # takes a second to start
         profiler = torch.profiler.profile(acc_events=True)
     else:
         profiler = profiler_legacy.profile()  # type: ignore[no-untyped-call]
@@ -181,13 +180,13 @@ def profiled(step: Callable[[], object], device: Device, kineto: bool) -> Any:
 
 
 def operators(run: Run) -> Mapping[str, int]:
-    """The operators and kernels of one step as the run really makes it, by name.
+    """Return the calls of operators and kernels in one step of the run, by name.
 
-    Forward, loss and backward over a training batch, compiled if the run is; the update is not
-    made, so nothing of the run changes. Profiled once and kept; 10 ms and a step.
+    Forward, loss and backward over a training batch, compiled if the run is; without the update,
+    so the run does not change. Profiled once and cached; costs 10 ms and a step.
     """
     if run.operators is None:
-        # the older one loses track of the ranges that fsdp marks around its compiled blocks
+        # the legacy profiler fails on the ranges that FSDP marks around compiled blocks
         kineto = run.device.kind == "cuda" or run.shards is not None
         events = profiled(lambda: dry_run_step(run), run.device, kineto)
         run.operators = {event.key: event.count for event in events}

@@ -23,21 +23,21 @@ from runner.techniques.probe import entered
 from runner.training.evaluation import evaluate, standalone
 from runner.training.run import Quantized, Run
 
-ROUNDS = 5  # of forwards, one each in turn, on each machine as many
+ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
 LEVELS = 127  # on either side of zero
 TINY = 1e-12  # the smallest scale, for rows of zeros
 MIN_CUDA_ROWS = 17  # the fewest that `torch._int_mm` takes on CUDA; other sizes: multiples of 8
 
 
 def unavailable(knobs: Quantization, device: Device) -> str | None:
-    """Metal has no int8 product."""
+    """Return a reason for dynamic mode on MPS, which has no int8 product."""
     if knobs.mode is QuantizationMode.dynamic and device.kind == "mps":
         return "there is no int8 product on MPS: use mode=weight_only"
     return None
 
 
 def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
-    """Change nothing yet: the copy is made of the trained model."""
+    """Check that there are layers to quantize; the copy is made from the trained model."""
     if candidates(knobs, draft.model, draft.device.kind):
         return None
     return (
@@ -47,7 +47,7 @@ def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
 
 
 def engaged(knobs: Quantization, run: Run) -> Evidence:
-    """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
+    """Quantize a copy of the model; compare its metric, bytes and latency with the float model."""
     plain = standalone(run)
     layers = candidates(knobs, plain, run.device.kind)
     float_bytes, quantized = model_bytes(plain), len(layers)
@@ -84,7 +84,7 @@ def engaged(knobs: Quantization, run: Run) -> Evidence:
 
 
 def _relative_drop(before: float, after: float, higher_is_better: bool) -> float:
-    """The share of the metric that is lost; below zero when it got better."""
+    """Return the relative loss of the metric; negative if it improved."""
     if before == after:
         return 0.0
     lost = before - after if higher_is_better else after - before
@@ -92,7 +92,7 @@ def _relative_drop(before: float, after: float, higher_is_better: bool) -> float
 
 
 def _latency_ratio(run: Run, model: nn.Module) -> float:
-    """The time of a forward in int8 over one in float, both uncompiled; medians of rounds."""
+    """Return the ratio of median forward times, int8 over float, both uncompiled."""
     forwards: tuple[Callable[..., Any], ...] = (model, run.forward)
     times: tuple[list[float], list[float]] = ([], [])
     with (
@@ -109,7 +109,7 @@ def _latency_ratio(run: Run, model: nn.Module) -> float:
                 call(forward, inputs)
                 run.device.synchronize()
                 seconds.append(perf_counter() - start)
-    return median(times[0][1:]) / median(times[1][1:])  # the first one settles
+    return median(times[0][1:]) / median(times[1][1:])  # the first round warms up
 
 
 # -- the layers ------------------------------------------------------------------------------------
@@ -118,9 +118,9 @@ def _latency_ratio(run: Run, model: nn.Module) -> float:
 class Int8Linear(nn.Module):
     """Replaces a linear layer: int8 weights with one scale per output.
 
-    [..., in] -> [..., out], in the dtype of the layer it replaces. `dynamic` quantises each row of
-    the input as it comes and multiplies in int8 (`torch._int_mm`); otherwise weights become floats
-    for each product, which saves memory alone.
+    [..., in] -> [..., out], in the dtype of the input or autocast. `dynamic` quantises each input
+    row at run time and multiplies in int8 (`torch._int_mm`); otherwise weights are dequantised for
+    each product, which saves memory only.
     """
 
     quantized: Tensor  # [out, in]
@@ -139,11 +139,11 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights in fp32: torch's transformer layers read them beside the forward."""
+        """The weights in fp32; torch's transformer layers read them directly."""
         return self.quantized * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, in the dtype of the input or of autocast."""
+        """Return the output [..., out], in the dtype of the input or of autocast."""
         kind = x.device.type
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
@@ -159,7 +159,7 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1]).float()
         step = rows.abs().amax(1, keepdim=True).clamp(min=TINY) / LEVELS
         levels = (rows / step).round().to(torch.int8)
-        if x.is_cuda:  # at every size: a branch would fix the batch size of an exported model
+        if x.is_cuda:  # unconditionally: a branch would fix the batch size of an exported model
             levels = F.pad(levels, (0, 0, 0, MIN_CUDA_ROWS - 1))
         product = torch._int_mm(levels, self.quantized.t())[: rows.shape[0]]
         return (product * step).reshape(*x.shape[:-1], -1)
@@ -167,10 +167,10 @@ class Int8Linear(nn.Module):
 
 @cache
 def product_levels(device_type: str) -> int:
-    """Levels of a weight on either side of zero with which int8 products are exact.
+    """Return the weight levels on either side of zero for which int8 products are exact.
 
     A CPU without VNNI adds pairs of products in 16 bits, which saturate beyond 64 levels (oneDNN,
-    "Nuances of int8 computations"); by trying it, as torch has no flag for it.
+    "Nuances of int8 computations"). Tested by a product, as torch has no flag for it.
     """
     if device_type != "cpu":
         return LEVELS
@@ -180,7 +180,7 @@ def product_levels(device_type: str) -> int:
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:
-    """[out, in] of a plain linear layer, or of transformers' Conv1D; else None.
+    """Return the weight [out, in] of an nn.Linear or transformers' Conv1D, else None.
 
     Subclasses and layers with hooks may compute anything, so they stay float.
     """
@@ -194,13 +194,12 @@ def linear_weight(module: nn.Module) -> Tensor | None:
 
 
 def candidates(knobs: Quantization, model: nn.Module, kind: str) -> dict[nn.Module, Tensor]:
-    """The linear layers to quantise on that kind of device, with their weights.
+    """Return the linear layers to quantise on a device of that `kind`, with their weights.
 
-    Not those below `min_features` on a side, nor weights that another module shares: there would
-    be two copies.
+    Layers with a side below `min_features` or with shared weights are left out.
     """
     dynamic = knobs.mode is QuantizationMode.dynamic
-    multiple = 8 if kind == "cuda" and dynamic else 1  # what torch's product takes there
+    multiple = 8 if kind == "cuda" and dynamic else 1  # required by torch._int_mm
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     layers: dict[nn.Module, Tensor] = {}
     for module in model.modules():
@@ -213,7 +212,7 @@ def candidates(knobs: Quantization, model: nn.Module, kind: str) -> dict[nn.Modu
 
 
 def replace_layers(model: nn.Module, layers: dict[nn.Module, Tensor], dynamic: bool) -> nn.Module:
-    """The model with an `Int8Linear` in place of each of its `layers`, wherever it occurs."""
+    """Replace each of `layers` by an `Int8Linear` wherever it occurs; return the model."""
     replacements: dict[nn.Module, nn.Module] = {
         module: Int8Linear(weight, module._parameters.get("bias"), dynamic).eval()
         for module, weight in layers.items()
@@ -226,6 +225,6 @@ def replace_layers(model: nn.Module, layers: dict[nn.Module, Tensor], dynamic: b
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, each counted once."""
+    """Return the bytes of parameters and buffers, each counted once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,7 +1,7 @@
-"""Activations that are computed again in the backward instead of being held until then.
+"""Activation checkpointing: activations are recomputed in the backward instead of being stored.
 
-A block's input is held in place of all its activations; a third more work, the same numbers. Worth
-it where a step does not fit, or a larger batch is worth more than a third of the speed.
+Only a block's input is stored; a third more work, the same results. Worth it if a step does not
+fit in memory, or if a larger batch gains more than a third of the speed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from runner.techniques.config import Recompute, RecomputePolicy
 from runner.techniques.probe import dry_run_step, repeated_blocks, saved_bytes, trial_step
 from runner.training.run import Run
 
-SAMPLES = 4  # of the steps that are tried, and compared
-NOTABLY = 0.9  # of the bytes held without it: less is a saving
+SAMPLES = 4  # in the trial steps that are compared
+NOTABLY = 0.9  # of the bytes saved without it: less counts as a saving
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 aten = torch.ops.aten
 COSTLY = {
@@ -42,11 +42,11 @@ COSTLY = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 }
-"""What the selective policy holds."""
+"""Operators with outputs that the selective policy saves."""
 
 
 def apply(knobs: Recompute, draft: RunBuilder) -> str | None:
-    """Give each block a forward that forgets; its keys stay as they are."""
+    """Replace each block's forward by a checkpointed one; state_dict keys do not change."""
     blocks = repeated_blocks(draft.model)
     if not blocks:
         return "the model has no repeated blocks to recompute one by one"
@@ -58,7 +58,7 @@ def apply(knobs: Recompute, draft: RunBuilder) -> str | None:
             trial_step(draft, min(draft.micro_batch, SAMPLES))
     except NotRestorable:
         raise
-    except Exception as error:  # such as of a model whose blocks can run only once
+    except Exception as error:  # such as a model with blocks that can run only once
         gist = shorten(str(error), 200)
         return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"
     recomputed.wrap(draft.scope)
@@ -67,7 +67,7 @@ def apply(knobs: Recompute, draft: RunBuilder) -> str | None:
 
 
 def _drop_caches(draft: RunBuilder) -> None:
-    """Language models of others keep keys and values for generation, which would fill up twice."""
+    """Switch off `use_cache` of Hugging Face models: recomputing would fill caches twice."""
     for module in draft.model.modules():
         config: Any = vars(module).get("config")
         if getattr(config, "use_cache", None) is True:
@@ -76,7 +76,7 @@ def _drop_caches(draft: RunBuilder) -> None:
 
 
 def engaged(knobs: Recompute, run: Run) -> Evidence:
-    """How many blocks ran again in one step, and what is held with and without."""
+    """Return the share of blocks recomputed in one step, and the saved bytes with and without."""
     recomputed = run.recompute
     if recomputed is None:
         return Evidence(False, "nothing was recomputed")
@@ -86,7 +86,7 @@ def engaged(knobs: Recompute, run: Run) -> Evidence:
         return saved_bytes(run.model, lambda: dry_run_step(run, most))
 
     recomputed.again.clear()
-    with torch.compiler.set_stance("force_eager"):  # few samples: without it a step may not fit
+    with torch.compiler.set_stance("force_eager"):  # few samples, as a step may not fit
         held_bytes = count_saved(samples) * run.micro_batch // samples
         again = len(recomputed.again)
         recomputed.off = True
@@ -95,12 +95,12 @@ def engaged(knobs: Recompute, run: Run) -> Evidence:
         finally:
             recomputed.off = False
     facts: dict[str, Any] = {"what": recomputed.what.value}
-    if recomputed.what is RecomputePolicy.full:  # what selective holds is not seen by hooks
+    if recomputed.what is RecomputePolicy.full:  # hooks do not see what selective saves
         facts["held_bytes"] = held_bytes
     facts |= {"held_bytes_without": without, "blocks": blocks}
     if run.compilation is not None and run.compilation.mode:
         facts["compiled_held_bytes"] = compiled = count_saved(None)
-        # a graph in which nothing is recomputed holds about what eager does without it
+        # a graph without recomputation saves about as much as eager without it
         took = 0 < compiled < NOTABLY * without
         return Evidence(took, "" if took else "the compiled graph holds no less", facts)
     facts["recomputed_blocks"] = again
@@ -109,15 +109,15 @@ def engaged(knobs: Recompute, run: Run) -> Evidence:
 
 @dataclass
 class Recomputed:
-    """The blocks that forget, and what that saves."""
+    """The checkpointed blocks, and those that were recomputed."""
 
     what: RecomputePolicy
     blocks: list[nn.Module]
-    off: bool = False  # all is held meanwhile
-    again: set[nn.Module] = field(default_factory=set, compare=False)  # ran for the backward too
+    off: bool = False  # True: everything is saved
+    again: set[nn.Module] = field(default_factory=set, compare=False)  # recomputed in a backward
 
     def wrap(self, scope: ExitStack) -> None:
-        """Put a forward in place of each block's own, until `scope` closes."""
+        """Replace each block's forward until `scope` closes."""
         for block in self.blocks:
             scope.callback(_unwrap, block, vars(block).get("forward"))
             block.forward = self._checkpointed_forward(block, block.forward)
@@ -145,7 +145,7 @@ class Recomputed:
 
     @contextmanager
     def _again(self, block: nn.Module, around: AbstractContextManager[Any]) -> Iterator[None]:
-        """The second run of a block: BatchNorm has counted this batch already."""
+        """Restore a block's buffers after recomputing: BatchNorm has counted the batch."""
         self.again.add(block)
         owners = [(m._buffers, dict(m._buffers)) for m in block.modules() if m._buffers]
         for now, before in owners:

@@ -1,8 +1,8 @@
-"""The process around the model: threads, memory that is kept, numbers too small to count.
+"""Process settings: number of threads, memory allocator, denormals, cuDNN benchmark.
 
-On a CPU: one thread for a model too small to share out, and one fewer for each core that another
-process keeps busy; denormals are zero; freed memory stays for the next step. On a GPU: cuDNN tries
-its kernels (unless device.deterministic), and segments of memory grow.
+On a CPU: one thread if the model is too small to parallelise, and one fewer for each core that
+another process keeps busy; denormals are flushed to zero; freed memory is kept for the next step.
+On a GPU: cuDNN benchmarks its kernels (unless device.deterministic); memory segments can expand.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from runner.training.run import Run
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OPENMP = ("libgomp", "libiomp", "libomp")
 FENV_BYTES = 64  # room for a fenv_t, which takes 32 on x86-64 and 8 on arm
-SHARED_OUT = 1 << 20  # elements: enough that an operator is cut into a piece for each thread
+SHARED_OUT = 1 << 20  # elements: enough for an operator to run in all threads
 
 
 def unavailable(knobs: System, device: Device) -> str | None:
-    """Metal has none of these switches, and its kernels do not run in the CPU's threads."""
+    """Return a reason on MPS: it has no such switches, and does not use CPU threads."""
     return "there is nothing to set on mps" if device.kind == "mps" else None
 
 
 def apply(knobs: System, draft: RunBuilder) -> str | None:
-    """Set what is not named in the `device` group, and note what could not be had."""
+    """Set what the `device` group leaves open; note the reason for what could not be set."""
     notes: dict[str, str | None] = {}
     if draft.device.kind == "cpu":
         if draft.threads_asked is None:
@@ -61,9 +61,9 @@ def apply(knobs: System, draft: RunBuilder) -> str | None:
 
 
 def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, str]:
-    """Threads wait for each other by spinning: where operators are tiny they only wait.
+    """Choose the number of threads: 1 for small models, else one per free core.
 
-    And the slowest is waited for, which is the one that shares its core with a neighbour.
+    Threads wait for each other by spinning, for the slowest: one that shares its core.
     """
     from runner.techniques.cost import forward_cost
 
@@ -86,7 +86,7 @@ def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, s
 
 
 def engaged(knobs: System, run: Run) -> Evidence:
-    """What is set, read back from the process."""
+    """Read the settings back from the process."""
     settings = run.device.settings
     facts: dict[str, Any] = {key: settings[key] for key in ("threads", "affinity", "priority")}
     facts["waiting"] = {key: os.environ[key] for key in WAITING if key in os.environ} or "spin"
@@ -111,11 +111,11 @@ def engaged(knobs: System, run: Run) -> Evidence:
 
 
 def flush_denormals(scope: ExitStack) -> str | None:
-    """Count numbers below 1e-38 (in fp32) as zero in this thread and OpenMP's, or say why not.
+    """Flush denormals (below 1e-38 in fp32) to zero in all threads, or return why not.
 
-    A CPU computes far slower with them, and a moment of Adam whose gradient stays zero shrinks to
-    one: an update full of them took 21 times as long. `torch.set_flush_denormal` switches its
-    caller's thread alone (torch 2.13), so OpenMP's threads, in which operators run, are set too.
+    CPUs are far slower on denormals, and Adam's moments decay to them if the gradient stays zero:
+    an update full of them took 21 times as long. `torch.set_flush_denormal` sets the calling thread
+    only (torch 2.13), so OpenMP's threads, in which operators run, are set separately.
     """
     names = [path for path in allocator.libraries() if Path(path).name.startswith(OPENMP)]
     loaded = [ctypes.CDLL(path) for path in names]
@@ -123,7 +123,7 @@ def flush_denormals(scope: ExitStack) -> str | None:
     if not teams:
         return "the threads that operators run in cannot be reached here"
     for kind in (np.float32, np.float64):
-        str(np.finfo(kind))  # numpy caches it; under the switch it would warn
+        str(np.finfo(kind))  # fills NumPy's cache, which would warn of flushed denormals
     libc = ctypes.CDLL(None)
 
     def environment() -> ctypes.Array[ctypes.c_char]:
@@ -146,6 +146,6 @@ def flush_denormals(scope: ExitStack) -> str | None:
 
 
 def denormals_flushed() -> bool:
-    """Whether a denormal comes out as zero in every thread that an operator is cut into."""
+    """Whether every thread of an operator flushes denormals to zero."""
     smallest = torch.full((SHARED_OUT,), torch.finfo(torch.float32).tiny)
     return not bool((smallest * 0.5).count_nonzero())

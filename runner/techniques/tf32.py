@@ -13,7 +13,7 @@ from runner.training.run import Run
 
 
 def unavailable(knobs: Tf32, device: Device) -> str | None:
-    """Only NVIDIA's Ampere and later have it."""
+    """Return a reason on devices without TF32 (NVIDIA before Ampere, and others)."""
     return None if device.capabilities.tf32 else f"{device.name} has no TF32"
 
 
@@ -28,7 +28,7 @@ def apply(knobs: Tf32, draft: RunBuilder) -> str | None:
 
 
 def engaged(knobs: Tf32, run: Run) -> Evidence:
-    """The flags, and how a product of fp32 matrices is rounded."""
+    """Return the flags, and whether a product of fp32 matrices is rounded to TF32."""
     facts: dict[str, Any] = {
         "matmul": torch.backends.cuda.matmul.allow_tf32,
         "cudnn": torch.backends.cudnn.allow_tf32,
@@ -39,7 +39,7 @@ def engaged(knobs: Tf32, run: Run) -> Evidence:
 
 
 def rounds_to_tf32(device: torch.device) -> bool:
-    """Whether a product of fp32 matrices drops the 12th bit of the mantissa: TF32 keeps 10."""
+    """Whether a product of fp32 matrices drops mantissa bit 12: TF32 keeps 10. Host sync."""
     value = torch.full((256, 256), 1 + 2**-12, device=device)
     product = value @ torch.eye(256, device=device)
-    return bool((product != value).any())  # waits for the device
+    return bool((product != value).any())  # host sync

@@ -1,7 +1,7 @@
 """Forward, backward, clip, guard and optimizer as one compiled graph.
 
-For full batches; the smaller last one of an epoch, and steps at which a hook looks at the
-gradients, are made the ordinary way, with the same weights and optimizer state.
+For full batches only; an epoch's smaller last batch, and steps in which a hook reads gradients,
+run in separate parts, with the same weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def unavailable(knobs: WholeStep, device: Device) -> str | None:
-    """It needs a compiler."""
+    """Return why nothing can be compiled for this device, or None."""
     return compile_technique.unavailable(knobs, device)
 
 
 def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
-    """Leave the order with the draft; the graph is made once there is an optimizer."""
+    """Store compile options in the draft; the graph is made once there is an optimizer."""
     if draft.micro_batch < draft.batch_size:
         return f"micro-batches of {draft.micro_batch}: the step is several backward passes"
     if draft.world is not None:
@@ -46,26 +46,26 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     if not hasattr(tracer, "trace_autograd_ops"):
         return f"torch {torch.__version__} cannot put a backward pass into a graph"
     if draft.device.kind == "cpu" and draft.objective.indices is None:
-        draft.index_limit = _index_limit(draft)  # before anything of the draft is changed
+        draft.index_limit = _index_limit(draft)  # before the draft is changed
     compiler.prepare(draft.scope)
     compiler.check_tokens(draft)
     _allow_gradients_in_graphs(draft.scope, tracer)
     draft.whole_step = {"cpp_wrapper": knobs.cpp_wrapper}
     if draft.device.kind != "cpu":
         draft.whole_step = dict(torch._inductor.list_mode_options(compiler.modes("auto", draft)[0]))
-    # with whose state the graph works, and which makes the steps that are not full batches
+    # the graph uses this optimizer's state, and the optimizer runs steps outside of the graph
     draft.optimizer_options.update(fused)
     draft.measure("whole_step", Graph().turn, first=False)
     return None
 
 
 class Graph:
-    """The run's graph while steps are made without it."""
+    """Keeps the run's graph while the technique is switched off."""
 
     made: StepGraph | None = None
 
     def turn(self, run: Run, on: bool) -> None:
-        """Give it back to the run, or take it; one that could not be made is gone."""
+        """Give the graph back to the run, or take it; a graph that failed stays None."""
         if on:
             run.whole, self.made = self.made or run.whole, None
         else:
@@ -73,18 +73,18 @@ class Graph:
 
 
 def _allow_gradients_in_graphs(scope: ExitStack, tracer: Any) -> None:
-    # a Python number that changes from step to step would else be frozen (torch 2.13)
+    # without it a Python float that changes between steps would be a constant (torch 2.13)
     for name in ("trace_autograd_ops", "specialize_float"):
         scope.callback(setattr, tracer, name, getattr(tracer, name))
         setattr(tracer, name, True)
 
 
 def engaged(knobs: WholeStep, run: Run) -> Evidence:
-    """One graph, and how many of the steps it made."""
+    """Return the share of steps that ran in one graph."""
     whole = run.whole
     if whole is None:
         return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
-    made = max(run.watch.count, whole.steps)  # a loop of the user's own is not timed
+    made = max(run.watch.count, whole.steps)  # a user's own loop is not timed
     facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.compilation_facts()}
     if not whole.steps:
         return Evidence(False, compiler.graph_obstacle(run) or "no full batch came", facts)
@@ -92,9 +92,9 @@ def engaged(knobs: WholeStep, run: Run) -> Evidence:
 
 
 def _index_limit(draft: RunBuilder) -> int | None:
-    """The number of classes that a loss of the user's own picks from, by the shapes; else None.
+    """Return the number of classes that a user's loss indexes, from the shapes, or None.
 
-    On a CPU compiled code ends the process at an index that is out of range.
+    On a CPU compiled code ends the process if an index is out of range.
     """
     inputs, target = probe.sample_batch(draft, draft.micro_batch)
     if not isinstance(target, Tensor) or target.is_floating_point():

@@ -1,4 +1,4 @@
-"""The pass over the validation set, and a plain copy of the trained model."""
+"""Evaluation on the validation or test set, and a standalone copy of the trained model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ T = TypeVar("T")
 
 @exclusive_random_state("evaluate")
 def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Evaluation:
-    """One pass over the validation set, with the averaged weights if there are any.
+    """Evaluate the run's model (with averaged weights, if any), or `model`, on the validation set.
 
-    A `model` is evaluated in place of the run's, and with `test` the test set, if there is one.
-    Raises UsageError while another thread trains.
+    With `test`, on the test set; UsageError if the run has none, or while another thread trains.
     """
     check_run("evaluate", run)
     loader, split_name = (run.test, "test") if test else (run.validation, "val")
@@ -69,20 +68,20 @@ def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_own(world: World, samples: int) -> bool:
-    """Whether this process has samples of its own in a batch, and no stand-in."""
+    """Whether this process has samples of the batch, not only a stand-in."""
     mine = world.part(samples)
     return bool(mine.stop > mine.start)
 
 
 @contextmanager
 def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[..., Any]]:
-    """While entered, what it yields calls the model, or the run's with its averaged weights."""
+    """Yield a forward in evaluation mode: of `model`, or of the run's with averaged weights."""
     evaluated = run.model if model is None else model
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(modes.evaluation_mode(evaluated))
         if "torch._dynamo" in sys.modules:  # importing it takes a second
-            # a second graph, for eval mode, would take as long to compile as the first
+            # compiling a second graph, for eval mode, would take as long as the first
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if model is None:
             stack.enter_context(run.update.averaged())
@@ -93,7 +92,7 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
 
 
 def in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:
-    """What `compute` returns for each part of a batch; the parts fit the memory."""
+    """Apply `compute` to parts of a batch that fit in memory; return the results."""
     samples = count(batch[1])
     while True:
         size = run.evaluation_batch or samples
@@ -106,16 +105,16 @@ def in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:
 
 
 def standalone(run: Run) -> nn.Module:
-    """A copy of the model with the evaluated (averaged) weights, without what techniques changed.
+    """Return a copy of the model with the evaluated (averaged) weights, free of techniques.
 
-    Nothing in it is compiled, and forwards that a technique replaced are restored: a copied closure
-    would call the layers of the original. UsageError where no process has all of the weights.
+    It is not compiled, and forwards that a technique replaced are restored: a copied closure would
+    call the layers of the original. UsageError if no process has all of the weights.
     """
     if run.shards is not None:
         fix = "runner.load(its folder) has the weights of its checkpoint"
         raise UsageError(f"standalone: with distributed=fsdp no process has the whole model; {fix}")
     with run.update.averaged():
-        copy = deepcopy(run.model)  # leaves out what model.compile() made
+        copy = deepcopy(run.model)  # without the compiled forward
     for parameter in copy.parameters():
         parameter.grad = None
     for module in copy.modules():

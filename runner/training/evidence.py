@@ -22,8 +22,7 @@ def build_summary(
 ) -> Summary:
     """Build the summary and write it to the run's folder as `summary.json`.
 
-    Where it cannot be written, raises StorageError with `must`; else logs a warning and leaves the
-    earlier file.
+    If it cannot be written, raise StorageError with `must`, else log and keep the earlier file.
     """
     progress = run.progress
     faults = Counter(run.history.counts)

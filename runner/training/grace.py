@@ -1,4 +1,4 @@
-"""The time that a step has to end after a signal, and the end of a process that takes longer."""
+"""Grace period of a step after a signal, and termination of a process that exceeds it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-UNWIND = 0.75  # share of the grace period after which the step is unwound, if it can be
-RECORD_S = 5.0  # that a process may take which was unwound, or whose record is to be ended
+UNWIND = 0.75  # share of the grace period after which the step is interrupted
+RECORD_S = 5.0  # after an interrupted step, and for closing the record
 
 
 class GracePeriod:
-    """Limits the step during which a signal arrived, from a thread that is not the main one.
+    """Limits the step in which a signal arrived, from another thread than the main one.
 
-    At first the step is unwound as by a second signal, which takes effect where the main thread
-    runs Python. A command whose main thread is within a compiler or a kernel, or waits for another
-    process, is ended without it: the last checkpoint stands, since weights may be half updated.
+    First the step is interrupted as by a second signal, which works while the main thread runs
+    Python. A command with its main thread in a compiler or kernel, or waiting for a process, is
+    then terminated without a new checkpoint, since weights may be half updated.
     """
 
     def __init__(self, run: Run, interrupts: Interrupts, number: int, hint: Callable[[], str]):
-        """`hint` says how to continue the run."""
+        """`hint` returns text on how to resume the run."""
         self.run, self.interrupts, self.number, self.hint = run, interrupts, number, hint
         self.children: list[psutil.Process] = []
 
     def watch(self, next_signal: Callable[[float], int | None]) -> None:
-        """Until the step has ended, which `next_signal` reports as 0; it takes a timeout."""
+        """Wait until the step has ended; `next_signal(timeout)` returns 0 then, None on timeout."""
         end = time.monotonic() + self.run.grace_s
         number = next_signal(self.run.grace_s * UNWIND)
         if number is None:
@@ -52,21 +52,21 @@ class GracePeriod:
             self._leave()
 
     def note_children(self) -> None:
-        """Remember the processes that this one has started, and theirs."""
+        """Record the child processes, recursively."""
         with suppress(psutil.Error, OSError):
             self.children += psutil.Process().children(recursive=True)
 
     def kill_children(self) -> None:
-        """Kill them, but for Python's own cleaner: a compiler outlives who waits for it."""
+        """Kill child processes except Python's resource tracker: compilers outlive their parent."""
         self.note_children()
         for child in self.children:
-            with suppress(psutil.Error, OSError):  # it has ended
+            with suppress(psutil.Error, OSError):  # already ended
                 if "resource_tracker" not in " ".join(child.cmdline()):
                     child.kill()
 
     def _leave(self) -> None:
         error = Interrupted(self.number)
-        # from a thread of its own: the main one may have locks that it needs
+        # in its own thread, with a timeout: the main one may hold locks that it needs
         recorder = threading.Thread(target=self._record, args=(error,), daemon=True)
         recorder.start()
         recorder.join(RECORD_S)
@@ -74,7 +74,7 @@ class GracePeriod:
         os._exit(error.exit_code)
 
     def _record(self, error: Interrupted) -> None:
-        """End the record of the run, without reading what its step may be changing."""
+        """Close the record of the run without reading state that the step may be changing."""
         run = self.run
         if run.world is not None:
             run.world.leave(error)

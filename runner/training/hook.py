@@ -1,4 +1,4 @@
-"""Hooks: their events, the arguments of these, and the verdicts that the loop acts on."""
+"""Hooks: events, their arguments, and the verdicts that the loop acts on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Verdict(IntEnum):
 
 @dataclass(slots=True)
 class Step:
-    """One step; its tensors are on the device, and reading one makes the host wait."""
+    """One step; its tensors are on the device, and reading one is a host sync."""
 
     number: int  # 1 is the first
     loss: Tensor  # 0-d, mean over the batch
-    grad_norm: Tensor  # 0-d, before clipping; NaN or Inf when the step was not finite
-    skipped: Tensor  # 0-d, 1.0 when the update was not made, else 0.0
+    grad_norm: Tensor  # 0-d, before clipping; NaN or Inf if the step was not finite
+    skipped: Tensor  # 0-d, 1.0 if the update was not made, else 0.0
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Report:
 
     @property
     def last(self) -> int:
-        """Number of the last step in it."""
+        """The number of the last step in it."""
         return self.first + len(self.loss) - 1
 
 
@@ -55,7 +55,7 @@ class Report:
 class Evaluation:
     """The result of one pass over the validation set."""
 
-    step: int  # of training, at which it was made
+    step: int  # training step at which it was made
     metrics: dict[str, float]  # keys like `val/accuracy`
     confusion: Tensor | None  # counts [true class, predicted class], on the host
     improved: bool = False  # the monitored metric is the best so far
@@ -67,12 +67,12 @@ class Cost:
 
     name: str
     looks: int
-    seconds: float  # in all, beyond what the steps would have taken
+    seconds: float  # in all, in addition to the steps
     finding: str = ""  # in a few words
 
 
 class Hook:
-    """Something that watches a run. A subclass overrides the events it needs, and no others.
+    """An observer of a run. A subclass overrides only the events it needs.
 
     Events may return a `Verdict`; only the loop acts on it. Hooks enter in order and leave in
     reverse, on Ctrl-C too.
@@ -94,25 +94,25 @@ class Hook:
         yield
 
     def due(self, step: int) -> bool:
-        """Whether that step is one of those it is for; asked twice or thrice a step."""
+        """Whether the hook is for that step; called two or three times a step."""
         return step % self.every == 0
 
     def around(self, run: Run) -> AbstractContextManager[None]:
-        """What forward, backward and update of such a step happen in."""
+        """Return a context for forward, backward and update of a due step."""
         return nullcontext()
 
     def on_gradients(self, run: Run, step: Step) -> Verdict | None:
-        """After backward, before the update; gradients are in `.grad`."""
+        """Called after backward, before the update; gradients are in `.grad`."""
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        """After the update."""
+        """Called after the update."""
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
-        """When the numbers of some steps have reached the host."""
+        """Called when the numbers of some steps have reached the host."""
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
-        """After each pass over the validation set."""
+        """Called after each pass over the validation set."""
 
     def cost(self, run: Run) -> Cost | None:
-        """What it took and found so far, for the summary; None where it is not worth a row."""
+        """Return its cost and finding so far for the summary; None for no row."""
         return None

@@ -1,4 +1,4 @@
-"""Samples that a run leaves out of its batches, as all of its processes count them."""
+"""Bad samples dropped from batches, counted over all processes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LeftOut:
         self.run, self.config = run, config
 
     def note(self, loader: BatchLoader) -> bool:
-        """Record those of the batch that came last; whether no process has any other sample of it.
+        """Record the bad samples of the last batch; True if no process has a usable one.
 
-        Raises DataError where they are more than `data.most_bad`, in all processes at one step.
+        Raises DataError, in all processes at the same step, if they exceed `data.most_bad`.
         """
         run, usable = self.run, loader.usable
         if usable is None:
@@ -53,7 +53,7 @@ class LeftOut:
         return empty
 
     def no_step(self) -> Step:
-        """In place of a step whose batch has no usable sample: nothing changes."""
+        """Return a skipped step, for a batch without a usable sample."""
         number = self.run.progress.step + 1
         self.run.guardian.vetoed.append(number)
         self.run.watch.split("forward")
@@ -61,7 +61,7 @@ class LeftOut:
         return Step(number, zero * float("nan"), zero, torch.ones_like(zero))
 
     def choices(self) -> list[Choice]:
-        """What the summary says of them, by part; all are listed in a file of the run's folder."""
+        """Return the summary's choices on bad samples, by split; list all in FILE."""
         rows = {name: usable for name, usable in self._parts() if usable.bad}
         run, listed = self.run, {name: usable.bad for name, usable in rows.items()}
         if rows and run.writes and run.folder is not None:
@@ -75,11 +75,11 @@ class LeftOut:
         return [Choice(row.key, f"{row.value} of {name}", row.reason) for name, row in found]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {name: dict(usable.bad) for name, usable in self._parts()}
 
     def load(self, kept: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state of a checkpoint."""
         for name, usable in self._parts():
             usable.bad = dict(kept.get(name, {}))
 

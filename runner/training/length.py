@@ -1,4 +1,4 @@
-"""Resolves batch size, number of steps, and the interval of debug tools."""
+"""Resolution of batch size, number of steps, and the interval of debug tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OBSERVATIONS, FEWEST = 6, 3  # of a debug tool in a run; its verdicts need three
 
 
 def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
-    """Samples in a batch, at most all of them, and batches in an epoch."""
+    """Return the batch size, limited to all samples, and the batches per epoch."""
     size = config.training.batch_size
     steps = samples // size if config.data.drop_last else -(-samples // size)
     if steps == 0:
@@ -39,7 +39,7 @@ def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
 
 
 def resolve_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
-    """The number of steps to train, and the reason for it if the config names none."""
+    """Return the number of training steps, and the choice if the config sets none."""
     data, training, unit = config.data, config.training, ""
     if training.steps is not None:
         steps = training.steps
@@ -77,6 +77,6 @@ def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Cho
 
 
 def micro_batch(asked: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
-    """Samples per backward: at most `asked`, and at most what the resumed run had to go down to."""
+    """Return the samples per backward: at most `asked`, and at most the resumed run's value."""
     most = min(asked or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
     return largest_part(batch_size, most)

@@ -1,4 +1,4 @@
-"""The training loop. Hooks watch; only the loop acts."""
+"""The training loop. Hooks observe; only the loop acts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def train(run: Run) -> Summary:
     """Train from the current step to `run.total_steps`, and return the summary.
 
     Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
-    each after a checkpoint; UsageError, before anything is done, while another thread of the
-    process trains. The summary is written in every case.
+    each after a checkpoint; UsageError at once while another thread of the process trains. The
+    summary is written in all other cases.
     """
     check_run("train", run)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
@@ -88,9 +88,9 @@ def train(run: Run) -> Summary:
 
 
 def _ended(run: Run) -> Summary | None:
-    """The summary of a run that had come to its end before; None where it is made again."""
+    """Return the summary of a run that ended at this step; None if there is none."""
     if run.folder is not None:
-        with suppress(StorageError):  # none, or a damaged one
+        with suppress(StorageError):  # missing or damaged
             ended = Summary.read(run.folder)
             if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
                 return ended
@@ -110,8 +110,8 @@ def _train(run: Run) -> None:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
-                save(run)  # the first rollback restores this one
-            _validate_and_checkpoint(run, interrupts)  # due already where a resumed run had stopped
+                save(run)  # the first rollback restores it
+            _validate_and_checkpoint(run, interrupts)  # may be due where a resumed run had stopped
             while progress.step < run.total_steps and not run.stop_reason:
                 watch.start()
                 interrupts.begin_wait()
@@ -146,7 +146,7 @@ def _train(run: Run) -> None:
                     _act_on(run, verdict)
                 if progress.step >= run.guardian.due:
                     run.guardian.apply_limits(progress.step)
-                if stopping is not None:  # before a validation, which may take long
+                if stopping is not None:  # before a validation, which may be slow
                     interrupts.end_grace()
                     _save_and_stop(run, Interrupted(stopping))
                     raise Interrupted(stopping, _resume_hint(run))
@@ -162,12 +162,12 @@ def _train(run: Run) -> None:
                 _save_and_stop(run)
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
-            raise  # either is saved, or saving has just failed
-        except RunnerError as error:  # an unfinished step has changed buffers only
+            raise  # a checkpoint is saved, or saving has just failed
+        except RunnerError as error:  # an unfinished step has changed only buffers
             interrupts.end_grace()
             _leave(run, error)
             update.abandon()
-            gave_up = isinstance(error, GaveUp)  # which all processes come to at one step
+            gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.shards is None or gave_up:
                 _save_and_stop(run, only_sound=gave_up)
             raise
@@ -180,8 +180,8 @@ def _train(run: Run) -> None:
 
 
 def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
-    """Once all is saved; it may be cut short, and a run that is resumed at its end repeats it."""
-    from runner.training.test_set import evaluate_test_set  # only where there is one
+    """Evaluate the test set after the last save; if interrupted, a resumed run repeats it."""
+    from runner.training.test_set import evaluate_test_set  # imported only if needed
 
     try:
         interrupts.begin_wait()
@@ -192,7 +192,7 @@ def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
 
 
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
-    """Capture the step that ends the run, unless memory, disk or a config key is the cause."""
+    """Capture a failed step, unless the cause is memory, disk, config or another process."""
     others = isinstance(error, ProcessLost | RestartAll)
     refused = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if others or refused or is_out_of_memory(error):
@@ -201,7 +201,7 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     message, capture = f"{type(error).__name__}: {error}", None
     if run.captures is not None:
         capture = run.captures.take(run, step, "exception", message, batch)
-        run.captures.log_capture()  # before the line of the fault, which is the run's last
+        run.captures.log_capture()  # before the log line of the fault, which is the last
     run.history.add(
         "exception", message, step=step, category="code", severity="error", action="the run ends",
         error=error, capture=capture or "", say=False,
@@ -209,10 +209,10 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
 
 
 def _save_and_stop(run: Run, end: RunnerError | None = None, only_sound: bool = False) -> None:
-    """Save a checkpoint before an early end, with the numbers that have not been reported.
+    """Report all steps and save a checkpoint before an early end.
 
-    With `end`, all processes of the run have agreed on it. With `only_sound`, weights that are not
-    finite are not saved: at the last step the same command would take them for the result.
+    `end` is an error that all processes have agreed on. With `only_sound`, non-finite weights are
+    not saved: at the last step the same command would take them for the result.
     """
     _report(run, wait=True)
     if end is not None:
@@ -222,13 +222,13 @@ def _save_and_stop(run: Run, end: RunnerError | None = None, only_sound: bool = 
 
 
 def _leave(run: Run, error: RunnerError) -> None:
-    """The other processes of the run, if there are any, are waited for no longer."""
+    """Stop waiting for the other processes of the run, if there are any."""
     if run.world is not None:
         run.world.leave(error)
 
 
 def _on_a_signal(run: Run) -> str:
-    """The message to print when a signal arrives; compiling counts as part of its step."""
+    """Return the message for the first signal; compiling counts as part of its step."""
     saved = without = ""
     if not run.checkpointer.in_memory:
         saved, without = ", with a checkpoint", ", without one"
@@ -237,7 +237,7 @@ def _on_a_signal(run: Run) -> str:
 
 
 def _resume_hint(run: Run) -> str:
-    """The step at which a run was interrupted, and the command that continues it."""
+    """Return text with the step of the interruption and the command that resumes the run."""
     at = f" at step {run.progress.step} of {run.total_steps}"
     last = run.checkpointer.last
     if run.saved_step < 0 or run.folder is None or last is None:
@@ -249,35 +249,35 @@ def _resume_hint(run: Run) -> str:
 
 
 def _limit_step(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
-    """What limits the step during which a signal has arrived."""
-    from runner.training.grace import GracePeriod  # most runs end without one
+    """Return the grace period of the step in which a signal arrived."""
+    from runner.training.grace import GracePeriod  # imported only if needed
 
     return GracePeriod(run, interrupts, number, partial(_resume_hint, run))
 
 
 def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:
-    """Validate and save where that is due, also where it was due when a resumed run stopped."""
+    """Validate and save a checkpoint where due, also if it was due when a resumed run stopped."""
     progress = run.progress
     step, last = progress.step, progress.step >= run.total_steps
     improved, verdict = False, Verdict.KEEP
     if last:
         _handle_last_report(run)
     if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
-        interrupts.begin_wait()  # a validation changes nothing, so it may be cut short
+        interrupts.begin_wait()  # a validation changes nothing, so a signal may end it
         evaluation = evaluate(run)
         interrupts.end_wait()
         improved, verdict = _update_best(run, evaluation)
     due = step > 0 and step % run.checkpoint_every == 0
     if improved or due:
-        _apply_verdict(run, _report(run, wait=True))  # reports of earlier steps first
+        _apply_verdict(run, _report(run, wait=True))  # act on earlier steps first
     if improved or (due and run.saved_step < step):
         save(run, best=improved)
-        build_summary(run, "running")  # for a run that is killed later
+        build_summary(run, "running")  # in case the run is killed later
     _apply_verdict(run, verdict)
 
 
 def _handle_last_report(run: Run) -> None:
-    """At the last step, apply the verdict of all reports before validating and saving.
+    """Apply the verdict of all reports at the last step, before validating and saving.
 
     Without a bad step the open window stays open: a run with more steps continues it.
     """
@@ -289,7 +289,7 @@ def _handle_last_report(run: Run) -> None:
 
 
 def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
-    """Whether the evaluation is the best so far, and the verdict of the hooks on it."""
+    """Record the evaluation; return whether it is the best so far, and the hooks' verdict."""
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
         _save_and_stop(run)
@@ -318,7 +318,7 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
 
 
 def _check_early_stopping(run: Run) -> None:
-    """Stop where the metric has not improved for `patience` validations."""
+    """Set `stop_reason` if the metric has not improved for `patience` validations."""
     progress = run.progress
     if run.patience is not None and progress.stale_validations >= run.patience:
         run.stop_reason = (
@@ -327,7 +327,7 @@ def _check_early_stopping(run: Run) -> None:
 
 
 def _report(run: Run, wait: bool = False) -> Verdict:
-    """Pass the numbers that have reached the host to the stability policy and the hooks."""
+    """Pass reports to the stability policy and the hooks; return the worst verdict."""
     verdict, lost = Verdict.KEEP, None
     if run.whole is not None and (wait or run.device.reads_are_free):
         run.whole.check()
@@ -335,22 +335,22 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if not report.loss:
             continue
         if run.inputs is not None:
-            run.inputs.read(report.last)  # does not wait: those steps have ended
+            run.inputs.read(report.last)  # no wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
-            if run.world is not None and lost is None:  # each has seen its own part of a batch
+            if run.world is not None and lost is None:  # each process saw its part of a batch
                 run.guardian.vetoed, lost = run.world.union(run.guardian.vetoed)
         run.guardian.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _enforce_strict(run)
         verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
-    if lost is not None:  # only now: what was taken from the reader has to be recorded
+    if lost is not None:  # only now, as reports taken from the reader must be recorded first
         raise lost
     return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
 
 
 def _enforce_strict(run: Run) -> None:
-    """Raise ConfigError, under optimization.strict, where a requested technique did not engage."""
+    """Raise ConfigError if a requested technique did not engage."""
     run.strict = False  # once is enough
     collect_evidence(run)
     for row in technique_statuses(run):
@@ -363,7 +363,7 @@ def _enforce_strict(run: Run) -> None:
 
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:
-    """Stop or roll back, as a hook of any process or the stability policy asks for."""
+    """Stop or roll back if a hook of any process or the stability policy asks for it."""
     if (verdict := run.agree(verdict)) >= Verdict.ROLLBACK:
         _act_on(run, verdict)
 
@@ -375,7 +375,7 @@ def _act_on(run: Run, verdict: Verdict) -> None:
     elif guardian.decision is None:
         guardian.ask(run)
     while (rule := guardian.execute(run)) is not None:
-        _report(run, wait=True)  # reports in flight are about the weights that are replaced
+        _report(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run, rule.factor):
             guardian.rolled_back(run)
         else:

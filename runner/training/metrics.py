@@ -1,4 +1,4 @@
-"""Transfer of step numbers to the host: many steps at a time, late on an accelerator."""
+"""Transfer of loss, norm and skip flags to the host, in windows of steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from runner.training.hook import Report, Step
 
-HISTORY = 4  # windows whose numbers are kept after they were reported
-MOST_SKIPPED = 10_000  # skipped steps that are remembered
+HISTORY = 4  # windows kept after they were reported
+MOST_SKIPPED = 10_000  # remembered skipped steps
 
 
 @dataclass
 class _Window:
-    """Consecutive steps whose numbers are being copied to the host."""
+    """Consecutive steps with numbers that are being copied to the host."""
 
     first: int
-    earlier: list[list[float]]  # rows that a checkpoint within the window has read already
+    earlier: list[list[float]]  # rows already read by a checkpoint within the window
     rows: Tensor  # [steps, 3]: loss, gradient norm, skipped
-    ready: torch.Event | None  # when an asynchronous copy has arrived
+    ready: torch.Event | None  # recorded after an asynchronous copy
     seconds: float
     samples: int
 
@@ -43,17 +43,17 @@ class Reader:
         self.seconds = 0.0
         self.windows: deque[_Window] = deque()
         self.reported: deque[tuple[int, list[list[float]]]] = deque(maxlen=HISTORY)
-        self.skipped: deque[int] = deque(maxlen=MOST_SKIPPED)  # steps, as far as they were reported
+        self.skipped: deque[int] = deque(maxlen=MOST_SKIPPED)  # numbers of reported steps
 
     def add(self, step: Step, samples: int) -> None:
-        """Add a step to the window; the host reads nothing."""
+        """Add a step to the window, without a host sync."""
         if not self.steps and not self.earlier:
             self.first = step.number
         self.steps += (step.loss, step.grad_norm, step.skipped)
         self.samples += samples
 
     def close(self, seconds: float) -> None:
-        """End the window; `seconds` have passed in steps since the run began."""
+        """Close the window and start its copy; `seconds` is the time spent in steps so far."""
         rows = self._rows()
         ready = None
         if rows.device.type != "cpu":
@@ -68,12 +68,12 @@ class Reader:
         self.earlier, self.samples, self.seconds = [], 0, seconds
 
     def reports(self, wait: bool) -> list[Report]:
-        """The windows that have arrived; with `wait`, all that were closed."""
+        """Return reports of the windows that have arrived; with `wait`, of all closed ones."""
         arrived = []
         while self.windows and (wait or self.windows[0].ready is None or len(self.windows) > 1):
             window = self.windows.popleft()
             if window.ready is not None:
-                window.ready.synchronize()  # waits: one window late, so hardly ever
+                window.ready.synchronize()  # host sync, rarely a wait: the copy is one window old
             rows = window.earlier + window.rows.tolist()
             self.reported.append((window.first, rows))
             self.skipped += [n for n, row in enumerate(rows, window.first) if row[2] > 0]
@@ -92,22 +92,22 @@ class Reader:
 
     @property
     def unread(self) -> int | None:
-        """The first step whose numbers are not on the host yet; None if all are."""
+        """The first step with numbers not yet on the host; None if all are."""
         if self.windows:
             return self.windows[0].first
         return self.first if self.steps or self.earlier else None
 
     def since(self, step: int) -> list[list[float]] | None:
-        """Loss, gradient norm and skip flag of that step and each one after it.
+        """Return loss, gradient norm and skip flag of `step` and each later one.
 
-        None where the step is no longer kept. Waits for numbers in flight.
+        None if the step is no longer kept. Host sync.
         """
         numbered: dict[int, list[float]] = {}
         for first, rows in self.reported:
             numbered.update(enumerate(rows, first))
         for window in self.windows:
             if window.ready is not None:
-                window.ready.synchronize()  # waits; called only after a fault
+                window.ready.synchronize()  # host sync; called only after a fault
             numbered.update(enumerate(window.earlier + window.rows.tolist(), window.first))
         window_state = self.state()
         numbered.update(enumerate(window_state["rows"], window_state["first"]))
@@ -122,10 +122,10 @@ class Reader:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """The open window, read now: the host waits for the device."""
+        """Return the open window. Host sync."""
         self.earlier = self.earlier + self._rows().tolist()
         return {"first": self.first, "rows": self.earlier, "samples": self.samples}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue an open window."""
+        """Restore an open window."""
         self.first, self.earlier, self.samples = state["first"], state["rows"], state["samples"]

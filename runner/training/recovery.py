@@ -52,7 +52,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if ONEDNN.search(text):  # its message for lack of memory too
+    if ONEDNN.search(text):  # its message is the same for lack of memory
         return memory.limit_left() is not None
     return SIGNS.search(text) is not None
 
@@ -86,7 +86,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     reason = f"{at} ran out of memory{_missing(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
-    # replaced, not changed: a checkpoint may be on its way out
+    # a new dict: a checkpoint of the old one may be in the making
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
     _note(run, f"ran out of memory{_missing(error)} with {size} samples at a time",
           f"the same batch again, {run.micro_batch} at a time", error)  # fmt: skip
@@ -94,7 +94,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
 
 def _refuse_single_sample(at: str, samples: int, micro_batch: int) -> None:
-    """Raise ConfigError where a batch, or the smallest part of it, is one sample."""
+    """Raise ConfigError if a batch or its smallest micro-batch is one sample."""
     part = split(samples, micro_batch)[-1]
     if part.stop - part.start > 1:
         return
@@ -105,7 +105,7 @@ def _refuse_single_sample(at: str, samples: int, micro_batch: int) -> None:
 
 
 def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
-    """Halve the `samples` of a validation forward after out of memory."""
+    """Halve the `samples` of a validation forward after out of memory; False for other errors."""
     size = min(run.evaluation_batch or samples, samples)
     if not is_out_of_memory(error):
         return False
@@ -119,11 +119,11 @@ def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
 
 
 def _give_up(run: Run, error: Exception, where: str) -> OutOfMemory:
-    """One sample does not fit: the fix, by whether gradients and optimizer state would."""
+    """Return the error for one sample that does not fit, with a fix by what takes the memory."""
     missing = _missing(error)
     _note(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
     trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
-    state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
+    state = 0 if run.update.optimizer.state else 2 * trained  # Adam's, made in the first update
     fits = trained + state < memory.room(run.device)
     fix = FEWER_ACTIVATIONS if fits else SMALLER_MODEL
     return OutOfMemory(f"{where}: out of memory{missing} with one sample; {fix}")
@@ -152,7 +152,7 @@ def translate_oom(doing: str) -> Iterator[None]:
 
 
 def _release_step_memory(run: Run, error: Exception) -> None:
-    """Free gradients, and the activations that the traceback of the failed step refers to."""
+    """Free gradients, and activations that the traceback of the failed step references."""
     release_references(error)
     for parameter in run.model.parameters():
         parameter.grad = None
@@ -171,7 +171,7 @@ def release_references(error: BaseException | None) -> None:
 
 
 def _missing(error: Exception) -> str:
-    """The size of the allocation that failed, if the message says."""
+    """Return the size of the failed allocation as " (… more)", or "" if unknown."""
     match = SIZE.search(str(error))
     if match is None:
         return ""

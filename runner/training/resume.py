@@ -1,4 +1,4 @@
-"""Saving a run's state in a checkpoint, and restoring it."""
+"""Saving and restoring of a run's state."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ MISFITS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexE
 def save(run: Run, best: bool = False, final: bool = False) -> None:
     """Write a checkpoint of the run between two steps, unless its weights are not finite.
 
-    `final` waits until it is safe on disk, and raises StorageError if it cannot be; it is written
-    in any case, since nothing comes after it.
-
-    The host waits for the device while weights are copied; files are written in the background.
+    `final` writes it in any case, waits until it is on disk, and raises StorageError on failure.
+    Host sync while weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
         if run.world is not None and run.world.lost and run.shards is not None:
@@ -47,10 +45,10 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
             return
         bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
-            return  # it would take the place of the one to go back to
+            return  # it would replace the one to roll back to
         run.checkpointer.lead_to = _lead_to(run, bad)
         if run.trials is not None:
-            # replaced, not changed: a checkpoint may be on its way out
+            # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
         planned = best or run.progress.step % run.checkpoint_every == 0
         state = {**_state(run), "planned": planned, "clean": not bad}
@@ -62,7 +60,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
 
 
 def weights(run: Run) -> dict[str, Any]:
-    """What this process has of the model's state."""
+    """Return the model's state dict, or this process's shard of it."""
     return run.model.state_dict() if run.shards is None else run.shards.state_dict()
 
 
@@ -72,9 +70,9 @@ def _lead_to(run: Run, bad: int) -> set[int]:
 
 
 def first_bad_step(run: Run) -> int:
-    """The first of the current consecutive bad steps, also among unreported ones; 0 if none.
+    """Return the first of the current consecutive bad steps, unreported ones included; 0 if none.
 
-    The host waits for the device.
+    Host sync.
     """
     guardian, hand = run.guardian, run.reader.state()
     if guardian.streak:
@@ -88,7 +86,7 @@ def first_bad_step(run: Run) -> int:
 
 def _state(run: Run) -> dict[str, Any]:
     inputs = None
-    if run.inputs is not None:  # first: what it reads goes into the history and to the guardian
+    if run.inputs is not None:  # first, as it adds to the history and the guardian
         inputs = run.inputs.state()
         run.guardian.vetoed += run.inputs.take_vetoed()
     return {
@@ -115,11 +113,11 @@ def _state(run: Run) -> dict[str, Any]:
 
 
 def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
-    """Restore the newest usable checkpoint; False if there is none.
+    """Restore the newest usable checkpoint; return False if there is none.
 
     `where` is a run's folder or one of its step folders; None is the run's own folder. With
     `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
-    the run's folder is changed, if the state is not one that `save` writes or does not fit.
+    the run's folder is changed, if the state was not written by `save` or does not fit.
     """
     from runner.checkpoint.content import check_state
 
@@ -158,13 +156,13 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         run.checkpointer.lead_to = _lead_to(run, first_bad_step(run))
         run.checkpointer.prune(restored.step)
     with _named(restored.path):
-        set_random(state["random"])  # last of the state, since anything before it may draw
+        set_random(state["random"])  # last, since restoring the rest may draw random numbers
     return True
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn errors of loading a state into a CheckpointError of one line."""
+    """Turn errors of loading a state into a one-line CheckpointError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -176,7 +174,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """One short line: torch's message lists every tensor."""
+    """Return one short line: torch's message lists every tensor."""
     return f"{type(error).__name__}: {shorten(str(error), 300)}"
 
 
@@ -191,13 +189,13 @@ def set_random(state: Mapping[str, Any]) -> None:
 def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     """Restore weights, buffers and optimizer of the last good checkpoint; False if there is none.
 
-    Data and schedule continue from the current step, so the batches that broke the run are not
-    repeated. The caller lowers the learning rate by `factor`.
+    Data and schedule continue from the current step, so the bad batches are not repeated. The
+    caller multiplies the learning rate by `factor`.
     """
     progress, update = run.progress, run.update
     run.checkpointer.wait()
     if run.world is not None:
-        run.world.barrier()  # rank 0 has written the last one
+        run.world.barrier()  # until rank 0 has written the last one
     restored = _last_good(run)
     if restored is None:
         return False
@@ -206,8 +204,8 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     update.updates.copy_(updates)
     update.backoff = backoff
     progress.rollbacks += 1
-    if progress.best_step != progress.step:  # else it stays what it is, the best
-        run.saved_step = min(run.saved_step, progress.step - 1)  # it is of weights that are gone
+    if progress.best_step != progress.step:  # the best checkpoint is of this step, and stays
+        run.saved_step = min(run.saved_step, progress.step - 1)  # its weights were replaced
     run.history.add(
         "rollback",
         f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}",
@@ -218,10 +216,10 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
 
 
 def _last_good(run: Run) -> Restored | None:
-    """The newest finite checkpoint from before the bad steps; logs those that are not finite.
+    """Return the newest finite checkpoint from before the bad steps; log non-finite ones.
 
-    Scheduled checkpoints are preferred to one that an interruption wrote, so that a run rolls back
-    to the same step whether or not it was interrupted. One from among the bad steps comes last.
+    Scheduled checkpoints are preferred to one written at an interruption, so that an interrupted
+    run rolls back to the same step as any other. One from among the bad steps comes last.
     """
     decision = run.guardian.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
@@ -255,9 +253,9 @@ def _last_good(run: Run) -> Restored | None:
 
 
 def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a checkpoint without preprocessing meets other data.
+    """Raise CheckpointError if a checkpoint without preprocessing is used with other data.
 
-    On its own data the same is fitted again, as the split is the same.
+    On its own data the split is the same, so fitting gives the same preprocessing.
     """
     if restored is None:
         return

@@ -60,7 +60,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Run(RunParts):
-    """A run that is built: jobs drive it and hooks read it."""
+    """A built run: jobs drive it and hooks read it."""
 
     name: str
     seed: int
@@ -110,18 +110,18 @@ class Run(RunParts):
     test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`
     tested: dict[str, int] = field(default_factory=dict)  # step of the weights, samples
     model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check
-    columns: list[ColumnUse] = field(default_factory=list)  # what a table's were taken for
-    distributed: dict[str, Any] = field(default_factory=dict)  # of the processes, for the summary
+    columns: list[ColumnUse] = field(default_factory=list)  # how a table's columns were interpreted
+    distributed: dict[str, Any] = field(default_factory=dict)  # processes, for the summary
     stop_reason: str = ""  # why training ends before its last step
 
     @property
     def epoch(self) -> float:
-        """Passes over the training set so far."""
+        """The passes over the training set so far."""
         return self.progress.step / self.train.steps_per_epoch
 
     @property
     def shards(self) -> Shards | None:
-        """What this process has of the weights, where each has a shard."""
+        """This process's shards of the weights; None unless they are sharded."""
         return None if self.world is None else self.world.shards
 
     @property
@@ -130,11 +130,11 @@ class Run(RunParts):
         return self.folder is not None and (self.world is None or self.world.first)
 
     def local(self, samples: int) -> int:
-        """Of the samples of a batch, how many one process has at most."""
+        """Return the largest number of samples of a batch that one process has."""
         return samples if self.world is None else self.world.largest(samples)
 
     def agree(self, verdict: Verdict) -> Verdict:
-        """The worst verdict of all processes."""
+        """Return the worst verdict of all processes."""
         return verdict if self.world is None else type(verdict)(self.world.worst(verdict)[0])
 
     def __enter__(self) -> Run:
@@ -148,7 +148,7 @@ class Run(RunParts):
     ) -> None:
         try:
             self.scope.__exit__(kind, error, trace)
-        except Exception:  # a disk that is full; the error that ended the run says more
+        except Exception:  # such as a full disk; the error that ended the run says more
             if kind is None:
                 raise
 

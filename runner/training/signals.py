@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and their like: the step is finished, a checkpoint written, the run ends.
+"""Signals such as Ctrl-C and SIGTERM: finish the step, write a checkpoint, end the run.
 
-A file `stop` in the run's folder asks for the same from anywhere that shares it, and the run is
-`stopped`, which is no failure.
+A file `stop` in the run's folder, from any machine that shares it, does the same; the run's status
+is then `stopped`, which is no failure.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ log = logging.getLogger("runner")
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Windows has the first two
 ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-"""Signals that ask a process to end: also that its terminal has gone, and that its time is up."""
-PATIENCE_S = 5.0  # of several processes, until one waits for data no longer
+"""Signals that ask a process to end, including a lost terminal and the end of a job's time."""
+PATIENCE_S = 5.0  # after which one of several processes no longer waits for data
 AHEAD = ENDS[3:]
-"""Those by which SLURM says that it will end the process; another one may follow at any time."""
+"""Signals by which SLURM announces the end of the process; another signal may follow."""
 
 
 STOP_FILE = "stop"
-REASON_LETTERS = 500  # of a request that are read
+REASON_LETTERS = 500  # read of a request
 PRUNED = "pruned"
-"""The first word of a search's request."""
+"""The first word of a request by a hyperparameter search."""
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal other than Ctrl-C outside of training; unwinds like Ctrl-C."""
+    """Raised for a signal other than Ctrl-C outside of training; unwinds like Ctrl-C."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__()
@@ -48,20 +48,20 @@ class Terminated(KeyboardInterrupt):
 
 
 def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interrupted:
-    """The error for a signal that arrived before a run was built."""
+    """Return the error for a signal that arrived before a run was built."""
     number = error.number if isinstance(error, Terminated) else signal.SIGINT
     return Interrupted(number, where)
 
 
 def request_stop(folder: Path, reason: str) -> None:
-    """Ask the run in that folder to end after its step. Raises OSError."""
+    """Ask the run in `folder` to end after its current step. Raises OSError."""
     hidden = folder / f".{STOP_FILE}"
     hidden.write_text(reason, encoding="utf-8")
     os.replace(hidden, folder / STOP_FILE)
 
 
 def take_stop_request(folder: Path) -> str | None:
-    """The reason why the run in that folder is asked to end, once; 2 µs where there is none."""
+    """Return and delete a stop request's reason, None without a request. Costs 2 µs."""
     path = folder / STOP_FILE
     try:
         if not path.is_file():
@@ -75,19 +75,19 @@ def take_stop_request(folder: Path) -> str | None:
 
 
 def is_command() -> bool:
-    """Whether this process is a command of ours, and no program of the user's."""
+    """Whether this process runs our command line, not a user's program."""
     return bool(_command)
 
 
 def unclaimed() -> list[int]:
-    """Those of ENDS but for Ctrl-C that neither `nohup` ignores nor another program handles."""
+    """Return the signals of ENDS, except Ctrl-C, that are neither ignored nor handled elsewhere."""
     ours = (signal.SIG_DFL, _terminate)
     return [number for number in ENDS[1:] if signal.getsignal(number) in ours]
 
 
 @contextmanager
 def signals_unwind() -> Iterator[None]:
-    """While entered, and outside of `Interrupts`, the unclaimed ones raise Terminated."""
+    """Make unclaimed signals raise Terminated while entered, outside of `Interrupts`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -105,7 +105,7 @@ def signals_unwind() -> Iterator[None]:
 
 @contextmanager
 def signals_first() -> Iterator[None]:
-    """An error that a library raises while a signal unwinds it is that signal."""
+    """Raise the signal's exception in place of an error that a library raised while unwinding."""
     try:
         yield
     except Exception as error:
@@ -119,7 +119,7 @@ def signals_first() -> Iterator[None]:
 
 _command: list[bool] = []  # not empty within `signals_unwind`
 raised: list[int] = []
-"""Signals for which Terminated was raised; libraries swallow it while they are imported."""
+"""Signals for which Terminated was raised: some libraries swallow it during import."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -128,13 +128,12 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Interrupts:
-    """While entered, handles Ctrl-C, SIGTERM and the `unclaimed` signals.
+    """Context that handles Ctrl-C, SIGTERM and the `unclaimed` signals.
 
-    The first signal is remembered and the loop ends at the next step boundary. Between `begin_wait`
-    and `end_wait` (for data, which can take for ever) it raises KeyboardInterrupt, also one that
-    arrived before. The second one raises it at once, unless one of both was of `AHEAD`. `notice` is
-    logged at the first one, since a step can take a while, and `watch` is called with it: its
-    grace period limits how long.
+    The first signal is recorded, and the loop ends at the next step boundary. Between `begin_wait`
+    and `end_wait` (a wait for data may not end) it raises KeyboardInterrupt, also if it arrived
+    before. A second signal raises it at once, unless one of the two is in `AHEAD`. The first signal
+    logs `notice` and calls `watch`, which returns the grace period that limits the step.
     """
 
     def __init__(
@@ -143,17 +142,17 @@ class Interrupts:
         together: bool = False,
         watch: Callable[[Interrupts, int], GracePeriod] | None = None,
     ) -> None:
-        """With `together`, the processes of a run end at the same step.
+        """With `together`, all processes of a run end at the same step.
 
-        A signal that is repeated after some seconds cuts a wait short: data may never come.
+        A signal repeated after PATIENCE_S then ends a wait for data.
         """
         self.together, self.since = together, 0.0
         self.received: int | None = None
         self.waiting = False
-        self.cut_short = False  # the wait for data was interrupted: the run is between two steps
-        self.forced = False  # the step is not waited for any longer
+        self.cut_short = False  # a wait was interrupted: the run is between two steps
+        self.forced = False  # the step is being interrupted
         self.watch = watch
-        self.grace: GracePeriod | None = None  # from the first signal on
+        self.grace: GracePeriod | None = None  # since the first signal
         self.previous: dict[int, object] = {}
         self.notice = _Notice(notice, self) if notice else None
 
@@ -172,13 +171,13 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
         self.previous.clear()
         if self.forced and self.grace is not None and is_command():
-            self.grace.kill_children()  # else the interpreter would wait for its compilers
+            self.grace.kill_children()  # the interpreter would wait for its compilers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.forced or self.counts_again(number, self.received):
             self.forced = True
             if self.grace is not None:
-                self.grace.note_children()  # before a compiler that is unwound loses its own
+                self.grace.note_children()  # before a compiler that unwinds loses its own children
             raise KeyboardInterrupt
         if self.received is None:
             self.since = time.monotonic()
@@ -188,21 +187,21 @@ class Interrupts:
             self._cut_short()
 
     def begin_wait(self) -> None:
-        """From here on the first signal raises KeyboardInterrupt; so does one already received."""
-        self.waiting = True  # before the look, so that no signal falls between the two
+        """Let the first signal raise KeyboardInterrupt; raise it now for one already received."""
+        self.waiting = True  # set before the check, so that no signal is missed in between
         if self.received is not None and not self.together:
             self._cut_short()
 
     def end_wait(self) -> None:
-        """From here on the first signal is remembered again."""
+        """Let the first signal be recorded again."""
         self.waiting = False
 
     def counts_again(self, number: int, first: int | None) -> bool:
-        """Whether a signal that follows the first one asks for an end inside the step."""
+        """Whether a signal after the first one asks to interrupt the step."""
         return not (first is None or self.together or {number, first} & {*AHEAD})
 
     def end_grace(self) -> None:
-        """The step has ended; what follows it, such as a checkpoint, takes the time it takes."""
+        """End the time limit: the step has ended, and a checkpoint after it is not limited."""
         if self.notice is not None:
             self.notice.stop()
 
@@ -211,15 +210,15 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def error(self, where: str = "") -> Interrupted:
-        """The error that the run ends with; `where` names the step."""
+        """Return the error that the run ends with; `where` names the step."""
         return Interrupted(self.received or signal.SIGINT, where)
 
 
 class _Notice:
-    """Logs a line at the first signal, from its own thread, and limits what follows in time.
+    """Thread that logs a line at the first signal and starts the grace period.
 
-    A Python handler cannot: it may interrupt a line of the log or of the display, and it does not
-    run while a compiler or a long kernel does. `set_wakeup_fd` is written to at once.
+    A Python signal handler may interrupt a log line, and does not run during a compilation or a
+    long kernel, while the file descriptor of `set_wakeup_fd` is written at once.
     """
 
     def __init__(self, text: str, interrupts: Interrupts) -> None:
@@ -240,7 +239,7 @@ class _Notice:
         if self.thread is None:
             return
         signal.set_wakeup_fd(self.before, warn_on_full_buffer=False)
-        os.write(self.writes, b"\0")  # closing it ends no read: a forked worker has it too
+        os.write(self.writes, b"\0")  # closing would not end the read: forks share the pipe
         self.thread.join()
         os.close(self.writes)
         os.close(self.reads)
@@ -255,7 +254,7 @@ class _Notice:
             self.interrupts.grace.watch(self._next)
 
     def _next(self, timeout_s: float | None = None) -> int | None:
-        """The next of the signals; 0 once the watch is over, None after the timeout."""
+        """Return the next signal; 0 once the watch is over, None after the timeout."""
         while select.select([self.reads], [], [], timeout_s)[0]:
             number = os.read(self.reads, 1)[0]
             if number in self.numbers or not number:

@@ -1,4 +1,4 @@
-"""One training step: forward, backward and update, in one graph or one by one."""
+"""One training step: forward, backward and update, as one graph or separately."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_step(
 ) -> tuple[Step, Verdict]:
     """Make one step with its update; return it with the worst verdict of `hooks`.
 
-    An `empty` batch has no usable sample, in no process: its step changes nothing.
+    An `empty` batch has no usable sample in any process: its step changes nothing.
     """
     if empty and run.left_out is not None:
         return run.left_out.no_step(), Verdict.KEEP
@@ -55,7 +55,7 @@ def _make_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
 
 
 def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
-    """A step inside the hooks' contexts, or whose gradients they read: never one graph."""
+    """Make a step within the hooks' contexts; never as one graph, as hooks may read gradients."""
     made: tuple[Step, Verdict] | None = None
     try:
         with ExitStack() as stack:
@@ -68,13 +68,13 @@ def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict
             )
         return made
     except BaseException:
-        if made is not None:  # the update is made: a run that continues must not repeat it
+        if made is not None:  # the update was made: a run that continues must not repeat it
             record_step(run, made[0])
         raise
 
 
 class _StepContext:
-    """A hook's `around`, which must not swallow exceptions."""
+    """A hook's `around` context; raises UsageError if it swallows an exception."""
 
     def __init__(self, hook: Hook, run: Run) -> None:
         self.name = f"{type(hook).__module__}.{type(hook).__qualname__}"
@@ -120,7 +120,7 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
 
 
 def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
-    """The step as one graph; None, now and later, where the graph cannot be made."""
+    """Make the step as one graph; if the graph fails, return None and drop it for good."""
     number = run.progress.step + 1
     run.device.reseed(step_seed(run, number))
     if not whole.steps:
@@ -143,7 +143,7 @@ def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
 
 
 def _backward_with_recovery(run: Run, batch: Batch) -> Step:
-    """Forward and backward; repeated after a failure while one of `run.recoveries` helps."""
+    """Run forward and backward; repeat after a failure that one of `run.recoveries` handles."""
     while True:
         try:
             return forward_backward(run, batch)
@@ -155,9 +155,9 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
 
 
 def forward_backward(run: Run, batch: Batch) -> Step:
-    """Forward and backward over one batch; gradients are in `.grad`, the update is not made."""
+    """Run forward and backward over one batch; gradients are in `.grad`, without an update."""
     number = run.progress.step + 1
-    run.device.reseed(step_seed(run, number))  # dropout depends on it alone: resume is exact
+    run.device.reseed(step_seed(run, number))  # dropout depends on this alone, so resume is exact
     run.update.begin()
     if run.world is None and run.micro_batch >= count(batch[1]):
         loss = _forward(run, batch)
@@ -175,12 +175,12 @@ def forward_backward(run: Run, batch: Batch) -> Step:
 
 
 def step_seed(run: Run, number: int) -> int:
-    """Where the random numbers of a step begin; each process has its own."""
+    """Return the random seed of a step; it differs by process."""
     return mix(run.seed, number) if run.world is None else mix(run.seed, number, run.world.rank)
 
 
 def _accumulate(run: Run, batch: Batch) -> Tensor:
-    """The mean loss of the batch and its gradient, one micro-batch at a time.
+    """Compute the mean loss of the batch and its gradient, one micro-batch at a time.
 
     Each part is weighted by its share of samples or tokens, so parts of different sizes and masked
     targets give the same mean as the whole batch.
@@ -192,7 +192,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     else:
         samples = run.train.samples(run.progress.step)
         own = 0 if run.train.empty else own
-        if run.left_out is not None and not isinstance(whole, Tensor):  # others may have less left
+        if run.left_out is not None and not isinstance(whole, Tensor):  # others may drop some
             dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
             whole = torch.tensor(whole, dtype=dtype, device=run.device.torch)
         whole = world.whole_weight(whole, own, samples)
@@ -215,17 +215,17 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
 
 
 def _weighted(loss: Tensor, weight: Tensor | float, whole: Tensor | float) -> Tensor:
-    """The mean over a part as its share of the mean over the batch, in the loss's precision."""
+    """Return the part's contribution to the mean loss of the batch, in the loss's precision."""
     if not isinstance(weight, Tensor):
         return loss * (weight / whole)
-    # whole numbers are divided in fp32, whatever the loss is in
+    # integers are divided in fp32 or better, for any dtype of the loss
     share = weight.to(torch.promote_types(loss.dtype, torch.float32)) / whole
     # a part whose targets are all masked has the mean 0/0 and no share
     return torch.where(share > 0, loss, 0.0) * share
 
 
 def _synchronised(run: Run, last: bool) -> AbstractContextManager[None]:
-    """Gradients go to the other processes with the last micro-batch, all in one."""
+    """Return a context that synchronises gradients with the last micro-batch only."""
     if run.world is None or last:
         return nullcontext()
     return run.world.no_sync()
@@ -244,7 +244,7 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 
 
 def _is_usual(run: Run, samples: int) -> bool:
-    """Whether a full batch, or one of its micro-batches, has this number of samples here."""
+    """Whether a full batch or one of its micro-batches has this number of samples."""
     full = run.train.samples(0)
     if run.world is None:
         return samples in (run.micro_batch, full // -(-full // run.micro_batch))
@@ -255,7 +255,7 @@ def _is_usual(run: Run, samples: int) -> bool:
 def call_hooks(
     hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation
 ) -> Verdict:
-    """The worst of the verdicts that the hooks return for the event."""
+    """Call the event on the hooks; return their worst verdict."""
     worst = Verdict.KEEP
     for hook in hooks:
         if isinstance(what, Step) and not hook.due(what.number):
@@ -266,7 +266,7 @@ def call_hooks(
 
 
 def enter_session(stack: ExitStack, hook: Hook, run: Run) -> None:
-    """Enter the hook's session, which is left with the stack."""
+    """Enter the hook's session, to be exited with the stack."""
     session = hook.session(run)
 
     def leave(*error: Any) -> bool | None:
@@ -282,7 +282,7 @@ def enter_session(stack: ExitStack, hook: Hook, run: Run) -> None:
 
 @contextmanager
 def _tolerated(hook: Hook, run: Run) -> Iterator[None]:
-    """Where the hook monitors, log what the system refuses it."""
+    """Record a system error in the history, not raise it, if the hook only monitors."""
     try:
         yield
     except (OSError, ImportError, psutil.Error) as error:

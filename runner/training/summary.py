@@ -1,4 +1,4 @@
-"""The record of a run that other tools read: `summary.json`."""
+"""The summary of a run, which other tools read: `summary.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 
 FILE = "summary.json"
-LONGEST_HEAD = 64  # bytes of the file within which the status lies
+LONGEST_HEAD = 64  # bytes at the start of the file that contain the status
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StepTime:
 
 @dataclass
 class Throughput:
-    """How fast the training steps went, validation and checkpoints left out."""
+    """Speed of the training steps, without validation and checkpoints."""
 
     samples_per_second: float = 0.0
     tokens_per_second: float | None = None
@@ -55,7 +55,7 @@ class CheckpointPaths:
 
 @dataclass
 class Summary:
-    """How a run went. The names of these fields are a contract with the tools that read them."""
+    """Result of a run. The field names are a contract with the tools that read them."""
 
     status: str = "running"  # running | done | stopped | interrupted | failed
     reason: str = ""
@@ -65,7 +65,7 @@ class Summary:
     throughput: Throughput = field(default_factory=Throughput)
     memory: MemoryPeaks = field(default_factory=MemoryPeaks)
     techniques: list[TechniqueStatus] = field(default_factory=list)
-    tools: list[Cost] = field(default_factory=list)  # debug tools: what each took and found
+    tools: list[Cost] = field(default_factory=list)  # cost and finding of each debug tool
     skipped_steps: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     checkpoint: CheckpointPaths = field(default_factory=CheckpointPaths)
@@ -90,18 +90,18 @@ class Summary:
 
     @property
     def monitored(self) -> float | None:
-        """The best value of the monitored metric, else the last one; what a sweeper optimises."""
+        """The best value of the monitored metric, else the last one, which a sweeper optimises."""
         return self.best if self.best is not None else self.metrics.get(self.monitor)
 
     def write(self, folder: Path) -> None:
-        """Replace `summary.json` in `folder`, never leaving half of one; NaN becomes null.
+        """Replace `summary.json` in `folder` atomically; NaN becomes null.
 
-        StorageError where it cannot be written.
+        Raises StorageError if it cannot be written.
         """
         write_json(folder / FILE, asdict(self))
 
     def write_status(self, folder: Path) -> None:
-        """Replace only the status `running` in the file, in its place: a full disk takes that."""
+        """Overwrite the status `running` in place, which works on a full disk."""
         running = b'"status": "running",\n  "reason": "",'
         with suppress(OSError), open(folder / FILE, "r+b", buffering=0, opener=for_owners) as file:
             place = file.read(LONGEST_HEAD).find(running)
@@ -111,7 +111,7 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
-        """The summary in a run's folder; a metric that was not finite comes back as NaN.
+        """Read the summary in a run's folder; a non-finite metric is read as NaN.
 
         Unknown keys, such as those of a newer version, are ignored.
         Raises StorageError if it is missing or not readable.

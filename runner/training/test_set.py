@@ -1,4 +1,4 @@
-"""The test set: evaluated once, when training has ended, with the best checkpoint's weights."""
+"""Evaluation of the test set, once after training, with the best checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger("runner")
 
 
 def evaluate_test_set(run: Run) -> None:
-    """Record `test/…` metrics of the best checkpoint, or of the last weights where there is none.
+    """Record `test/…` metrics of the best checkpoint, or of the last weights without one.
 
-    The run keeps its weights. Without a test set nothing is done.
+    The run's weights are restored. Does nothing without a test set.
     """
     if run.test is None:
         return
     if run.world is not None:
-        run.world.barrier()  # rank 0 has written the best one
+        run.world.barrier()  # until rank 0 has written the best one
     with _best_weights(run) as step:
         run.test_metrics = evaluate(run, test=True).metrics
     run.tested = {"step": step, "samples": len(run.test.fetch.order.indices)}
@@ -33,7 +33,7 @@ def evaluate_test_set(run: Run) -> None:
 
 @contextmanager
 def _best_weights(run: Run) -> Iterator[int]:
-    """While entered, the run has the weights of the best checkpoint; yields their step."""
+    """Load the weights of the best checkpoint while entered; yield their step."""
     step, best = run.progress.step, run.checkpointer.best
     restored = None
     if best is not None and run.folder is not None and run.progress.best_step != step:

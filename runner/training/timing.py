@@ -16,17 +16,17 @@ from runner.training.summary import StepTime, Throughput
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
 UNUSUAL = ("whole_step", "waiting")  # shown where there are any
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
-KEPT = 2**14  # steps whose length is kept, the newest ones: a long run needs no more memory
-TIMED = 2**10  # steps whose events on the device are kept, the newest ones
+KEPT = 2**14  # newest steps with durations kept, so that memory is bounded
+TIMED = 2**10  # newest steps with device events kept
 SAMPLED = 50  # on an accelerator, each n-th step is timed on the device as well
-FEWEST, MOST = 5, 11  # marks of a step that is not one graph; more are many micro-batches
+FEWEST, MOST = 5, 11  # marks of a step that is not one graph; more mean many micro-batches
 
 
 class Stopwatch:
-    """Laps of each step; five readings of the clock a step, a third of a microsecond in all.
+    """Timer of steps and their phases; five clock readings a step, a third of a microsecond in all.
 
-    On an accelerator the host only queues work, so its laps say little: there, sampled steps
-    leave events in the device's stream, and those are read once, at the end.
+    On an accelerator the host only queues work, so host times mean little: there, sampled steps
+    record events in the device's stream, which are read once, at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class Stopwatch:
         self.sampling = False
 
     def start(self) -> None:
-        """A step begins: with the wait for its batch."""
+        """Start a step, which begins with the wait for its batch."""
         if self.count == SETTLING:
             self.spent = dict.fromkeys(PHASES, 0.0)
         self.started = self.now = perf_counter()
@@ -56,7 +56,7 @@ class Stopwatch:
             self.marks = [("", self.mark())]
 
     def split(self, phase: str) -> None:
-        """Add the time since the last call to `phase`; a phase may end several times."""
+        """Add the time since the last split to `phase`; a phase may be split several times."""
         now = perf_counter()
         self.spent[phase] += now - self.now
         self.now = now
@@ -65,7 +65,7 @@ class Stopwatch:
             self.marks.append((phase, self.mark()))
 
     def stop(self, samples: int) -> None:
-        """The step has ended; `samples` were in its batch."""
+        """End the step; `samples` is the size of its batch."""
         now = perf_counter()
         self.running = False
         seconds = now - self.started
@@ -80,17 +80,17 @@ class Stopwatch:
             self.events.append([(name or "other", mark) for name, mark in self.marks])
 
     def laps(self, first: int = 0) -> np.ndarray:
-        """Seconds of each step from number `first`, counted from 0, of those that are kept."""
+        """Return the seconds of each kept step from number `first`, counted from 0."""
         first = max(first, self.count - KEPT)
         return self.lengths[np.arange(first, self.count) % KEPT]
 
     def settled_laps(self) -> np.ndarray:
-        """Of the steps after the first few, where there are any."""
+        """Return the seconds of the steps after the first SETTLING, or of all if there are none."""
         return self.laps(SETTLING if self.count > SETTLING else 0)
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time inside is not part of the step."""
+        """Exclude the time inside from the step."""
         start = perf_counter()
         try:
             yield
@@ -100,17 +100,17 @@ class Stopwatch:
             self.started += excluded
 
     def elapsed(self) -> float:
-        """Seconds spent in steps so far, including the current one."""
+        """Return the seconds spent in steps so far, including the current one."""
         return self.total + (perf_counter() - self.started if self.running else 0.0)
 
     def mark(self) -> torch.Event:
-        """An event in the device's stream."""
+        """Record and return an event in the device's stream."""
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
-        """Rates and shares over the steps after the first few, percentiles of the newest 16,384."""
+        """Return rates and phase shares of the settled steps, percentiles of the newest 16,384."""
         if not self.count:
             return Throughput()
         p50, p95 = np.percentile(self.settled_laps(), [50, 95]).tolist()
@@ -128,7 +128,7 @@ class Stopwatch:
         )
 
     def _device_split(self) -> dict[str, float]:
-        """Shares measured on the device, from the sampled steps; waits for it to finish."""
+        """Return phase shares from the device events of sampled steps; host sync."""
         sums = dict.fromkeys(PHASES, 0.0)
         for marks in self.events:
             marks[-1][1].synchronize()

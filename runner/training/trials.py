@@ -1,8 +1,8 @@
-"""Whether a technique pays here: blocks of training steps with it and without, then a decision.
+"""Trials of a technique's gain: blocks of training steps with and without it, then a decision.
 
-Each trial has its steps from the start, so which of them are made with the technique is a function
-of the step alone: a resumed run and a replay make them the same way. What was timed and decided is
-in every checkpoint, and wins on resume.
+The steps of each trial are planned at the start, so whether a step uses the technique is a function
+of the step alone, and the same in a resumed run and a replay. Timings and decisions are in every
+checkpoint, and take precedence on resume.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 WARM_UP = 5  # steps of a process before the first trial
-SETTLING = 3  # steps before the blocks of a trial whose technique compiles in the first
-FEWEST_PAIRS, PAIRS = 6, 10  # of blocks; with fewer than six no interval of 95 % is closed
+SETTLING = 3  # steps before the first block, for a technique that compiles in them
+FEWEST_PAIRS, PAIRS = 6, 10  # of blocks; fewer than six give no 95 % interval
 LONGEST_BLOCK = 40  # steps; the first of each is not timed
-HOPELESS = ((1, 0.25), (2, 0.5))  # a trial ends when all of so many pairs are below this ratio
-LEAST_GAIN = 0.02  # below it, and with an interval around 1, a technique is left out
+HOPELESS = ((1, 0.25), (2, 0.5))  # (pairs, ratio): a trial ends if all pairs are below the ratio
+LEAST_GAIN = 0.02  # less, with an interval that includes 1, counts as no gain
 ALPHA = 0.05
 ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
-"""Of the trials: what compiles comes last, since it captures what the others have decided.
+"""Order of the trials: compiling ones last, as they capture what the others decide.
 Techniques that are not listed follow."""
 
 
 class GainEstimate(NamedTuple):
-    """What a trial found: milliseconds a step, and times as fast with the technique."""
+    """Result of a trial: milliseconds per step, and the speed-up by the technique."""
 
     with_ms: float
     without_ms: float
     ratio: float
-    low: float  # of the interval of 95 %
+    low: float  # of the 95 % interval
     high: float
     pairs: int
 
     @property
     def faster(self) -> bool:
-        """Whether the technique is the faster; one that may be as fast as nothing is not used."""
+        """Whether the technique is faster; within the noise, by more than LEAST_GAIN."""
         if self.low <= 1 <= self.high:
             return self.ratio > 1 + LEAST_GAIN
         return self.ratio > 1
 
     @property
     def reason(self) -> str:
-        """Both figures, in words."""
+        """The verdict with both times, as text."""
         loss = "slower here" if self.ratio < 1 else "no gain here"
         verdict = "faster here" if self.faster else loss
         noise = " (within the noise)" if self.low <= 1 <= self.high else ""
@@ -60,7 +60,7 @@ class GainEstimate(NamedTuple):
         return f"{verdict}: {used} against {without} without it{noise}"
 
     def facts(self) -> dict[str, Any]:
-        """The figures, for the evidence."""
+        """Return the figures for the evidence."""
         rounded = {name: float(f"{value:.4g}") for name, value in self._asdict().items()}
         return {
             "measured_ms": rounded["with_ms"],
@@ -73,7 +73,7 @@ class GainEstimate(NamedTuple):
 
 @dataclass
 class Trial:
-    """The steps of one technique's trial, and the fastest step of each of its blocks so far."""
+    """The steps of a technique's trial, and the fastest step of each block so far."""
 
     name: str
     first: int  # step
@@ -89,16 +89,16 @@ class Trial:
 
     @property
     def last(self) -> int:
-        """Its last step."""
+        """The last step of the trial."""
         return self.first + self.settling + 2 * self.pairs * self.block - 1
 
     def place(self, step: int) -> tuple[int, int]:
-        """The block of a step, and its place in it; -1 before the first and after the last."""
+        """Return the block of a step, and the position in it; block -1 outside of all blocks."""
         inside = self.first + self.settling <= step <= self.last
         return divmod(step - self.first - self.settling, self.block) if inside else (-1, 0)
 
     def arm(self, step: int, before: bool) -> bool:
-        """Whether that step is made with the technique; `before` the trial, as it is then."""
+        """Whether `step` uses the technique; before the trial, `before` says so."""
         if step < self.first:
             return before
         if step > self.last:
@@ -107,14 +107,14 @@ class Trial:
         return block < 0 or block % 4 in (0, 3)
 
     def note(self, step: int, seconds: float) -> None:
-        """The time of a step; the first of a block pays for the change."""
+        """Record the time of a step, except a block's first, which includes the switch."""
         block, place = self.place(step)
         if block >= 0 and place > 0:
             known = self.fastest[block]
             self.fastest[block] = seconds if known is None else min(known, seconds)
 
     def times(self) -> list[tuple[float, float]]:
-        """Seconds of a step with it and without, by pair of blocks."""
+        """Return (seconds with, seconds without) per step, by pair of blocks."""
         pairs = zip(self.fastest[::2], self.fastest[1::2], strict=True)
         return [
             (b, a) if number % 2 else (a, b)
@@ -123,7 +123,7 @@ class Trial:
         ]
 
     def stop_early(self, step: int) -> None:
-        """End the trial with this step where the technique costs several times what it may gain."""
+        """End the trial at `step` if the technique is clearly slower (HOPELESS)."""
         block, place = self.place(step)
         done, ratios = block // 2 + 1, [without / used for used, without in self.times()]
         if block % 2 and place == self.block - 1 and done < self.pairs and len(ratios) == done:
@@ -132,7 +132,7 @@ class Trial:
                 self.used = False
 
     def extend(self) -> int:
-        """Steps that were added, for a pair of blocks, where too few pairs were timed."""
+        """Add a pair of blocks if too few pairs were timed; return the number of added steps."""
         missing = len(self.times()) < FEWEST_PAIRS and self.used is None
         if not missing or self.pairs >= 2 * FEWEST_PAIRS:
             return 0
@@ -141,7 +141,7 @@ class Trial:
         return 2 * self.block
 
     def outcome(self) -> GainEstimate | None:
-        """None where too few blocks were timed."""
+        """Return the estimate, or None if too few blocks were timed."""
         pairs = self.times()
         if len(pairs) < FEWEST_PAIRS and self.used is not False:
             return None
@@ -154,7 +154,7 @@ class Trial:
 
 
 def _rank(n: int) -> int:
-    """From both ends of n sorted values, those left out of a 95 % interval of their median."""
+    """Return the index, from either end of n sorted values, of a 95 % interval of the median."""
     rank, tail = -1, 0.0
     while tail + 2 * math.comb(n, rank + 1) / 2**n <= ALPHA:
         rank += 1
@@ -163,17 +163,17 @@ def _rank(n: int) -> int:
 
 
 class Trials:
-    """The trials of a run, one after another; nothing is timed before `plan`."""
+    """The trials of a run, in sequence; nothing is timed before `plan`."""
 
     def __init__(self, switches: Iterable[Switch], recorded: Sequence[Mapping[str, Any]]) -> None:
         self.switches = {switch.name: switch for switch in switches}
         trials = [_read(row) for row in recorded]
         self.trials = [trial for trial in trials if trial.name in self.switches]
-        self.timed, self.room = False, 0  # steps that they may take
-        self.over = False  # no step is different from here on
+        self.timed, self.room = False, 0  # steps that all trials may take
+        self.over = False  # no later step is part of a trial
 
     def plan(self, run: Run) -> None:
-        """Give steps to the techniques that have no trial, and time from here on."""
+        """Plan trials for techniques that have none, and start timing."""
         self.timed = True
         order = [*ORDER, *(name for name in self.switches if name not in ORDER)]
         new = [name for name in order if name in self.switches and self.find(name) is None]
@@ -189,16 +189,16 @@ class Trials:
         self.over = False
 
     def find(self, name: str) -> Trial | None:
-        """A technique's trial."""
+        """Return a technique's trial, or None."""
         return next((trial for trial in self.trials if trial.name == name), None)
 
     def dropped(self, name: str) -> bool:
-        """Whether the technique was measured and is not used."""
+        """Whether the technique was measured and rejected."""
         trial = self.find(name)
         return trial is not None and trial.used is False
 
     def enter(self, run: Run, step: int) -> None:
-        """Switch each technique to what that step is made with."""
+        """Switch each technique on or off for `step`."""
         for name, switch in self.switches.items():
             trial = self.find(name)
             on = switch.first if trial is None else trial.arm(step, switch.first)
@@ -208,12 +208,12 @@ class Trials:
         self.over = all(step > trial.last for trial in self.trials)
 
     def start(self, run: Run) -> float:
-        """Before a step that may be timed; on an accelerator the host waits."""
+        """Return the start time of a step that may be timed. Host sync."""
         run.device.synchronize()
         return perf_counter()
 
     def end(self, run: Run, started: float, usual: bool) -> None:
-        """After the step: its time where it is a `usual` one, a decision, what the next one has."""
+        """Record the time of a `usual` step, decide at a trial's end, and switch for the next."""
         step = run.progress.step + 1
         trial = next((t for t in self.trials if t.first <= step <= t.last), None)
         if trial is not None and self.timed:
@@ -233,7 +233,7 @@ class Trials:
         self.enter(run, step + 1)
 
     def evidence(self, name: str, shown: Evidence | None) -> Evidence | None:
-        """What a technique's evidence is with the figures of its trial, once it is decided."""
+        """Return the evidence with the figures of the technique's trial, once that is decided."""
         trial = self.find(name)
         outcome = None if trial is None or trial.used is None else trial.outcome()
         if trial is None or outcome is None:
@@ -243,17 +243,17 @@ class Trials:
         return shown and Evidence(shown.engaged, shown.reason, {**shown.facts, **outcome.facts()})
 
     def history(self) -> list[dict[str, Any]]:
-        """All that was planned, timed and decided, for the checkpoint."""
+        """Return all trials as dicts, for the checkpoint."""
         return [asdict(trial) for trial in self.trials]
 
     def choices(self) -> list[Choice]:
-        """What was decided so far, with the figures."""
+        """Return the decisions so far, with figures."""
         pairs = [(trial, trial.outcome()) for trial in self.trials if trial.used is not None]
         return [choice_of(trial, outcome) for trial, outcome in pairs if outcome is not None]
 
 
 def prepare_trials(run: Run, recorded: Sequence[Mapping[str, Any]], measures: bool) -> None:
-    """Give the run its trials; the next step is made as they were recorded."""
+    """Create the run's trials, and switch techniques for the next step as recorded."""
     run.trials = trials = Trials(run.switches, recorded)
     trials.room = int(TRIAL_SHARE * run.total_steps) if measures else 0
     run.choices += trials.choices()
@@ -261,7 +261,7 @@ def prepare_trials(run: Run, recorded: Sequence[Mapping[str, Any]], measures: bo
 
 
 def _read(row: Mapping[str, Any]) -> Trial:
-    """A trial from a checkpoint. Raises CheckpointError."""
+    """Parse a trial of a checkpoint. Raises CheckpointError."""
     try:
         trial = Trial(**row)
         numbers = (trial.first, trial.block, trial.pairs, trial.settling + 1)
@@ -275,5 +275,5 @@ def _read(row: Mapping[str, Any]) -> Trial:
 
 
 def choice_of(trial: Trial, outcome: GainEstimate) -> Choice:
-    """The decision as it is listed."""
+    """Return the decision as a choice."""
     return Choice(f"optimization.{trial.name}.enabled", bool(trial.used), outcome.reason)
