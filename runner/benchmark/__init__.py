@@ -1,1 +1,1 @@
-"""Which of several ways to train is faster, by how much and how sure that is: measured, paired."""
+"""Paired speed comparisons of training configs, with confidence intervals."""

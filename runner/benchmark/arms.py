@@ -1,4 +1,4 @@
-"""The arms of a benchmark: what was typed, as configs that can be compared."""
+"""Parse `benchmark.arms` and the command line into one composed config per arm."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from runner.record.text import escape_control_chars as escape
 KEY = "benchmark.arms"
 NAMED = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
 NOT_OF_ARMS = ("job", "benchmark", "sweep", "hydra")
-"""Keys that are for the benchmark, not for its arms."""
+"""Config groups of the benchmark itself: they cannot differ between arms."""
 TAKEN = ("attribution", "claims", "comparison")
-"""Folders that lie beside those of the arms."""
+"""Folder names that the benchmark itself uses; no arm may have them."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: a name and the config that it stands for."""
+    """One way to train: a name and a complete run config."""
 
     name: str  # as typed: a level, or overrides with spaces between them
     config: RunConfig
-    overrides: list[str] = field(default_factory=list)  # what sets it apart from the others
-    command: str = ""  # trains the same by itself
-    folder: str = ""  # its run's, relative to the benchmark's; "" leaves nothing behind
+    overrides: list[str] = field(default_factory=list)  # of this arm alone
+    command: str = ""  # shell command that trains the same config outside the benchmark
+    folder: str = ""  # run folder relative to the benchmark's; "": nothing is written
 
 
 def arms_of(
@@ -50,11 +50,10 @@ def arms_of(
     config_name: str = "config",
     others: int = 0,
 ) -> list[Arm]:
-    """Each of `benchmark.arms`, composed on top of the `overrides` that were typed.
+    """Compose each of `benchmark.arms` on top of the command line's `overrides`.
 
-    Raises ConfigError for an arm that is unknown, comes twice or reads other data, for fewer than
-    two (with `others`, which the caller adds), and for a `benchmark.reference` that is none of
-    them.
+    Raises ConfigError for an arm that is unknown, given twice or reads other data; for fewer than
+    two arms, counting the `others` that the caller adds; and for an unknown `benchmark.reference`.
     """
     levels = list(options(*folders)["optimization"])
     base = [text for text in overrides if _part(text) not in NOT_OF_ARMS]
@@ -98,13 +97,13 @@ def _check_together(arms: Sequence[Arm], settings: BenchmarkConfig, others: int)
 
 
 def asks(config: RunConfig) -> bool:
-    """Whether any technique is asked for."""
+    """Return whether the config requests any technique."""
     optimization = config.optimization
     return bool(optimization.extra) or any(t.enabled for _, t in optimization.techniques())
 
 
 def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
-    """The arm that the others are compared with. Raises ConfigError if there is no such."""
+    """Return the arm that the others are compared with. Raises ConfigError if it does not exist."""
     if settings.reference is None:
         return arms[0]
     reference = " ".join(settings.reference.split())
@@ -118,7 +117,7 @@ def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
 
 
 def check_budget(settings: BenchmarkConfig, arms: int) -> None:
-    """Raises ConfigError where the time is too short for each arm to have one turn."""
+    """Raise ConfigError if the budget is too short for each process to have one turn."""
     processes = arms + settings.control
     least = processes * settings.block_s
     if settings.budget_s < least:
@@ -131,7 +130,7 @@ def check_budget(settings: BenchmarkConfig, arms: int) -> None:
 
 
 def _parse(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
-    """An arm as typed: its name, and the overrides that it stands for."""
+    """Split an arm as typed into its name and its overrides."""
     named, shown = NAMED.fullmatch(text.strip()), escape(text)
     try:
         words = shlex.split(named["rest"] if named else text)
@@ -172,7 +171,7 @@ def _key(override: str) -> str:
 
 
 def _folder(name: str, taken: Sequence[str]) -> str:
-    """A folder's name that can be read and typed, and that no other arm has."""
+    """Return a folder name made from `name` that is easy to type and not in `taken`."""
     stem = folder = re.sub(r"[^A-Za-z0-9.=+]+", "-", name).strip("-.")[:60] or "arm"
     number, folded = 1, {other.casefold() for other in taken}  # for file systems that fold case
     while folder.casefold() in folded:
@@ -203,7 +202,7 @@ def _check_new(arm: Arm, before: Sequence[Arm]) -> None:
 
 
 def _work(config: RunConfig) -> dict[str, Any]:
-    """All that what an arm does depends on."""
+    """Return the config without the keys that do not change what an arm computes."""
     work = asdict(config)
     for key in ("name", "monitoring", *NOT_OF_ARMS[:3]):
         del work[key]
@@ -213,7 +212,7 @@ def _work(config: RunConfig) -> dict[str, Any]:
 
 
 def _different_data(one: RunConfig, other: RunConfig) -> str:
-    """The first key of the data in which they differ, with both values; empty if in none."""
+    """Return the first data key in which the configs differ, with both values; "" if none does."""
     ours, theirs = asdict(one.data), asdict(other.data)
     keys = [k for k in ours | theirs if k not in LOADING and ours.get(k) != theirs.get(k)]
     return f"data.{keys[0]} is {ours.get(keys[0])} and {theirs.get(keys[0])}" if keys else ""

@@ -1,7 +1,7 @@
-"""What each technique of a level is worth: added alone to the plain run, left out of the level.
+"""Speedup of each technique of a level: added alone to the reference, and left out of the level.
 
-Techniques that are not engaged in the level are named and not measured. The three intervals of each
-technique hold at 95 % all together (Bonferroni).
+Techniques that did not engage in the level are listed but not measured. The three intervals of all
+measured techniques hold jointly at 95 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from runner.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.benchmark.statistics import COARSE, ONE_PROCESS, Estimate, claim, each_alpha
 from runner.config import RunConfig
 
-INTERVALS = 3  # of each technique: alone, within the level, the one over the other
-EACH = 2  # techniques to a round, which makes six processes of half a GB and more
+INTERVALS = 3  # intervals of each technique: alone, within the level, and their ratio
+EACH = 2  # techniques per round: with both references six processes of 0.5 GB or more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
 Interval = tuple[float, float] | None
 
 
 @dataclass(frozen=True)
 class AttributionTrial:
-    """One technique, and the two arms that show what it is worth."""
+    """A technique and the two arms that measure it: reference + technique, level - technique."""
 
     name: str
     added: Arm
@@ -41,12 +41,12 @@ def attribute(
     seed: int = 0,
     floor: float = 0.0,
 ) -> Attribution:
-    """What the techniques of `level` are worth, one by one, next to `reference`.
+    """Measure the techniques of `level` one by one, alone and within the level.
 
-    `summary` is that of a finished run of the level, `floor` the noise floor of its benchmark, inf
-    where it is not known. `benchmark.attribute_budget_s` of measuring is shared evenly. A trial
-    that fails is a note at its effect; after Ctrl-C the measurements so far come back, and
-    `stopped` is `interrupted`.
+    `summary` is the summary of a finished run of the level; `floor` the noise floor of its
+    benchmark, inf where unknown. The rounds share `benchmark.attribute_budget_s` evenly. A trial
+    that fails leaves a note at its effect. Ctrl-C is not raised: the measurements so far are
+    returned, with `stopped` set to `interrupted`.
     """
     effects, trials = plan_trials(level, reference, summary)
     alpha = each_alpha(INTERVALS * len(trials))
@@ -69,7 +69,7 @@ class _Attribution:
     effects: dict[str, Effect]
 
     def run_rounds(self, trials: Sequence[AttributionTrial], seed: int) -> str:
-        """Measure all trials, a few at a time; why it ended."""
+        """Measure all trials, `EACH` per round. Returns why it stopped."""
         left = budget_s = self.options.settings.attribute_budget_s
         groups = [trials[i : i + EACH] for i in range(0, len(trials), EACH)]
         short = 0
@@ -111,7 +111,7 @@ class _Attribution:
     def _compare(
         self, effect: Effect, round_: Round, without: str, with_it: str, idle: str = ""
     ) -> Estimate | None:
-        """The speedup of `with_it` over `without`; else None, and a note says why."""
+        """Return the speedup of `with_it` over `without`; None, and a note, if unknown."""
         why = round_.explain_end(self.reference.name, without, with_it) or idle
         ratio = None if why else round_.ratio([without], [with_it])
         note = why or "too few blocks for an interval"
@@ -121,7 +121,7 @@ class _Attribution:
 
 
 def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
-    """Why the technique alone is not engaged; "" where it is, or that is not known."""
+    """Return why the technique did not engage in the `added` arm; "" if it did, or if unknown."""
     if trial.added.name not in round_.finished:
         return ""
     row = round_.finished[trial.added.name].technique(trial.name)
@@ -131,20 +131,20 @@ def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
 
 
 def _peak_difference(round_: Round, name: str, than: str) -> int | None:
-    """By how much the peak of one is above that of the other."""
+    """Return the peak memory of arm `name` minus that of arm `than`, in bytes; None if unknown."""
     finished = [round_.finished[n] for n in (name, than) if n in round_.finished]
     memories = [one.summary.get("memory") or {} for one in finished]
     peaks = [m.get("peak_device_bytes") or m.get("peak_process_bytes") or 0 for m in memories]
     return int(peaks[0] - peaks[1]) if len(peaks) == 2 and all(peaks) else None
 
 
-# -- the arms that show what one technique is worth ------------------------------------------------
+# -- the arms of a trial ---------------------------------------------------------------------------
 
 
 def plan_trials(
     level: Arm, reference: Arm, summary: Mapping[str, Any]
 ) -> tuple[dict[str, Effect], list[AttributionTrial]]:
-    """An effect for each requested technique, in order of application, and the trials to make."""
+    """Return an Effect per requested technique, in order of application, and the trials to run."""
     effects: dict[str, Effect] = {}
     trials = []
     rows = {row["name"]: row for row in summary.get("techniques", [])}
@@ -176,7 +176,7 @@ def _explain_untried(
 
 
 def _take_technique(arm: Arm, other: Arm, name: str, called: str) -> Arm:
-    """The arm with that one technique as it is in the other."""
+    """Return `arm` with the setting of technique `name` copied from `other`."""
     config = copy(arm.config)
     config.optimization = deepcopy(arm.config.optimization)
     config.optimization.level, config.optimization.strict = "custom", False
@@ -190,7 +190,7 @@ def _take_technique(arm: Arm, other: Arm, name: str, called: str) -> Arm:
 
 
 def _find_technique(config: RunConfig, name: str) -> Any:
-    """A technique with its knobs; of a user's own its class's name, None if it is off."""
+    """Return a technique's config; for a user's technique its class path, or None if it is off."""
     for own, technique in config.optimization.techniques():
         if own == name:
             return technique
@@ -201,7 +201,7 @@ def _find_technique(config: RunConfig, name: str) -> Any:
 
 
 def summarize(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
-    """What to take away, the most important first: only what is beyond `floor`, a share."""
+    """Return summary sentences, most important first, of effects larger than `floor` (a share)."""
     within = {e.name: _claim(e.removed, e.removed_interval, e.processes, floor) for e in effects}
     alone = {e.name: _claim(e.added, e.added_interval, e.processes, floor) for e in effects}
     measured = [e for e in effects if e.removed is not None or e.added is not None]
@@ -247,6 +247,6 @@ def _claim(ratio: float | None, interval: Interval, processes: int, floor: float
         return ""
     floor = floor if processes > 1 else max(floor, ONE_PROCESS)
     what = claim(Estimate(ratio, *interval, processes), floor)
-    # each technique has processes of its own: the noise of these comes on top of the interval's
+    # each technique has its own processes, whose noise the interval does not cover
     clear = interval[0] > 1 + floor or interval[1] < 1 / (1 + floor)
     return what if what == "same" or clear else ""

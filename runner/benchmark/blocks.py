@@ -1,8 +1,8 @@
 """Randomised blocks: each block runs every arm once, in random order.
 
-Looks come at numbers of blocks fixed beforehand, and each spends a part of the 5 % (alpha
-spending). All arms are launched several times within the budget, as new processes with as many
-blocks as the first time; looks at the end of a launch share a sixth of the 5 % (Bonferroni).
+Interim looks come at fixed numbers of blocks and share the 5 % (alpha spending). Within the budget
+all arms are launched several times, in new processes, with as many blocks as in the first launch;
+looks at the ends of launches share a sixth of the 5 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import numpy as np
 from runner.benchmark.statistics import CONFIDENCE, Estimate, Spending, contrast, fewest_blocks
 
 INTERRUPTED = "interrupted"
-SHARE = 1 / 6  # of what is left, for a look that is not the last: enough for one at 8 blocks
-LAUNCH_BLOCKS = 3  # of each launch, at least
-FEWEST_LAUNCHES = 3  # two have intervals of 13 times what they differ by, and more
-FURTHER = 2 / 3  # of the budget, at most, for starting further launches and their fewest blocks
+SHARE = 1 / 6  # of the alpha left, for each look but the last: enough for one look at 8 blocks
+LAUNCH_BLOCKS = 3  # minimum blocks of each launch
+FEWEST_LAUNCHES = 3  # two launches have t intervals 13 or more times as wide as their difference
+FURTHER = 2 / 3  # of the budget, at most, for launches after the first and their minimum blocks
 # 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 … 1024
 LOOKS = (*(quarter << double for double in range(1, 8) for quarter in range(4, 8)), 1024)
 
 
-# -- what an arm's process answers: plain data that goes through a pipe ----------------------------
+# -- what an arm's process sends: plain data, pickled through a pipe -------------------------------
 
 
 @dataclass(frozen=True)
 class Ready:
-    """An arm that has made its first steps."""
+    """Sent by an arm after its warm-up: set-up times and batch size."""
 
     samples_per_step: int
     setup_seconds: float  # from the start of the process to the end of its first step
     warm_ms: float  # a late warm-up step
-    compile_seconds: float = 0.0  # as the compiler itself counts them, until the warm-up's end
-    settling_seconds: float = 0.0  # of the warm-up steps but the first, beyond as many late ones
-    workers: int = 0  # processes that fetch its data
+    compile_seconds: float = 0.0  # by the compiler's own count, until the end of the warm-up
+    settling_seconds: float = 0.0  # of warm-up steps after the first, beyond as many late ones
+    workers: int = 0  # data worker processes
 
 
 @dataclass(frozen=True)
@@ -46,32 +46,32 @@ class Turn:
 
     steps: int
     samples: int
-    seconds: float  # wall time of the steps, the device waited for at both ends
-    median_ms: float  # of a step; on an accelerator the mean, since only the whole turn is timed
-    per_sample_ms: float  # of the median step, or with data workers the mean: what is compared
-    step_ms: list[float] = field(default_factory=list)  # on an accelerator the mean one alone
+    seconds: float  # wall time of all steps, device synchronised at both ends
+    median_ms: float  # median step; on an accelerator the mean, since only whole turns are timed
+    per_sample_ms: float  # of the median step (data workers: mean); arms are compared by it
+    step_ms: list[float] = field(default_factory=list)  # on an accelerator only the mean
     data_seconds: float = 0.0
-    others: float | None = None  # share of the CPUs that other processes took; None: not known
+    others: float | None = None  # share of the CPUs that other processes used; None: unknown
 
 
 @dataclass(frozen=True)
 class Finished:
-    """An arm that has ended as it should."""
+    """The results of an arm that finished normally."""
 
     summary: dict[str, Any]  # summary.json
     losses: list[float]  # of the first steps, warm-up included
-    problems: list[str]  # signs that it does not train
+    problems: list[str]  # signs that the model does not learn
     metrics: dict[str, Any]  # what `MeasureOptions.metrics` returned
     notes: list[str] = field(default_factory=list)
 
     def technique(self, name: str) -> dict[str, Any]:
-        """The summary's row of a technique."""
+        """Return the summary's row of a technique; a row with only a reason if it has none."""
         rows = self.summary.get("techniques") or []
         return next((row for row in rows if row["name"] == name), {"reason": "not seen"})
 
 
 class ArmEnded(Exception):
-    """An arm has ended: `status` is failed, killed, timeout or oom."""
+    """An arm's process has ended early: `status` is failed, killed, timeout or oom."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -85,41 +85,41 @@ Relaunch = Callable[[Sequence[str], float], dict[str, ArmEnded]]
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """When to stop: every interval is narrow, the budget is spent, or all launches are made.
+    """When to stop: all intervals are narrow, the budget is spent, or all launches are done.
 
-    The budget is overdrawn only for the six blocks without which there is no interval at all.
+    The budget is overdrawn only for the `fewest_blocks` (six at 5 %) that an interval requires.
     """
 
     target_half_width: float  # of every interval, as a share of the ratio
-    budget_s: float  # of measuring, and of launches but the first
-    processes: int = 1  # of each arm: launches, if the budget allows three or more
-    restart_s: float = 0.0  # that a launch is expected to take; later as long as the last one took
+    budget_s: float  # seconds of measuring and of all launches but the first
+    processes: int = 1  # launches of each arm, if the budget allows three or more
+    restart_s: float = 0.0  # expected seconds of a launch; later, of the last one
     looks: Sequence[int] = LOOKS  # numbers of blocks; 8 is the first with an interval
-    alpha: float = 1 - CONFIDENCE  # less where an interval is one of many, and all are to hold
+    alpha: float = 1 - CONFIDENCE  # less where several intervals have to hold jointly
 
 
 @dataclass
 class Measured:
     """The turns of all blocks and the estimates from them.
 
-    Any other ratio of the arms, taken after the end (`contrast`), holds at 95 % with the alpha of
-    that arm of it which has the fewest turns, since all share the looks.
+    A ratio taken afterwards (`contrast`) holds at 95 % with the alpha of the arm in it that has the
+    fewest turns, since all arms share the looks.
     """
 
-    turns: dict[str, list[Turn]]  # by arm; the n-th is of the n-th block
-    estimates: dict[str, Estimate]  # against the reference, of all others with a block in common
+    turns: dict[str, list[Turn]]  # by arm; the n-th turn is from the n-th block
+    estimates: dict[str, Estimate]  # against the reference, of all arms that share a block with it
     ended: dict[str, ArmEnded] = field(default_factory=dict)
-    blocks: int = 0  # whole ones
+    blocks: int = 0  # complete ones
     seconds: float = 0.0
     stopped: str = ""
-    alphas: dict[str, float] = field(default_factory=dict)  # by arm: what its last look could spend
-    between: dict[str, float] = field(default_factory=dict)  # the same, for the t over launches
+    alphas: dict[str, float] = field(default_factory=dict)  # by arm: alpha of its last look
+    between: dict[str, float] = field(default_factory=dict)  # the same, of the t over launches
     starts: list[int] = field(default_factory=lambda: [0])  # the first block of each launch
-    precise: bool = False  # every interval is as narrow as was asked for
+    precise: bool = False  # every interval is as narrow as the target
 
     @property
     def processes(self) -> int:
-        """Of each arm that has not ended, over which the intervals are."""
+        """Number of processes per arm behind the intervals, over arms that have not ended."""
         return max((one.processes for one in self.estimates.values()), default=1)
 
 
@@ -134,15 +134,15 @@ def run_blocks(
     watch: Callable[[Measured], None] | None = None,
     relaunch: Relaunch | None = None,
 ) -> Measured:
-    """Measure until every interval is narrow or the budget is spent; `turn(name, seconds)` is one.
+    """Measure until every interval is narrow or the budget is spent, by `turn(name, seconds)`.
 
-    `relaunch(names, within_s)` starts the arms again as new processes and returns those that could
-    not be; TimeoutError where they did not all start within the time. Without it arms have one.
+    `relaunch(names, within_s)` restarts the arms in new processes and returns those that failed to
+    start; it raises TimeoutError if the time runs out. Without it each arm has one process.
 
-    An arm whose turn raises ArmEnded is out, and the others continue; its turns so far are kept.
-    Without the reference, or with nothing but it, there are no ratios: times are gathered up to the
-    first look. Ctrl-C is not raised: the measurements so far come back, with the intervals of the
-    last look and `stopped="interrupted"`.
+    An arm whose turn raises ArmEnded leaves, keeping its turns; the others continue. Without the
+    reference, or with it alone, no ratios are estimated: times are gathered up to the first look.
+    Ctrl-C is not raised: the measurements so far are returned with the intervals of the last look
+    and `stopped="interrupted"`.
 
     `watch` receives the measurements so far at every look.
     """
@@ -173,17 +173,17 @@ class _Blocks:
     block_s: float
     clock: Callable[[], float]
     measured: Measured
-    active: list[str]  # take turns
+    active: list[str]  # arms that still take turns
     watch: Callable[[Measured], None] | None
 
     def __post_init__(self) -> None:
         self.spending = Spending(self.rule.alpha)
         self.least = fewest_blocks(self.rule.alpha)
         self.overdrawn = False  # the budget was too small for any interval
-        self.between = self.rule.alpha  # left for looks at the ends of launches
-        self.restart_s, self.restarting_s = self.rule.restart_s, 0.0  # of a launch; of all
+        self.between = self.rule.alpha  # alpha left for looks at the ends of launches
+        self.restart_s, self.restarting_s = self.rule.restart_s, 0.0  # of the last launch; of all
         self.looked_at, self.widest = 0, math.inf  # the last look's block, and widest half-width
-        self.until = 0.0  # when a launch has had its share of the budget; of the first: unknown
+        self.until = 0.0  # when the launch has used its budget share; 0: first launch
         self.start = self.clock()
 
     def block(self, order: Sequence[str]) -> None:
@@ -198,7 +198,7 @@ class _Blocks:
         self.measured.blocks += 1
 
     def after_block(self) -> str:
-        """Why to stop, or ""."""
+        """Return why to stop; "" to continue."""
         measured, rule = self.measured, self.rule
         measured.seconds = self.clock() - self.start
         spent = measured.seconds >= rule.budget_s
@@ -242,9 +242,9 @@ class _Blocks:
     # -- launches --------------------------------------------------------------------------------
 
     def _ends_launch(self, blocks: int) -> bool:
-        """Whether the current launch, of so many, has enough, or has had its share of the budget.
+        """Whether the current launch of `blocks` blocks is complete or has used its budget share.
 
-        The first one has as many as make its part of the final precision; the others as many.
+        The first is complete when narrow enough for its part of the precision; the others match it.
         """
         measured, rule = self.measured, self.rule
         until = self.until
@@ -258,7 +258,7 @@ class _Blocks:
         return enough or (measured.seconds >= until and blocks >= LAUNCH_BLOCKS)
 
     def _further_launches(self, seconds: float) -> int:
-        """How many more there may be within so much time; none if there would be too few in all."""
+        """Return how many more launches fit into `seconds`; 0 if the total would be too small."""
         measured, done = self.measured, len(self.measured.starts)
         each_block_s = (measured.seconds - self.restarting_s) / measured.blocks
         each_s = self.restart_s + LAUNCH_BLOCKS * each_block_s
@@ -268,12 +268,12 @@ class _Blocks:
         return further if done > 1 or 1 + further >= fewest else 0
 
     def _share(self, begun: float, further: int) -> float:
-        """When the launch that began then has had its share of the budget, with so many to come."""
+        """Return when a launch begun at `begun` has used its share, with `further` ones to come."""
         left = self.rule.budget_s - begun - further * self.restart_s
         return begun + left / (1 + further)
 
     def _launch(self) -> bool:
-        """Start all arms again; whether that was possible within the budget."""
+        """Restart all arms; False if that took longer than the budget allows."""
         began = self.clock()
         try:
             ended = self.relaunch(list(self.active), self.rule.budget_s - (began - self.start))
@@ -295,15 +295,15 @@ class _Blocks:
     # -- estimates -------------------------------------------------------------------------------
 
     def interrupted(self) -> None:
-        """Keep the last look's estimates: a person may have stopped because of the ratios."""
+        """Complete the estimates after Ctrl-C; those of the last look are kept."""
         for name in self.measured.turns:
             if name not in self.measured.estimates and self._is_comparable(name):
-                self.measured.estimates[name] = self._estimate(name)  # a ratio and no interval
+                self.measured.estimates[name] = self._estimate(name)  # a ratio without an interval
             self.measured.alphas.setdefault(name, self._alpha_left(name))
             self.measured.between.setdefault(name, self.between)
 
     def _look(self, last: bool) -> float:
-        """Estimate the arms that are still active; the widest interval's half-width."""
+        """Estimate the ratios of the active arms. Returns the widest half-width."""
         measured = self.measured
         alpha = self.spending.interim_alpha(measured.blocks, 1.0 if last else SHARE)
         between = self.between
@@ -329,13 +329,13 @@ class _Blocks:
         return contrast([base], [times], alpha, measured.starts, between)
 
     def _is_comparable(self, name: str) -> bool:
-        """Whether it has a block in common with the reference, which has not ended."""
+        """Whether it shares a block with the reference, and the reference has not ended."""
         turns = self.measured.turns
         both = name != self.reference and turns[self.reference] and turns[name]
         return bool(both) and self.reference not in self.measured.ended
 
     def _drop(self, name: str, error: ArmEnded) -> None:
-        """Estimate an arm that has ended from its turns so far, with all that is left to spend."""
+        """Remove an arm that has ended; estimate its ratio with all the alpha that is left."""
         measured = self.measured
         measured.ended[name] = error
         self.active.remove(name)

@@ -1,6 +1,6 @@
-"""Claims people make about techniques (`conf/benchmark/claims/*.yaml`), each measured here.
+"""Test published claims about techniques (`conf/benchmark/claims/*.yaml`) on this machine.
 
-A claim that this machine cannot test says so and why; a trial that fails costs its own rows only.
+A claim that this machine cannot test is reported with the reason; a failed trial affects its rows.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ FILE, PAGE = "claims.json", "claims.md"
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 UNKNOWN, BETTER = "not measurable here", "better than claimed"
 PLAIN, AGAIN = "plain", "plain, again"
-GAINS = ("speed", "scaling")  # at least the bar; everything else at most
-ROUNDS, SETTLING = 9, 2  # forwards that are timed, and before
-READINGS = 6  # least to largest of six hold the median with 97 %
-LOADED = 0.1  # share of the CPUs that others took, from which on the page names it
+GAINS = ("speed", "scaling")  # must reach the bar; all others must stay below it
+ROUNDS, SETTLING = 9, 2  # timed forward passes, and warm-up passes before them
+READINGS = 6  # the range of six readings covers the median with 97 %
+LOADED = 0.1  # share of the CPUs used by other processes above which the page mentions it
 METHOD = (
     "An interval is of 95 %; of memory and latency it is the range of six readings. A claim holds "
     "or does not where all of the interval, with the noise at both ends, is on one side of what is "
@@ -61,35 +61,35 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim: the `arm` of its trial against the plain run."""
+    """One claim: `arm` of its trial compared with the plain run."""
 
     name: str
     claimed: str
     measures: str  # speed | memory | memory of a step | latency | scaling
     bar: float
-    note: str  # why it should hold, or should not
+    note: str  # why it should or should not hold
     arm: str = ""
-    needs: str = ""  # the technique that must have engaged
+    needs: str = ""  # a technique that has to be engaged
     range_end: float | None = None  # far end of a claimed range
 
 
 @dataclass(frozen=True)
 class ClaimTrial:
-    """A workload, the arms measured on it, and the claims that they test."""
+    """A workload, the arms measured on it, and the claims they test."""
 
     about: str
     claims: list[Claim]
     work: list[str] = field(default_factory=list)
     arms: dict[str, list[str]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=lambda: ["optimization=none"])
-    block_s: float | None = None  # where turns have to be longer
-    share: float = 1.0  # of the budget, next to the other trials
-    gpus: int = 0  # GPUs it takes
+    block_s: float | None = None  # for trials that need longer turns
+    share: float = 1.0  # weight of its share of the budget
+    gpus: int = 0  # number of GPUs it requires
 
 
 @dataclass
 class ClaimResult:
-    """One claim about a technique as it was measured here; ratios are to the plain run."""
+    """A claim's verdict and measured ratio to the plain run."""
 
     name: str
     claimed: str
@@ -98,20 +98,20 @@ class ClaimResult:
     verdict: str = UNKNOWN
     ratio: float | None = None
     interval: tuple[float, float] | None = None  # 95 %
-    noise: float | None = None  # the plain run against itself
-    reason: str = ""  # for the verdict
-    note: str = ""  # why it should hold, or should not
-    command: str = ""  # trains like the arm in question
+    noise: float | None = None  # noise floor: the plain run against itself
+    reason: str = ""  # of the verdict
+    note: str = ""  # why it should or should not hold
+    command: str = ""  # trains the same config as the arm
 
 
 @dataclass
 class Claims:
-    """All claims that were tested, and where: `claims.json`."""
+    """All tested claims, with machine and versions: `claims.json`."""
 
     rows: list[ClaimResult] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    load: dict[str, Any] = field(default_factory=dict)  # medians over all that was measured
+    load: dict[str, Any] = field(default_factory=dict)  # medians over all trials
     command: str = ""
     started: str = ""
     seconds: float = 0.0
@@ -119,12 +119,12 @@ class Claims:
 
 
 def run_claims(config: RunConfig, folder: Path) -> None:
-    """`benchmark.claims=true`: leave claims.md and claims.json; what is done stays on Ctrl-C."""
+    """Run `benchmark.claims=true`: write claims.md and claims.json after each trial."""
 
     def save(claims: Claims) -> None:
         try:
             write(claims, folder)
-        except StorageError as error:  # the next one may be written
+        except StorageError as error:  # a later write may succeed
             log.warning("%s", error)
 
     claims = measure_claims(config, save)
@@ -136,7 +136,7 @@ def run_claims(config: RunConfig, folder: Path) -> None:
 
 
 def load_trials(folder: Path = FOLDER) -> list[ClaimTrial]:
-    """The trials of every YAML file in `folder`."""
+    """Load the trials of every YAML file in `folder`."""
     trials = []
     for path in sorted(folder.glob("*.yaml")):
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]:
@@ -153,8 +153,8 @@ def measure_claims(
 ) -> Claims:
     """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
 
-    The budget is shared by `ClaimTrial.share`; starting and compiling come on top. `each` receives
-    the claims so far after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
+    Trials share the budget by `ClaimTrial.share`; starting and compiling are not counted. `each` is
+    called with the claims so far after every trial. Raises Interrupted on Ctrl-C and SIGTERM.
     """
     trials, options = trials or load_trials(), options or MeasureOptions(config.benchmark)
     claims = Claims(
@@ -171,7 +171,7 @@ def measure_claims(
                 round_ = _run_trial(trial, config, budget_s, options)
                 if round_.measured.stopped == INTERRUPTED:
                     raise KeyboardInterrupt
-            except RunnerError as error:  # a config that this machine or version refuses
+            except RunnerError as error:  # this machine or version does not support the config
                 claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
                 continue
             except KeyboardInterrupt:
@@ -191,7 +191,7 @@ def measure_claims(
 def _run_trial(
     trial: ClaimTrial, config: RunConfig, budget_s: float, options: MeasureOptions
 ) -> Round:
-    """The trial's arms side by side, the plain one twice."""
+    """Measure the trial's arms and the plain run, which runs twice if there is a control."""
     if trial.gpus:
         count = torch.cuda.device_count()
         raise RunnerError(f"needs {trial.gpus} GPUs in one run; torch sees {count} here")
@@ -210,7 +210,7 @@ def _run_trial(
 
 
 def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
-    """What the trial says of one of its claims."""
+    """Return the verdict on one claim from its trial's measurements."""
     row = _make_row(trial, claim, round_.explain_end(PLAIN, claim.arm) or _missing(claim, round_))
     if row.reason:
         return row
@@ -230,9 +230,9 @@ def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
 
 
 def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
-    """Holds or fails where all of the interval, noise added at both ends, is on one side of `bar`.
+    """Return the verdict and its reason: which side of `bar` the whole interval is on.
 
-    An interval past the far end of a claimed range is better than claimed. With the reason.
+    The interval is widened by `noise` at both ends. One beyond `range_end` is better than claimed.
     """
     low, high = estimate.low / (1 + noise), estimate.high * (1 + noise)
     bar, end = claim.bar, claim.range_end
@@ -246,7 +246,7 @@ def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
 
 
 def _estimate(claim: Claim, round_: Round) -> Estimate | None:
-    """The ratio to the plain run; of readings that of the medians, with their range."""
+    """Return the ratio to the plain run; for memory and latency the ratio of medians, and range."""
     if claim.measures == "speed":
         return round_.ratio([PLAIN], [claim.arm])
     metrics = (round_.finished[name].metrics for name in (claim.arm, PLAIN))
@@ -259,7 +259,7 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
 
 
 def _missing(claim: Claim, round_: Round) -> str:
-    """Why the technique is not engaged; "" where it is, or none is needed."""
+    """Return why the required technique is not engaged; "" if it is, or none is required."""
     if claim.arm not in round_.finished:
         return "was not measured"
     row = round_.finished[claim.arm].technique(claim.needs)
@@ -281,13 +281,13 @@ def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
     )
 
 
-# -- readings of a finished run --------------------------------------------------------------------
+# -- metrics of a finished run ---------------------------------------------------------------------
 
 
 def step_bytes(run: Run) -> float:
-    """Peak memory of one forward and backward beyond what is held between steps.
+    """Return the bytes that one forward and backward adds at its peak.
 
-    Of the device, or of the process on a CPU. Free memory is given back before.
+    Device memory, or process memory on a CPU. Caches are released first.
     """
     memory.clean(run.device)
     with memory.peak(run.device) as peak:
@@ -299,7 +299,7 @@ def step_bytes(run: Run) -> float:
 
 
 def state_bytes(run: Run) -> float:
-    """Weights, buffers and optimizer state: what is held between steps."""
+    """Return the bytes of weights, buffers and optimizer state."""
     tensors = [*run.model.parameters(), *run.model.buffers()]
     for state in run.update.optimizer.state.values():
         tensors += [value for value in state.values() if hasattr(value, "nbytes")]
@@ -307,7 +307,7 @@ def state_bytes(run: Run) -> float:
 
 
 def compiled_latency(run: Run) -> float:
-    """Time of a compiled forward over an eager one, without gradients; ValueError if eager."""
+    """Return compiled over eager forward time, without gradients. ValueError if not compiled."""
     if run.compilation is None or not run.compilation.mode:
         raise ValueError("the model is not compiled")
     with ExitStack() as stack:
@@ -343,14 +343,14 @@ METRICS: dict[str, Callable[[Run], list[float]]] = {
     "memory of a step": _read_steps,
     "latency": _read_latency,
 }
-"""Readings of the finished run that a claim needs, by what it measures."""
+"""Functions that measure a finished run, by `Claim.measures`."""
 
 
 # -- the page --------------------------------------------------------------------------------------
 
 
 def _measured(row: ClaimResult) -> str:
-    """What was measured, in the terms of the claim."""
+    """Return the measured value, formatted in the units of the claim."""
     if row.ratio is None or row.interval is None:
         return "–"
     low, high = row.interval
@@ -362,7 +362,7 @@ def _measured(row: ClaimResult) -> str:
 
 
 def markdown(claims: Claims) -> str:
-    """All of it as a page: a table, then the reasons and commands."""
+    """Return the Markdown page: a table, then reasons and commands."""
     rows, machine = claims.rows, claims.machine
     noises = ["–" if row.noise is None else f"{row.noise * 100:.1f} %" for row in rows]
     cells = [
@@ -396,7 +396,7 @@ def markdown(claims: Claims) -> str:
 
 
 def write(claims: Claims, folder: Path) -> None:
-    """claims.json and claims.md, whole or not at all. StorageError where that is not possible."""
+    """Write claims.json and claims.md atomically. Raises StorageError."""
     write_json(folder / FILE, asdict(claims))
     try:
         replace_text(folder / PAGE, markdown(claims))

@@ -1,4 +1,4 @@
-"""What job=benchmark measures, for how long, and how precisely: the `benchmark` group."""
+"""The `benchmark` config group: what job=benchmark measures, for how long, how precisely."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEVELS = ("none", "basic", "advanced", "ultra")
 
 @dataclass
 class BenchmarkConfig:
-    """Arms, budget, and what is measured besides speed."""
+    """Settings of job=benchmark: arms, budget, and what to measure besides speed."""
 
     arms: list[str] = field(default_factory=lambda: list(LEVELS))
     reference: str | None = None  # the arm that the others are compared with; None: the first

@@ -1,4 +1,4 @@
-"""A benchmark from its arms to its result: measurements, parity, rows and notes."""
+"""Run a benchmark: measure the arms, check parity, collect rows and notes."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
-NOISY = 0.10  # share of the CPUs that others take on a noisy machine
+NOISY = 0.10  # share of the CPUs used by others above which the machine counts as noisy
 LEFT_OUT = (*OF_NO_CONSEQUENCE, "debug")
 WORK = {name: name for name in "model objective optimizer stability seed device.tf32".split()}
 WORK["batch size"] = "training.batch_size"
-"""What is trained, techniques left out, by key: parity holds an arm against its own."""
+"""What is trained, without techniques: name → key. Parity is against the arm's own plain run."""
 
 
 class Cut(Interrupted):
-    """A benchmark was asked to end; `result` holds what was measured."""
+    """The benchmark was interrupted; `result` holds the measurements so far."""
 
     def __init__(self, signal_number: int, result: BenchmarkResult) -> None:
         super().__init__(signal_number, f" after {result.blocks} blocks")
@@ -65,16 +65,16 @@ def measure(
     pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool,
     clock: Callable[[], float] = time.monotonic,
 ) -> BenchmarkResult:
-    """Start every arm, measure them in blocks, check parity, and collect the results.
+    """Start every arm, measure them in blocks, check parity, and return the result.
 
-    The arms are compared with `settings.reference`, else the first one. With a `folder` the arms'
-    runs are recorded in it and `benchmark.json` is written, also when arms failed. `attribute`,
-    `baseline` and `claims` of the settings are not used here. An arm that fails is a row. Raises
-    ConfigError, and `Cut` on Ctrl-C and SIGTERM once the result so far has been written.
+    The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
+    recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
+    Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and `Cut` on
+    Ctrl-C and SIGTERM after writing the result so far.
     """
     reference = reference_of(arms, settings)
     check_budget(settings, len(arms))
-    alpha = each_alpha(len(arms) - 1)  # the best of several is named: all intervals hold together
+    alpha = each_alpha(len(arms) - 1)  # arms are ranked, so all intervals have to hold jointly
     options = MeasureOptions(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
     )
@@ -93,7 +93,7 @@ def measure(
 
 
 class _Benchmark:
-    """The steps of a benchmark, and the measurements so far."""
+    """The stages of a benchmark, and the measurements so far."""
 
     def __init__(self, arms: Sequence[Arm], reference: Arm, options: MeasureOptions) -> None:
         self.arms, self.reference, self.options = arms, reference, options
@@ -110,7 +110,7 @@ class _Benchmark:
             self.processes.insert(1, replace(reference, name=self.control, folder=""))
 
     def measure(self, seed: int) -> None:
-        """All arms and the control in one round; a reference that died leaves times alone."""
+        """Measure all arms and the control; without the reference only times."""
         measured = run_round(
             self.processes,
             self.reference.name,
@@ -126,7 +126,7 @@ class _Benchmark:
             raise KeyboardInterrupt
 
     def check_parity(self) -> None:
-        """Whether each arm's numbers are right."""
+        """Judge the numerical parity of each finished arm."""
         finished = self.round.finished
         arms = [arm for arm in self.arms if arm.name in finished]
         if not self.settings.parity or not arms:
@@ -138,7 +138,7 @@ class _Benchmark:
                 self.options.announce(f"parity of {arm.name}: {verdict.parity or verdict.reason}")
 
     def write(self) -> BenchmarkResult:
-        """The result so far; kept in the folder where there is one."""
+        """Return the result so far, after writing it to the folder, if there is one."""
         result = self._result()
         if self.options.folder is not None:
             try:
@@ -182,20 +182,20 @@ class _Benchmark:
 
     @property
     def _compared(self) -> str:
-        """Which step of a turn is compared: see `WorkerPool.turn`."""
+        """Which step of a turn is compared, mean or median: see `WorkerPool.turn`."""
         return MEAN if any(ready.workers for ready in self.round.ready.values()) else MEDIAN
 
     def _estimate(self, name: str) -> Estimate | None:
-        """The arm against the reference; None where the reference was not measured."""
+        """Return the arm's estimate against the reference; None if there is none."""
         if self.reference.name in self.round.ended:
             return None
         estimate = self.round.measured.estimates.get(name)
         return estimate if estimate is not None and math.isfinite(estimate.ratio) else None
 
     def _noise_floor(self) -> float:
-        """What the control shows to be noise; inf where it has no interval.
+        """Return the noise floor of the control; inf if it has no interval.
 
-        Without one 0, or with one process of each arm `ONE_PROCESS`.
+        Without a control it is 0, or `ONE_PROCESS` if each arm had one process.
         """
         if self.control:
             return noise_floor(self._estimate(self.control))
@@ -243,27 +243,27 @@ class _Benchmark:
         row.speedup = estimate.ratio
         if math.isfinite(estimate.half_width):
             row.speedup_interval = estimate.interval
-        if row.status in (DONE, INTERRUPTED):  # the last look's interval holds however it ended
+        if row.status in (DONE, INTERRUPTED):  # the last look's interval is valid even then
             row.claim = claim(estimate, self._noise_floor())
 
     def _fill_setup(self, row: ArmResult, ready: Ready) -> None:
-        """What it takes to start, and from how many steps on that is paid back."""
+        """Set the set-up times, and the number of steps after which they are paid back."""
         row.setup_seconds, row.compile_seconds = ready.setup_seconds, ready.compile_seconds
-        # the first process of all also waits for the disk to bring torch, so the faster one counts
+        # the first process also waits for torch to be read from disk, so the faster start is used
         names = self.reference.name, self.control
         plain = [self.round.ready[name] for name in names if name in self.round.ready]
         if row.claim != "faster" or row.speedup is None or row.step_ms is None or not plain:
             return
-        # some compile after the first step too
+        # compiling may continue after the first step
         start = ready.setup_seconds + ready.settling_seconds
         extra = start - min(one.setup_seconds + one.settling_seconds for one in plain)
-        saved = row.step_ms / 1e3 * (row.speedup - 1)  # over the reference, with as many samples
+        saved = row.step_ms / 1e3 * (row.speedup - 1)  # per step, for the same number of samples
         row.break_even_steps = max(0, math.ceil(extra / saved))
 
     # -- notes ---------------------------------------------------------------------------------
 
     def _describe_ends(self) -> list[str]:
-        """Notes on a reference or control that ended, and on which step is compared."""
+        """Return notes on a reference or control that ended, and on the compared step."""
         notes, name, ends = [], self.reference.name, self.round.ended
         if self._compared == MEAN:
             notes.append(
@@ -285,7 +285,7 @@ class _Benchmark:
         return notes
 
     def _describe_processes(self) -> list[str]:
-        """A note where intervals are of one process of each arm."""
+        """Return a note if each arm had only one process."""
         measured = self.round.measured
         if measured.processes > 1 or not measured.estimates:
             return []
@@ -299,7 +299,7 @@ class _Benchmark:
 
 
 def _shaping_keys(config: RunConfig) -> dict[str, Any]:
-    """Keys of the config that shape the run, as JSON will hold them."""
+    """Return the config keys that affect the run, as JSON-compatible values."""
     keys = {
         key: value
         for key, value in flat(config).items()
@@ -338,13 +338,13 @@ def _fill_run(row: ArmResult, finished: Finished) -> None:
 
 
 def collect_choices(finished: Finished | None) -> dict[str, Any]:
-    """What a run had chosen automatically, from its summary."""
+    """Return the choices that a run made automatically, from its summary."""
     rows = (finished.summary.get("choices") or []) if finished is not None else []
     return {row["key"]: row["value"] for row in rows}
 
 
 def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
-    """The load of the machine: the median over all blocks of each block's median."""
+    """Return the machine's load: the median over blocks of each block's median over arms."""
     blocks: dict[int, list[float]] = {}
     for arm_turns in turns.values():
         for number, turn in enumerate(arm_turns):
@@ -354,7 +354,7 @@ def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
 
 
 def _describe_noise(load: Load, control: Control | None) -> list[str]:
-    """Notes on a machine on which small differences cannot be seen."""
+    """Return notes on load or noise that hides small differences."""
     notes = []
     if load.others is not None and load.others > NOISY:
         notes.append(f"noisy machine: other processes took {load.others:.0%} of the CPUs")
@@ -368,7 +368,7 @@ def _describe_noise(load: Load, control: Control | None) -> list[str]:
 
 
 def other_work(arm: Arm, reference: Arm) -> list[str]:
-    """In what the arm trains something else than the reference."""
+    """Return the parts of `WORK` in which the arm differs from the reference."""
     return [
         part
         for part, key in WORK.items()
@@ -377,7 +377,7 @@ def other_work(arm: Arm, reference: Arm) -> list[str]:
 
 
 def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
-    """Notes on arms that train something else, or have other batches."""
+    """Return notes on arms that differ from the reference in model, data order or batch size."""
     notes = []
     for arm in arms:
         parts = [part for part in other_work(arm, reference) if part != "batch size"]
@@ -397,5 +397,5 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
 
 
 def failures(result: BenchmarkResult) -> list[str]:
-    """Each arm that did not end as it should, and why."""
+    """Return each arm that did not finish, with the reason."""
     return [f"{arm.name} ({arm.status}: {arm.reason})" for arm in result.arms if arm.status != DONE]

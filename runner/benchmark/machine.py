@@ -1,4 +1,4 @@
-"""The machine that times are taken on: what it is, and its load while an arm has its turn."""
+"""Identity and load of the machine that is measured on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runner.record import provenance
 
 GIB = 1 << 30
 CLASS = "cpu cores memory_gib platform device device_name device_memory_gib threads".split()
-"""What two machines must share to be compared; not the version of torch."""
+"""Facts that must be equal for two machines to be comparable; the torch version is not one."""
 
 
 def machine(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """This machine, with the device that the first of the runs' summaries names."""
+    """Return facts about this machine, with the device of the first summary that names one."""
     facts: dict[str, Any] = {
         "cpu": capabilities.cpu_name(),
         "cores": capabilities.usable_cores(),
@@ -38,7 +38,7 @@ def machine(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
 
 
 def machine_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Where two machines differ, as text; keys that only one of them has are skipped."""
+    """Return the facts that differ, as text; keys that only one of them has are skipped."""
     return [
         f"{key.replace('_', ' ')} is {now[key]} and was {then[key]}"
         for key in CLASS
@@ -47,17 +47,17 @@ def machine_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list
 
 
 class LoadMonitor:
-    """Load during one turn of the process `pid`; some 300 µs at each end.
+    """CPU load by others during one turn of process `pid`; costs about 300 µs at each end.
 
-    Counters are in hundredths of a second, so one short turn is known to a few per cent only; what
-    counts is the median over the blocks.
+    The kernel counts in 1/100 s, so one short turn is accurate to a few per cent only; use the
+    median over blocks.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid, self.before = pid, _read_counters(pid)
 
     def others(self) -> float | None:
-        """Share of the CPUs that other processes took since the monitor was made; None: unknown."""
+        """Return the share of the CPUs used by other processes since creation; None if unknown."""
         before, after = self.before, _read_counters(self.pid)
         if before is None or after is None or after[0] <= before[0]:
             return None
@@ -66,9 +66,9 @@ class LoadMonitor:
 
 
 def _read_counters(pid: int) -> tuple[float, float, float] | None:
-    """Time, busy time of our CPUs, CPU time of the processes that work for us, in seconds.
+    """Return (time, busy time of our CPUs, CPU time of our processes), all in seconds.
 
-    None where the process is gone, or the system is not Linux.
+    None if the process has ended or the system is not Linux.
     """
     at = time.monotonic()
     try:
@@ -80,9 +80,9 @@ def _read_counters(pid: int) -> tuple[float, float, float] | None:
     busy = sum(cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq for cpu in used)
     ours = 0.0
     for process in (*processes, psutil.Process()):
-        with suppress(psutil.Error):  # it ended meanwhile; its parent has its time
+        with suppress(psutil.Error):  # it ended meanwhile; its parent has its times
             times = process.cpu_times()
             ours += times.user + times.system
-            if process.pid != os.getpid():  # ours also has that of arms that are gone
+            if process.pid != os.getpid():  # our own children's times include ended arms
                 ours += times.children_user + times.children_system
     return at, busy, ours

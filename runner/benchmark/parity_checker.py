@@ -1,4 +1,4 @@
-"""Whether the numbers of an arm are those of the plain run, measured in a process of its own."""
+"""Check in a separate process that an arm's numbers match those of its plain run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PLAIN = "is the plain run: no technique was asked for"
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """`parity` as in ArmResult; None where it is not known, and `reason` says why."""
+    """`parity` as in ArmResult; None if unknown, with the `reason`."""
 
     parity: str | None
     reason: str = ""
 
 
 class ParityChecker:
-    """One process for many arms, so that the plain run's numbers are computed once.
+    """One process that judges several arms and computes each plain run only once.
 
-    As a context manager it ends the process with all that it started; one that died, or had to be
-    ended, is replaced when the next arm comes. `given` (`build.Components`) is sent to it, so it
-    has to be picklable; `timeout_s` is for one verdict.
+    The context manager ends the process and its children; a process that died or timed out is
+    replaced at the next arm. `given` (`build.Components`) is pickled; `timeout_s` applies to one
+    verdict.
     """
 
     def __init__(self, timeout_s: float, given: Any = None) -> None:
@@ -48,15 +48,15 @@ class ParityChecker:
     def __exit__(self, *error: object) -> None:
         if self.process is not None and error[0] is None:
             self.process.dismiss()
-            self.process.wait(ENDING_S)  # so that it returns its semaphores to the system
+            self.process.wait(ENDING_S)  # so that it releases its semaphores
         self._end()
 
     def check(
         self, arm: Arm, choices: Mapping[str, Any] | None = None, within_s: float | None = None
     ) -> ParityVerdict:
-        """The verdict on one arm, trained by one process, within `within_s`, else `timeout_s`.
+        """Return the verdict on one arm, trained by a single process, within `within_s`.
 
-        `choices` that a run of it had made automatically are made again.
+        The limit defaults to `timeout_s`; `choices` are the arm's automatic choices, to repeat.
         """
         if not asks(arm.config):
             return ParityVerdict("exact", PLAIN)
@@ -87,10 +87,10 @@ class ParityChecker:
 
 
 def _main(child: ChildSide, parcel: bytes) -> None:
-    """Send a verdict for each config that comes."""
+    """Answer each request with a verdict, until None arrives."""
     sys.argv[:] = ["runner-parity"]
 
-    from runner.parity.candidates import without_techniques  # once output is redirected
+    from runner.parity.candidates import without_techniques  # imports after output is redirected
     from runner.parity.reference import ParityReference
 
     references: list[ParityReference] = []

@@ -1,7 +1,7 @@
-"""A benchmark compared with a stored one: what is slower, needs more memory, or computes otherwise.
+"""Compare a benchmark with a stored one: slower arms, more memory, worse parity.
 
-Arms are compared by their speed-up over the reference of their own session: what the machine does
-to all arms cancels. The own time of the reference is judged where the machine was quiet both times.
+Arms are compared by their speedup over the reference of their own session, so that effects common
+to all arms cancel. The reference's own time is judged only if the machine was quiet both times.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from runner.errors import ConfigError, StorageError
 from runner.record.text import escape_control_chars as escape
 
 KEY = "benchmark.baseline"
-PARITY = ("exact", "explained by precision", "FAIL")  # from good to bad
-LEAST_BYTES = 16 << 20  # what two runs of the same differ by in memory, and more
-QUIET = 0.05  # share of the CPUs that others may take where times by themselves are judged
+PARITY = ("exact", "explained by precision", "FAIL")  # best to worst
+LEAST_BYTES = 16 << 20  # more than the memory of two equal runs differs by
+QUIET = 0.05  # share of CPUs used by others, up to which absolute times are judged
 
-Pair = tuple[ArmResult, ArmResult]  # of now and of then
+Pair = tuple[ArmResult, ArmResult]  # (now, then)
 
 
 @dataclass
@@ -35,10 +35,10 @@ class BaselineComparison:
     started: str  # when the stored one was measured
     regressions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    compared: list[dict[str, Any]] = field(default_factory=list)  # each ratio and its interval
+    compared: list[dict[str, Any]] = field(default_factory=list)  # ratios with intervals
 
     def plain(self) -> dict[str, Any]:
-        """As `BenchmarkResult.baseline` keeps it."""
+        """Return the dict that is stored as `BenchmarkResult.baseline`."""
         return {
             "path": self.path,
             "started": escape(self.started),
@@ -50,10 +50,10 @@ class BaselineComparison:
 
 
 def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
-    """The result that `benchmark.baseline` names, if it names one.
+    """Load the result that `benchmark.baseline` names; None if it is not set.
 
-    Raises ConfigError where there is none, it is damaged, of another machine, or has none of the
-    arms `names`; before anything is measured, as far as the machine is known by then.
+    Raises ConfigError before anything is measured: no such file, damaged, from another machine (its
+    device is compared only later, by `against`), or none of the arms `names`.
     """
     if settings.baseline is None:
         return None
@@ -83,7 +83,7 @@ def _check_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
 def against(
     now: BenchmarkResult, then: BenchmarkResult, settings: BenchmarkConfig
 ) -> BaselineComparison:
-    """Compare every arm that both have with itself. Raises ConfigError for another machine."""
+    """Compare every arm that both results have. Raises ConfigError for another machine."""
     _check_machine(then, now.machine)
     result = BaselineComparison(str(settings.baseline), then.started)
     pairs = _pair_arms(now, then, result)
@@ -107,7 +107,7 @@ def against(
 def _pair_arms(
     now: BenchmarkResult, then: BenchmarkResult, result: BaselineComparison
 ) -> list[Pair]:
-    """Arms that both sessions have, with the same work; the others are notes."""
+    """Pair arms of the same name and work; the others become notes."""
     before = {arm.name: arm for arm in then.arms}
     pairs: list[Pair] = []
     for arm in now.arms:
@@ -123,7 +123,7 @@ def _pair_arms(
 
 
 def _different_work(now: ArmResult, then: ArmResult) -> str:
-    """Why the two did not do the same; keys that only one version of the runner has are left."""
+    """Return how overrides or config differ; "" if not. Keys that only one has are ignored."""
     if now.overrides != then.overrides:
         return f"it stands for {' '.join(now.overrides)} and stood for {' '.join(then.overrides)}"
     for key in now.config.keys() & then.config.keys():
@@ -142,11 +142,11 @@ def _compare_times(
     tolerance: float,
     result: BaselineComparison,
 ) -> None:
-    """The reference by its own time, the other arms by their speed-up over it.
+    """Compare the reference by its own time, the other arms by their speedup over it.
 
-    A speed-up is a ratio of two processes and has the noise floor of its session, so the ratio of
-    two speed-ups has that of both. An arm whose own time is not longer did not get slower: there
-    the reference got faster. Where the machine was not quiet that cannot be told.
+    A speedup has the noise floor of its session, so a ratio of two has both. If an arm's own time
+    is not longer, a lower speedup means that the reference got faster, which is no regression. That
+    rule needs a quiet machine.
     """
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
     if now.compared != then.compared:  # an arm with data workers came or went
@@ -178,13 +178,13 @@ def _compare_times(
 
 
 def _floor(result: BenchmarkResult) -> float:
-    """The noise floor; at least what one process of each arm has, as all results once were."""
+    """Return the noise floor; at least `ONE_PROCESS` if each arm had one process."""
     floor = result.noise_floor or 0.0
     return floor if result.processes > 1 else max(floor, ONE_PROCESS)
 
 
 def _describe_disturbance(now: Load, then: Load) -> str:
-    """Why times of the two sessions are not those of the code alone; "" where they may be."""
+    """Return why times of the two sessions cannot be compared directly; "" if they can."""
     if now.others is None or then.others is None:
         return "how busy the machine was is not known"
     if max(now.others, then.others) > QUIET:
@@ -194,9 +194,9 @@ def _describe_disturbance(now: Load, then: Load) -> str:
 
 @dataclass
 class _Changes:
-    """Changes of times, as regressions or notes of `result`."""
+    """Collects changes of times as regressions or notes of `result`."""
 
-    limit: float  # up to which a change is none
+    limit: float  # changes up to this are ignored
     result: BaselineComparison
 
     def note(
@@ -207,10 +207,10 @@ class _Changes:
         beside: str = "",
         everything: Sequence[Estimate] = (),
     ) -> None:
-        """A regression where the time is longer by more than the limit, unless there is an excuse.
+        """Add a regression if the time grew by more than the limit; a note if there is an excuse.
 
-        `beside` is the arm that it is a ratio to; `everything` are the changes of all arms, which
-        are one sentence where all got slower or all faster.
+        `beside` is the arm it is a ratio to. `everything` holds the changes of all arms, for one
+        sentence if all got slower or all faster.
         """
         known = math.isfinite(change.half_width)
         interval = [change.low, change.high] if known else None
@@ -238,7 +238,7 @@ class _Changes:
             self.result.notes.append(f"{text}; not judged: {excuse}" if sign > 0 else text)
 
     def sign(self, change: Estimate) -> int:
-        """1 where it got slower by more than the limit, -1 where faster, else 0."""
+        """Return 1 if slower by more than the limit, -1 if faster, else 0."""
         if change.high < 1 and change.ratio < 1 / (1 + self.limit):
             return 1
         return -int(change.low > 1 and change.ratio > 1 + self.limit)

@@ -1,4 +1,4 @@
-"""The result of a benchmark as plain data: `benchmark.json`."""
+"""The result of a benchmark as dataclasses: `benchmark.json`."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ FILE = "benchmark.json"
 SCHEMA = 1
 SAME = 0.02  # a difference too small to matter
 DONE = "done"
-"""Any other status of an arm is how it ended: failed, killed, timeout, oom, interrupted."""
+"""Other statuses: failed, killed, timeout, oom, interrupted."""
 MEDIAN, MEAN = "median step", "mean step"
 
 
 @dataclass
 class ArmResult:
-    """One arm. What could not be measured is None, and `notes` says why."""
+    """One arm. Values that could not be measured are None, with the reason in `notes`."""
 
     name: str
     overrides: list[str]
     status: str
     reason: str = ""
-    folder: str | None = None  # of its run, relative to the benchmark's
-    command: str = ""  # trains the same by itself
-    config: dict[str, Any] = field(default_factory=dict)  # what shapes it, by dotted key
+    folder: str | None = None  # run folder, relative to the benchmark's
+    command: str = ""  # trains the same config outside the benchmark
+    config: dict[str, Any] = field(default_factory=dict)  # keys that affect the run, dotted
     summary: dict[str, Any] = field(default_factory=dict)  # the run's summary.json
     samples_per_step: int = 0
-    # speed: medians over blocks, of the step of each that was compared (`BenchmarkResult.compared`)
+    # speed: medians over blocks of the compared step (`BenchmarkResult.compared`)
     step_ms: float | None = None
     step_ms_interval: tuple[float, float] | None = None
     step_ms_p95: float | None = None  # of all steps measured; on accelerators, of the turns' means
-    samples_per_second: float | None = None  # of all steps measured, slow ones included
+    samples_per_second: float | None = None  # over all steps measured, slow ones included
     speedup: float | None = None  # reference's time per sample over this one's: above 1 is faster
-    speedup_interval: tuple[float, float] | None = None  # 95 %, through the stopping rule
-    claim: str = ""  # faster | slower | same | "" where none can be made
+    speedup_interval: tuple[float, float] | None = None  # 95 %, valid under the stopping rule
+    claim: str = ""  # faster | slower | same | "": no claim
     blocks: int = 0
-    per_sample_ms: list[float] = field(default_factory=list)  # of each block: what all rests on
-    # what it takes to get there
+    per_sample_ms: list[float] = field(default_factory=list)  # of each block
+    # set-up
     setup_seconds: float | None = None  # from the start of its process to its first step
     compile_seconds: float | None = None  # by the compiler's own count; 0 without one
-    break_even_steps: int | None = None  # from how many on a slower start is paid back
-    peak_process_bytes: int | None = None  # without that of its data workers
+    break_even_steps: int | None = None  # steps after which a slower start is paid back
+    peak_process_bytes: int | None = None  # without data workers
     peak_device_bytes: int | None = None
     data_wait: float | None = None  # share of a step
-    # whether it is the same training
+    # correctness
     parity: str | None = None  # exact | explained by precision | FAIL; against its own plain run
     parity_reason: str = ""
-    other_work: list[str] = field(default_factory=list)  # in what it trains unlike the reference
-    problems: list[str] = field(default_factory=list)  # signs that it does not train
+    other_work: list[str] = field(default_factory=list)  # what it trains unlike the reference
+    problems: list[str] = field(default_factory=list)  # signs that the model does not learn
     losses: list[float] = field(default_factory=list)  # of the first steps
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Control:
-    """The reference against itself."""
+    """The reference measured against itself."""
 
     ratio: float
     interval: tuple[float, float]
@@ -69,10 +69,10 @@ class Control:
 
 @dataclass
 class Effect:
-    """What one technique is worth: added alone to the plain run, and left out of the level."""
+    """Speedups of one technique: added alone to the reference, and left out of the level."""
 
     name: str
-    added: float | None = None  # speedup of plain + it over plain
+    added: float | None = None  # speedup of reference + technique over reference
     added_interval: tuple[float, float] | None = None
     removed: float | None = None  # speedup of the level over the level without it
     removed_interval: tuple[float, float] | None = None
@@ -80,27 +80,27 @@ class Effect:
         None  # removed / added: above 1: it gains more within the level than alone
     )
     interaction_interval: tuple[float, float] | None = None
-    added_memory_bytes: int | None = None  # difference of peaks: more is worse
+    added_memory_bytes: int | None = None  # difference of peaks; positive is worse
     removed_memory_bytes: int | None = None
-    processes: int = 1  # of each arm, over which the intervals are
-    note: str = ""  # why something is missing
+    processes: int = 1  # per arm
+    note: str = ""  # why a value is missing
 
 
 @dataclass
 class Attribution:
-    """What the techniques of a level are worth, one by one."""
+    """The techniques of a level, with the effect of each."""
 
     level: str
     effects: list[Effect] = field(default_factory=list)
-    sentences: list[str] = field(default_factory=list)  # what a person should take away
+    sentences: list[str] = field(default_factory=list)  # summary for people
     stopped: str = ""
 
 
 @dataclass
 class Load:
-    """How busy the machine was while it was measured."""
+    """How busy the machine was during the measurement."""
 
-    others: float | None = None  # share of the CPUs that other processes took; median over blocks
+    others: float | None = None  # share of the CPUs used by other processes; median over blocks
 
 
 @dataclass
@@ -108,30 +108,30 @@ class BenchmarkResult:
     """All arms, and how they were measured."""
 
     name: str
-    reference: str  # the name of the arm that the others are compared with
+    reference: str  # name of the arm that the others are compared with
     arms: list[ArmResult]
     control: Control | None = None
-    noise_floor: float | None = 0.0  # the control's; 0 without one, None where it is not known
+    noise_floor: float | None = 0.0  # of the control; 0 without one, None if unknown
     blocks: int = 0
     seconds: float = 0.0  # of measuring
-    stopped: str = ""  # why it ended: narrow enough, or the budget
-    machine: dict[str, Any] = field(default_factory=dict)  # what makes machines comparable
+    stopped: str = ""  # why it stopped, e.g. narrow intervals or the budget
+    machine: dict[str, Any] = field(default_factory=dict)  # facts that make machines comparable
     load: Load = field(default_factory=Load)
     notes: list[str] = field(default_factory=list)
     attribution: Attribution | None = None
-    baseline: dict[str, Any] | None = None  # what it was compared with, and the outcome
+    baseline: dict[str, Any] | None = None  # comparison with a stored result
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     git: dict[str, Any] = field(default_factory=dict)
     config_hash: str = ""
     started: str = ""  # ISO 8601
-    process_starts: list[int] = field(default_factory=lambda: [0])  # blocks that new ones began at
-    processes: int = 1  # of each arm, over which intervals are; of one they are too narrow
-    compared: str = MEDIAN  # of each turn; with data workers in any arm the mean one, in all arms
+    process_starts: list[int] = field(default_factory=lambda: [0])  # first block of each launch
+    processes: int = 1  # per arm; with one, intervals are too narrow
+    compared: str = MEDIAN  # step of a turn that is compared; the mean if any arm has data workers
     schema: int = SCHEMA
 
     def arm(self, name: str) -> ArmResult:
-        """The arm of that name; KeyError if there is none."""
+        """Return the arm of that name. Raises KeyError."""
         for arm in self.arms:
             if arm.name == name:
                 return arm
@@ -139,20 +139,20 @@ class BenchmarkResult:
 
     @property
     def unclaimed(self) -> float | None:
-        """No ratio within 1 ± this is claimed, at least 2 %; None: no ratio at all is."""
+        """Ratios within 1 ± this are not claimed (at least 2 %); None: no ratio is."""
         return None if self.noise_floor is None else max(self.noise_floor, SAME)
 
     def write(self, folder: Path) -> None:
-        """Replace `benchmark.json`; NaN and Inf become null. Raises StorageError."""
-        with suppress(OSError):  # as writing says
+        """Write `benchmark.json` atomically, with NaN and Inf as null. Raises StorageError."""
+        with suppress(OSError):  # write_json reports it
             folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / FILE, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> BenchmarkResult:
-        """The result in a file or folder; keys that a newer version added are left out.
+        """Read a result from a file or folder; keys that a newer version added are dropped.
 
-        StorageError where there is none or it is damaged; it names the first value that is wrong.
+        Raises StorageError if it is missing or damaged, naming the first wrong value.
         """
         path = path / FILE if path.is_dir() else path
         try:

@@ -1,4 +1,4 @@
-"""A round: a few arms measured against one another. Started, run in blocks, finished."""
+"""A round: start a few arms, measure them in shared blocks, and finish them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from runner.benchmark.workers.pool import WorkerPool
 from runner.training.signals import raised
 
 log = logging.getLogger("runner")
-WIDEST = 9.0  # half-width of an interval that is worth a log line
-CACHED = 0.5  # share of the compile time that the cache on disk saves the next process, at least
+WIDEST = 9.0  # half-width above which an interval is not logged
+CACHED = 0.5  # share of the compile time that the disk cache is assumed to save a relaunch
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What all rounds of a measurement have in common."""
+    """Options shared by all rounds of a measurement."""
 
     settings: BenchmarkConfig
     folder: Path | None = None
@@ -42,25 +42,25 @@ class MeasureOptions:
     metrics: Mapping[str, Any] | None = None
     pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool  # or a simulation
     clock: Callable[[], float] = time.monotonic
-    alpha: float = 1 - CONFIDENCE  # of each interval; less where it is one of many
-    announce: Callable[[str], None] = log.info  # receives lines about the progress
-    start_limit_s: Callable[[], float] | None = None  # for an arm but the reference
-    """None, and the reference: benchmark.timeout_s."""
+    alpha: float = 1 - CONFIDENCE  # of each interval; less where several have to hold jointly
+    announce: Callable[[str], None] = log.info  # receives progress lines
+    start_limit_s: Callable[[], float] | None = None  # seconds for an arm to start
+    """None, and for the reference: benchmark.timeout_s."""
 
 
 @dataclass
 class Round:
-    """The measurements of some arms, side by side."""
+    """The measurements of several arms in the same blocks."""
 
     measured: Measured = field(default_factory=lambda: Measured({}, {}))
     ready: dict[str, Ready] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
-    ended: dict[str, ArmEnded] = field(default_factory=dict)  # before their time
+    ended: dict[str, ArmEnded] = field(default_factory=dict)  # arms that ended early
 
     def ratio(self, over: Sequence[str], under: Sequence[str]) -> Estimate | None:
-        """Time per sample of `over`, multiplied, by that of `under`, block by block.
+        """Return the product of times per sample of `over` divided by that of `under`, by block.
 
-        None where an arm has no blocks, or all have too few for an interval.
+        None if an arm has no blocks, or there are too few for an interval.
         """
         names = [*over, *under]
         series = [[t.per_sample_ms for t in self.measured.turns.get(name, [])] for name in names]
@@ -74,14 +74,14 @@ class Round:
         return None if math.isinf(estimate.half_width) else estimate
 
     def explain_end(self, *names: str) -> str:
-        """How the first of these arms ended that ended before its time; "" where none did."""
+        """Return how the first of these arms that ended early did so; "" if none has."""
         for name in names:
             if name in self.ended:
                 return f"{name}: {self.ended[name].status}: {self.ended[name].reason}"
         return ""
 
     def note_end(self, name: str, ended: ArmEnded) -> None:
-        """Keep how the arm ended, and log it."""
+        """Record how the arm ended, and log it."""
         self.ended[name] = ended
         log.warning("%s: %s: %s", name, ended.status, ended)
 
@@ -95,13 +95,13 @@ def run_round(
     result: Round | None = None,
     needs_reference: bool = True,
 ) -> Round:
-    """Measure these arms in the same blocks; one that ends early is noted, the others continue.
+    """Measure these arms in the same blocks; one that ends early is recorded, the others continue.
 
-    Each has several processes, one after the other, as `StoppingRule` says; its results are those
-    of the first, which has a record. The budget is for measuring and for starting the further ones.
-    `result` is filled in on the way, for a caller that is interrupted. Without the reference
-    nothing is measured, or with `needs_reference=False` times without ratios. After Ctrl-C while it
-    measures `measured.stopped` is `interrupted`, and nothing is finished.
+    Each arm has several successive processes (`StoppingRule`); `finished` and the record are those
+    of the first. The budget covers measuring and later starts. `result` is filled in as it goes,
+    for callers that are interrupted. Without the reference nothing is measured, or with
+    `needs_reference=False` only times. On Ctrl-C while measuring, `measured.stopped` is
+    `interrupted` and no arm is finished.
     """
     result, settings, clock = result or Round(), options.settings, options.clock
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
@@ -145,7 +145,7 @@ def run_round(
 
 
 def _finish(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, ArmEnded]:
-    """Let these arms end; those that ended by themselves."""
+    """Finish these arms and store their results. Returns those that failed to."""
     ended = {}
     for name in names:
         try:
@@ -162,7 +162,7 @@ def _relaunch(
     options: MeasureOptions,
     result: Round,
 ) -> dict[str, ArmEnded]:
-    """New processes for these arms; of the first ones the results are kept. See `run_blocks`."""
+    """Restart these arms in new processes; keep the first results. See `run_blocks`."""
     until = options.clock() + within_s
     ended = _finish(pool, [name for name in names if name not in result.finished], result)
     pool.renew()
@@ -185,7 +185,7 @@ def _describe_look(measured: Measured, budget_s: float) -> str:
 
 
 def ending_signal() -> int:
-    """The signal that ended a measurement, within `signals_unwind`."""
+    """Return the signal that ended a measurement; for use within `signals_unwind`."""
     return raised[0] if raised else signal.SIGINT
 
 

@@ -1,6 +1,6 @@
-"""How much faster, and how sure that is: order statistics within processes, t between them.
+"""Speedup estimates: order statistics within processes, a t interval between processes.
 
-docs/benchmarking.md explains why; probabilities of ranks are counted exactly.
+See docs/benchmarking.md. Probabilities of ranks are exact.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from runner.benchmark.result import SAME
 
 CONFIDENCE = 0.95
 ONE_PROCESS = 0.07
-"""Where each arm had one process nothing within this is claimed: processes that differ by 2 %
-(standard deviation) have ratios that differ by 2.8 %, and 99 % of those lie within it."""
-LARGEST_LOG = 700.0  # whose exponential is still a float
-COARSE = 0.05  # a noise floor above this says that the machine is noisy, not that arms are alike
+"""Noise floor where each arm had one process: if processes differ by 2 % (standard deviation),
+their ratios differ by 2.8 %, and 99 % of those lie within this."""
+LARGEST_LOG = 700.0  # largest argument whose exp is a finite float
+COARSE = 0.05  # above this noise floor the machine is too noisy to call arms the same
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Estimate:
     ratio: float
     low: float
     high: float
-    processes: int = 1  # of each arm; of one, how processes differ is not in the interval
+    processes: int = 1  # per arm; with one, the interval omits variance between processes
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Both of its ends."""
+        """The interval as (low, high)."""
         return self.low, self.high
 
     @property
     def half_width(self) -> float:
-        """Half of the interval, as a share of the ratio (on the log scale); inf where open."""
+        """Half the interval's width on the log scale, as a share of the ratio; inf if unbounded."""
         if self.low <= 0 or math.isinf(self.high):
             return math.inf
         return math.sqrt(self.high / self.low) - 1
@@ -53,17 +53,16 @@ def contrast(
     starts: Sequence[int] = (),
     between: float | None = None,
 ) -> Estimate:
-    """The product of the series `above` over that of those `below`, block by block.
+    """Estimate the product of the series `above` over that of the series `below`, block by block.
 
-    Any ratio of ratios is one: an interaction, or two speed-ups compared with each other. The truth
-    is the median of the ratio, which half of all blocks exceed; the interval misses it with chance
-    `alpha`. Where so few blocks cannot give so small an `alpha` (5 % takes six) it is (0, inf).
-    Blocks that not all have are left out.
+    With more than two series it estimates interactions or ratios of speedups. The estimand is the
+    median of the ratio; the interval misses it with probability `alpha`, and is (0, inf) with too
+    few blocks for that `alpha` (5 % takes six). Only blocks that all series have are used.
 
-    `starts` are the blocks at which all arms began in new processes. Where these are two or more,
-    their log-ratios have a t interval, which misses with chance `between` (default `alpha`),
-    however unequal their noise is (Ibragimov, Müller 2010). The result is never narrower than the
-    interval of the blocks within processes.
+    `starts` are the blocks at which all arms began in new processes. If there are two or more,
+    their mean log-ratio has a t interval with miss probability `between` (default `alpha`), valid
+    for unequal variances (Ibragimov, Müller 2010). The result is never narrower than the interval
+    of the blocks within processes.
     """
     series = [*above, *below]
     blocks = min(len(values) for values in series)
@@ -89,7 +88,7 @@ def _exp(value: float) -> float:
 
 @lru_cache(maxsize=256)
 def t_quantile(degrees: int, alpha: float) -> float:
-    """What Student's t exceeds in size with chance `alpha` (two-sided); inf for an alpha of 0.
+    """Return the two-sided quantile of Student's t: P(|t| > q) = `alpha`; inf for `alpha` <= 0.
 
     By bisection of the exact distribution (Abramowitz, Stegun 26.7.3 and 26.7.4).
     """
@@ -115,10 +114,10 @@ def _t_within(angle: float, degrees: int) -> float:
 def median_interval(
     values: Sequence[float], alpha: float, autocorrelation: float = 0.0
 ) -> tuple[float, float]:
-    """An interval for the median, from order statistics; (-inf, inf) where values are too few.
+    """Return a confidence interval for the median, by order statistics; (-inf, inf) if too few.
 
-    Values with lag-1 autocorrelation r tell as much as (1 - r) / (1 + r) times as many independent
-    ones: the interval is wider, or open.
+    With lag-1 autocorrelation r the effective sample size is (1 - r) / (1 + r) times as large, so
+    the interval is wider, or unbounded.
     """
     rank = int(np.searchsorted(np.multiply(2, _tails(len(values))), alpha, side="right"))
     if rank and autocorrelation > 0:
@@ -134,12 +133,12 @@ def median_interval(
 def lag1_rank_autocorrelation(values: Sequence[float]) -> float:
     """Spearman lag-1 autocorrelation, clipped to [0, 1). Rank-based: one stall weighs as one value.
 
-    Of few values it is biased low; the interval that it widens makes up for that, as the number of
-    values below a median is less correlated than their sum.
+    Biased low for few values; that is compensated, since the number of values below a median is
+    less correlated than their sum.
     """
     if len(values) < 3:
         return 0.0
-    # what differs in the last digits is rounding, which has a rhythm of its own
+    # differences in the last digits are rounding errors, which are autocorrelated
     _, which, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - counts / 2)[which] - len(values) / 2
     spread = float(ranks @ ranks)
@@ -147,11 +146,11 @@ def lag1_rank_autocorrelation(values: Sequence[float]) -> float:
 
 
 def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -> Estimate:
-    """The same ratio for measurements that were not taken side by side.
+    """Estimate the ratio `reference` / `other` from unpaired measurements.
 
-    The median of all ratios of one of each (Hodges, Lehmann 1963), and the Mann-Whitney test turned
-    into an interval, by the normal distribution, which errs by up to one rank to the wide side. It
-    holds for independent measurements that scatter alike.
+    The Hodges-Lehmann (1963) estimator on logs, with the interval of the Mann-Whitney test by the
+    normal approximation, which is at most one rank too wide. It assumes independent samples of
+    equal spread.
     """
     a, b = (np.log(np.asarray(values, dtype=np.float64)) for values in (reference, other))
     if not len(a) or not len(b):
@@ -164,30 +163,30 @@ def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -
 
 
 class Spending:
-    """The chance with which the intervals of all looks so far have missed, counted exactly.
+    """Exact alpha spending over interim looks (Lan, DeMets 1983).
 
-    An interval for a median misses when too few, or too many, of the blocks lie below the truth:
-    as tails of a fair coin. So the chance that a look misses where none before it has can be
-    counted for any numbers of blocks, and a look takes the narrowest interval with which all looks
-    together stay within what they may (alpha spending: Lan, DeMets 1983).
+    The interval for a median misses when too few or too many blocks lie below the true value, as
+    with tosses of a fair coin. So the probability that a look is the first to miss can be computed
+    exactly, and each look takes the narrowest interval that keeps all looks within their total
+    alpha.
     """
 
     def __init__(self, alpha: float = 1 - CONFIDENCE) -> None:
         self.alpha = alpha
         self.spent = 0.0
         self.blocks = 0
-        self._unmissed = np.ones(1)  # the chance of so many tails, no look having missed
+        self._unmissed = np.ones(1)  # P(number of tails, and no look has missed yet)
 
     def interim_alpha(self, blocks: int, share: float = 1.0) -> float:
-        """What the intervals of this look may miss with by themselves, the `alpha` of `contrast`.
+        """Return the marginal miss probability of this look's intervals: `alpha` of `contrast`.
 
-        The look may spend `share` of what is left; 1 for the last one. 0.0 where so few blocks have
-        no interval for so little: then nothing is spent.
+        The look may spend `share` of the alpha left; use 1 for the last. Returns 0.0 and spends
+        nothing where `blocks` are too few for an interval.
         """
         for _ in range(blocks - self.blocks):
             self._unmissed = (np.append(self._unmissed, 0) + np.append(0, self._unmissed)) / 2
         self.blocks = blocks
-        allowed = (self.alpha - self.spent) * share * (1 + 1e-9)  # the last digit is rounding
+        allowed = (self.alpha - self.spent) * share * (1 + 1e-9)  # tolerance for rounding
         missing = 2 * np.cumsum(self._unmissed[: (blocks + 1) // 2])
         rank = int(np.searchsorted(missing, allowed, side="right"))
         if not rank:
@@ -197,26 +196,26 @@ class Spending:
         return 2 * _tails(blocks)[rank - 1]
 
     def last(self, blocks: int) -> float:
-        """The same, spending all that is left, for one arm that ends while others continue."""
+        """Return the alpha of a last look for one arm; the state for the others is unchanged."""
         return deepcopy(self).interim_alpha(blocks)
 
 
 def each_alpha(count: int) -> float:
-    """What each of so many intervals may miss with, so that all hold together (Bonferroni)."""
+    """Return the alpha of each of `count` intervals so that all hold jointly (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, count)
 
 
 def fewest_blocks(alpha: float) -> int:
-    """The fewest for which `contrast` gives an interval at all."""
+    """Return the fewest blocks for which `contrast` gives an interval."""
     return 1 + math.ceil(-math.log2(alpha))
 
 
 def noise_floor(control: Estimate | None) -> float:
-    """What the reference against itself differs by at most: nothing within it is claimed.
+    """Return the largest deviation of the control's interval from 1, as a share.
 
-    As a share: 0.03 is anything between 1/1.03 and 1.03. inf, so that nothing at all is claimed,
-    for a control that was not measured or has no interval; at least `ONE_PROCESS` for one of a
-    single process, which does not show how processes differ.
+    A floor of 0.03 covers 1/1.03 to 1.03. It is inf, so that nothing is claimed, if the control was
+    not measured or has no interval; and at least `ONE_PROCESS` if the control had one process,
+    which does not show how processes differ.
     """
     if control is None or control.low <= 0 or math.isnan(control.low):
         return math.inf
@@ -225,12 +224,11 @@ def noise_floor(control: Estimate | None) -> float:
 
 
 def claim(estimate: Estimate, floor: float) -> str:
-    """`faster` or `slower` where the interval lies wholly beyond 1 and the ratio beyond the floor,
-    and beyond 2 % in any case.
-    `same` where the interval lies within the floor, or within 2 %; else `""`: not known.
+    """Return `faster`, `slower`, `same`, or "" where no claim can be made.
 
-    A floor above 5 % makes nothing the same: there the machine is noisy; nor does one process of
-    each arm. A floor of inf claims nothing.
+    `faster` or `slower`: the interval excludes 1 and the ratio is beyond both `floor` and 2 %.
+    `same`: the interval lies within `floor` or 2 %, whichever is larger. A floor above 5 % (noise)
+    counts as 2 % there, and one process per arm is never `same`. An infinite floor claims nothing.
     """
     if math.isinf(floor):
         return ""
@@ -247,7 +245,7 @@ def claim(estimate: Estimate, floor: float) -> str:
 
 @lru_cache(maxsize=64)
 def _tails(count: int) -> list[float]:
-    """P(tails of so many fair tosses <= 0, 1, 2 …), up to half of them, from whole numbers."""
+    """Return P(tails of `count` fair tosses <= 0, 1, 2 …) up to half of them, exactly."""
     ways, total, chances = 1, 0, []
     for tails in range((count + 1) // 2):
         total += ways

@@ -1,1 +1,1 @@
-"""Tools that look for faults, each a hook; what they cost is in the summary."""
+"""Debug tools, each a hook; their cost is in the summary."""

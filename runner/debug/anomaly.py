@@ -1,4 +1,4 @@
-"""Autograd's anomaly mode: the operation, the line and the module that made a gradient NaN."""
+"""Autograd's anomaly mode: find the operation, line and module that made a gradient NaN."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ WARNED = "Error detected in "
 
 
 class AnomalyTool(Tool):
-    """Steps in anomaly mode; a NaN in backward is named, and by policy recorded or the end.
+    """Runs steps in anomaly mode; a NaN in backward is reported, and recorded or raised.
 
-    The step is made again, this time recording each operation's gradients, and where a NaN is only
-    recorded, the guard skips it as it would any other. The steps run uncompiled. Autograd itself
-    reads every gradient in this mode: an accelerator waits at each operation.
+    A failed step is repeated with each operation's gradients recorded; if a NaN is only recorded,
+    the guard skips the step as usual. These steps run uncompiled. Autograd reads every gradient in
+    this mode, which synchronises an accelerator at each operation.
     """
 
     name = "anomaly"
@@ -45,20 +45,20 @@ class AnomalyTool(Tool):
         self.raises = config.on_anomaly.name == "raise"
         self.trace: ModuleTrace | None = None
         self.active = False
-        self.warned = ""  # autograd's last warning, with where a failed operation was called
+        self.warned = ""  # autograd's last warning, with the forward trace of the failed operation
         self.failed: Exception | None = None  # the error of the step's first attempt
         self.culprits: Counter[str] = Counter()
-        self.suspicious = False  # the last step looked at was not finite
+        self.suspicious = False  # the last checked step was not finite
         self.first = 0  # step before the first of this process
-        self.shared: set[int] = set()  # steps that other tools looked at too
+        self.shared: set[int] = set()  # steps that other tools inspected too
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Listen to autograd's warnings, and be asked when a step fails."""
+        """Capture autograd's warnings, and register the recovery of failed steps."""
         self.trace, self.first = ModuleTrace(run.model), run.progress.step
         run.recoveries.insert(0, self._recover)
         try:
-            with warnings.catch_warnings():  # once a run: entering it makes Python repeat warnings
+            with warnings.catch_warnings():  # once per run: entering makes Python repeat warnings
                 warnings.filterwarnings("always", message=WARNED)
                 warnings.showwarning = self._listen(warnings.showwarning)
                 yield
@@ -68,7 +68,7 @@ class AnomalyTool(Tool):
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Anomaly mode, and hooks on every module."""
+        """Run the step in anomaly mode, with hooks on every module."""
         self.looks += 1
         step = run.progress.step + 1
         if any(isinstance(h, Tool) and h is not self and h.due(step) for h in run.hooks):
@@ -76,7 +76,7 @@ class AnomalyTool(Tool):
         self.warned, self.failed = "", None
         trace = self.trace or ModuleTrace(run.model)
         with trace.watching(), torch.autograd.set_detect_anomaly(True):
-            # an Inf alone raises nothing: the operation of the next one is found
+            # an Inf raises nothing, so the operation of the next Inf is recorded
             trace.operations_too = self.suspicious
             self.active = True
             try:
@@ -85,15 +85,15 @@ class AnomalyTool(Tool):
                 self.active = False
 
     def on_gradients(self, run: Run, step: Step) -> None:
-        """Name the culprit, also of an Inf of which backward made no NaN."""
+        """Report the culprit, also for an Inf that did not become NaN in backward."""
         failed, self.failed = self.failed, None
         self.suspicious = not math.isfinite(step.grad_norm.item())  # waits, as autograd has
         if self.trace is None or (failed is None and not self.suspicious):
             return
         in_forward = self._find_in_forward(run, self.trace)
         if failed is None and run.update.scale is not None and in_forward is None:
-            return  # fp16 overflows are how its loss scale finds its size
-        # a batch that is bad is no module's fault
+            return  # fp16 overflows are part of loss scaling
+        # a bad batch is not a module's fault
         message, key = in_forward or self._find_in_backward(run, self.trace, failed)
         self._add_fault(run, message, key, in_forward is not None, failed)
 
@@ -107,10 +107,10 @@ class AnomalyTool(Tool):
         return listen
 
     def _recover(self, run: Run, error: Exception) -> bool:
-        """A NaN: the step is made again, raising nothing and recording every operation."""
+        """On a NaN, repeat the step without raising, recording every operation."""
         if not self.active or self.trace is None:
             return False
-        self.trace.forget()  # whichever recovery it is, the step is made again
+        self.trace.forget()  # every recovery repeats the step
         if RAISED.search(str(error)) is None:
             return False
         self.active, self.failed = False, error
@@ -121,12 +121,12 @@ class AnomalyTool(Tool):
     def _find_in_backward(
         self, run: Run, trace: ModuleTrace, error: Exception | None
     ) -> tuple[str, str]:
-        """The message about a step whose backward is not finite, and the key to count it by."""
+        """Return a message on a non-finite backward, and the key to count it by."""
         raised, origin = RAISED.search(str(error)), trace.origin()  # waits
         if origin is not None:
             operation, kind = origin[0].name, origin[1]
             text, module = origin[0].trace, _label(origin[0].module)
-        elif raised is not None:  # each operation of the model got NaN or Inf already
+        elif raised is not None:  # every operation of the model received NaN or Inf
             operation, kind, text, module = raised[1], "NaN", self.warned, "the loss"
         else:
             name = _bad_parameter(run)
@@ -140,7 +140,7 @@ class AnomalyTool(Tool):
         return f"{message}, {line}", f"{operation} at {line}"
 
     def _find_in_forward(self, run: Run, trace: ModuleTrace) -> tuple[str, str] | None:
-        """The same of a batch or an output of forward that is not finite; None for neither."""
+        """Return message and key for a non-finite batch or forward output; None for neither."""
         name, bad = "input", trace.bad_input()  # waits
         culprit = None if bad is not None else trace.first_bad_output()  # waits
         if bad is None and culprit is None:
@@ -169,13 +169,13 @@ class AnomalyTool(Tool):
             severity="error" if ends else "warning",
             action="the run ends" if ends else "skipped" if run.update.guard else "",
             error=error,
-            say=not ends and step not in run.history.causes,  # else that was said of its batch
+            say=not ends and step not in run.history.causes,  # else it was reported with its batch
         )
         if ends:
             raise GaveUp(f"step {step}: {message} (debug.on_anomaly=raise)") from None
 
     def cost(self, run: Run) -> Cost | None:
-        """Its findings, and how many times a step one of its steps takes."""
+        """Return the findings, and the slowdown of its steps."""
         times, self.seconds = self._slowdown(run)
         finding = self.finding or "no NaN or Inf" if self.looks else "no step was looked at"
         finding += "; every step" if self.every == 1 else f"; every {self.every} steps"
@@ -186,9 +186,9 @@ class AnomalyTool(Tool):
         return Cost(self.name, self.looks, self.seconds, finding)
 
     def _slowdown(self, run: Run) -> tuple[float, float]:
-        """Its steps against the others, and the seconds it took in all; 0 where none can be told.
+        """Return (slowdown factor, total seconds) of its steps against the others; 0 if unknown.
 
-        Steps at which other tools looked too are left out.
+        Steps that other tools inspected are excluded.
         """
         alone: list[float] = []
         others: list[float] = []
@@ -207,47 +207,46 @@ def _label(name: str) -> str:
 
 
 def _bad_parameter(run: Run) -> str | None:
-    """The parameter next to the loss whose gradient is not finite; waits for each."""
+    """Return the last parameter with a non-finite gradient; synchronises for each."""
     for name, parameter in reversed(list(run.model.named_parameters())):
         if parameter.grad is not None and not math.isfinite(peak([parameter.grad]).item()):
             return name
     return None
 
 
-# -- where in the model a step is --------------------------------------------------------------
+# -- tracing the model -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TracedOperation:
-    """A step of the backward pass; both numbers are on the device."""
+    """An operation of the backward pass; `incoming` and `outgoing` are on the device."""
 
     name: str
-    trace: str  # of its forward, as Python prints it
-    module: str  # in whose forward it was made; empty for the model itself
-    incoming: Tensor  # largest absolute value of the gradients, 0-d
+    trace: str  # Python trace of its forward
+    module: str  # whose forward created it; "" for the root model
+    incoming: Tensor  # largest absolute gradient, 0-d
     outgoing: Tensor
 
 
 class ModuleTrace:
-    """While `watching`, keeps the largest value of each module's output, on the device.
+    """Records the largest value of each module's output on the device, within `watching`.
 
-    With `operations_too` it keeps those of each operation of the backward pass as well, which
-    belongs to the innermost module in whose forward its node was made. Nothing is read before it
-    is asked for.
+    With `operations_too` also those of each backward operation, assigned to the innermost module
+    whose forward created its node. Values are read only by the query methods.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.inputs: list[Tensor] = []  # of each micro-batch: which samples are not finite
+        self.inputs: list[Tensor] = []  # per micro-batch: mask of non-finite samples
         self.outputs: list[tuple[str, Tensor]] = []  # largest absolute value, in order
         self.operations_too = False
-        self.operations: list[TracedOperation] = []  # in the order of backward
-        self.inside: list[str] = []  # modules whose forward is under way
-        self.nodes: set[Any] = {None}  # of the graph, that belong to a module
+        self.operations: list[TracedOperation] = []  # in order of backward
+        self.inside: list[str] = []  # modules whose forward is running
+        self.nodes: set[Any] = {None}  # graph nodes already assigned to a module
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks on every module; the records stay afterwards."""
+        """Install hooks on every module; the records remain afterwards."""
         self.forget()
         self.operations_too = False
         with ExitStack() as stack:
@@ -260,15 +259,15 @@ class ModuleTrace:
         self.nodes = {None}
 
     def forget(self) -> None:
-        """Drop the records of a step that is made again."""
+        """Discard the records of a step that is repeated."""
         self.inputs, self.outputs, self.operations = [], [], []
 
     def bad_input(self) -> tuple[int, int] | None:
-        """How many of the model's samples are not finite, and of how many; waits."""
+        """Return (non-finite samples, samples) of the model's inputs, or None; synchronises."""
         return _count(self.inputs)
 
     def first_bad_output(self) -> tuple[str, str] | None:
-        """The first module with an output that is not finite, and whether NaN or Inf; waits."""
+        """Return the first module with a non-finite output, and NaN or Inf; synchronises."""
         peaks = _read([largest for _, largest in self.outputs])  # waits
         for (name, _), largest in zip(self.outputs, peaks, strict=True):
             if not math.isfinite(largest):
@@ -276,16 +275,16 @@ class ModuleTrace:
         return None
 
     def origin(self) -> tuple[TracedOperation, str] | None:
-        """The first operation that made NaN or Inf of a finite gradient, and which; waits.
+        """Return the first operation that made NaN or Inf from finite gradients; synchronises.
 
-        Anomaly mode itself looks for NaN alone, and so names the operation after the one that
-        made an Inf: that of `x * 0`, say, in place of that of its square root.
+        Anomaly mode checks only for NaN, and so reports the operation after the one that made an
+        Inf: that of `x * 0`, say, instead of the square root before it.
         """
         incoming = _read([operation.incoming for operation in self.operations])  # waits
         outgoing = _read([operation.outgoing for operation in self.operations])  # waits
         for operation, before, after in zip(self.operations, incoming, outgoing, strict=True):
             if not math.isfinite(before):
-                return None  # it is from the loss
+                return None  # it comes from the loss
             if not math.isfinite(after):
                 return operation, _kind(after)
         return None
@@ -294,7 +293,7 @@ class ModuleTrace:
         def hook(module: nn.Module, inputs: Any) -> None:
             if module is self.model:
                 self.inside, self.nodes = [], {None}
-            elif self.operations_too:  # what led here is of the module around
+            elif self.operations_too:  # earlier nodes belong to the enclosing module
                 self._record_operations(inputs, self.inside[-1] if self.inside else "")
             self.inside.append(name)
 
@@ -307,7 +306,7 @@ class ModuleTrace:
                     self.outputs.append((name, peak([tensor])))
             if self.operations_too:
                 self._record_operations(output, name)
-            if name in self.inside:  # a forward that raised is left where it was
+            if name in self.inside:  # a forward that raised has left its entries
                 del self.inside[self.inside.index(name) :]
 
         return hook
@@ -318,7 +317,7 @@ class ModuleTrace:
             self.inputs.append(bad)
 
     def _record_operations(self, values: Any, module: str) -> None:
-        """Watch the operations that lead to the values and belong to no module so far."""
+        """Hook the graph nodes behind `values` that belong to no module yet."""
         waiting: list[Any] = [tensor.grad_fn for tensor in tensors(values)]
         while waiting:
             node = waiting.pop()
@@ -338,13 +337,13 @@ class ModuleTrace:
 
 
 def bad_samples(value: Any) -> tuple[int, int] | None:
-    """How many samples of a batch's nest are not finite, and of how many; None: all are. Waits."""
+    """Return (non-finite samples, samples) of a nest; None if all are finite. Synchronises."""
     bad = _bad_rows(value)
     return None if bad is None else _count([bad])
 
 
 def _bad_rows(value: Any) -> Tensor | None:
-    """Which samples of a nest are not finite, on the device; None where it has no floats."""
+    """Return a mask of non-finite samples on the device; None for a nest without floats."""
     result: Tensor | None = None
     for tensor in tensors(value):
         if tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided:
@@ -360,7 +359,7 @@ def _count(bad: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def peak(values: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value in them, 0-d, on their device; NaN where there is one."""
+    """Return the largest absolute value, 0-d, on the tensors' device; NaN if any value is."""
     dense = [v.detach().coalesce().values() if v.is_sparse else v.detach() for v in values]
     largest = [torch.linalg.vector_norm(v, math.inf).float() for v in dense if v.numel()]
     return torch.stack(largest).amax() if largest else torch.zeros(())

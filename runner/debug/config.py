@@ -1,4 +1,4 @@
-"""What can be asked of the tools that look for faults: the `debug` group."""
+"""The `debug` config group: the debug tools' settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OnAnomaly = Enum("OnAnomaly", ["record", "raise"])  # a class could have no memb
 
 
 def tool(path: str, config: Any) -> Any:
-    """The field of a debug tool: its class as `module:Class`, imported where it is enabled."""
+    """Return the field of a debug tool, with its class as `module:Class`, imported if enabled."""
     return field(default_factory=config, metadata={"tool": path})
 
 
@@ -41,7 +41,7 @@ class AnomalyConfig:
 
 @dataclass
 class Bounds:
-    """Where a gradient is amiss; either may be null."""
+    """Thresholds of a gradient fault; either may be null."""
 
     absolute: float | None = bounded(None, min=0)
     relative: float | None = bounded(None, min=0)
@@ -114,7 +114,7 @@ class ProfileConfig:
 
 @dataclass
 class DebugConfig:
-    """Tools that look for faults, and how often those that take time do."""
+    """Debug tools, and the interval and limits of the expensive ones."""
 
     every: int = bounded(50, min=1)  # steps between two looks of tools; fewer in a short run
     on_anomaly: OnAnomaly = OnAnomaly.record
@@ -134,6 +134,6 @@ class DebugConfig:
 
 
 def enabled_tools(config: DebugConfig) -> list[str]:
-    """The classes of the tools that are switched on, as `module:Class`, outermost first."""
+    """Return the classes of the enabled tools as `module:Class`, outermost first."""
     tools = [f for f in fields(config) if "tool" in f.metadata]
     return [f.metadata["tool"] for f in tools if getattr(config, f.name).enabled]

@@ -1,4 +1,4 @@
-"""Backward passes compared with differences in float64, by torch.autograd.gradcheck."""
+"""Compare backward passes with finite differences in float64, by torch.autograd.gradcheck."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from runner.training.run import Run
 FILE = "debug/gradcheck.json"
 OBJECTIVE = "objective"
 PASSED, WRONG, UNCHECKED = "passed", "wrong", "unchecked"
-SAMPLES = 4  # of the first batch
-# step of the differences and absolute tolerance: the second pair is for float32 inside a module
+SAMPLES = 4  # from the first batch
+# (eps, atol) of the differences; the second pair is for modules that use float32 inside
 STEPS = ((1e-6, 1e-5), (1e-3, 1e-4))
-APART = 0.03  # by which values are moved off kinks, as a share of each
-REPEATS = 1e-4  # relative, by which two calls that do the same may differ
+APART = 0.03  # relative distance by which values are moved off kinks
+REPEATS = 1e-4  # relative tolerance between two identical calls
 MISMATCH = re.compile(r"to input (\d+),\s*numerical:(\S+)\s*analytical:(\S+)")
 SLOW = "torch.autograd.gradcheck._run_slow_mode_and_get_error"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Inconclusive(Exception):
-    """Nothing can be said, and why."""
+    """The check gave no result; the message says why."""
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """The result for one backward."""
+    """The result of checking one backward."""
 
     name: str  # the module's dotted name, or `objective`
     of: str  # class
     result: str  # passed | wrong | unchecked
     where: str = ""  # the input or weight whose gradient is wrong
-    reason: str = ""  # the numbers that differ, or why there is no result
+    reason: str = ""  # the differing numbers, or why there is no result
     seconds: float = 0.0
 
     @property
     def sentence(self) -> str:
-        """The fault, for the history."""
+        """The fault as a sentence for the history."""
         label = f"{self.name} ({self.of})" if self.name != self.of else self.name
         return (
             f"{label}: its backward is not the derivative of its forward; "
@@ -77,11 +77,11 @@ def check_model(
     name: str = OBJECTIVE,
     train: bool = False,
 ) -> list[GradientCheck]:
-    """Check the objective and the modules of classes that are not torch's, smallest first.
+    """Check the objective and modules of non-torch classes, smallest first.
 
-    On a float64 copy on the CPU and a few samples. Of modules of one class with equal shapes one is
-    checked. A module that contains a wrong one is not, since it would be wrong too. The model, its
-    gradients and every random state stay as they are.
+    Uses a float64 CPU copy and a few samples. One module per class and shapes is checked. A module
+    that contains a wrong one is not checked, since it would be wrong too. The model, its gradients
+    and all random states are unchanged.
     """
     checks: list[GradientCheck] = []
     with preserve_random_state(), torch.random.fork_rng(devices=[]):
@@ -110,9 +110,9 @@ def check_model(
 def _choose_modules(
     model: nn.Module, calls: dict[str, Arguments], config: GradcheckConfig
 ) -> list[str]:
-    """Paths of the modules to check, the smallest first; none that is, or contains, a skipped one.
+    """Return paths of the modules to check, smallest first, one per class and shapes.
 
-    Those called in this batch, one of each class and shapes.
+    Only modules called in this batch that neither are nor contain a skipped one.
     """
     modules = {path: m for path, m in model.named_modules() if path in calls}
     skipped = [p for p, m in modules.items() if {p, type(m).__name__} & {*config.skip}]
@@ -132,12 +132,12 @@ def _choose_modules(
 
 
 def _contains(path: str, part: str) -> bool:
-    """Whether the module at this path is, or contains, the other; the model's own is empty."""
+    """Whether the module at `path` is or contains `part`; the root's path is empty."""
     return part != OBJECTIVE and (not path or f"{part}.".startswith(f"{path}."))
 
 
 class _Loss(nn.Module):
-    """The objective for this target, its class weights and the like in 64 bits."""
+    """The objective with a fixed target, its class weights and tensors in float64."""
 
     def __init__(self, objective: Any, target: Any) -> None:
         super().__init__()
@@ -152,15 +152,15 @@ class _Loss(nn.Module):
         )  # a module's own weights are constants
 
     def forward(self, output: Any) -> Any:
-        """The loss."""
+        """Return the loss."""
         return self.loss(output)
 
 
 def _double_copy(model: nn.Module, train: bool) -> nn.Module:
-    """A float64 copy on the CPU that may be spoilt. Raises Inconclusive.
+    """Return a float64 CPU copy that may be modified. Raises Inconclusive.
 
-    A forward that replaces a class's own, and is not bound to its module, is left out: it would
-    run the original's weights.
+    A replaced forward that is not bound to its module is dropped, since it would use the original's
+    weights.
     """
     needed = 2 * 8 * sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     if needed > 0.5 * memory.available_bytes():
@@ -172,7 +172,7 @@ def _double_copy(model: nn.Module, train: bool) -> nn.Module:
             replaced[module] = vars(module).pop("forward")
     try:
         copy = deepcopy(model).to("cpu")
-    except Exception as error:  # what cannot be copied says so in many ways
+    except Exception as error:  # copying fails with many exception types
         raise Inconclusive(f"the model cannot be copied: {summarize_error(error)}") from None
     finally:
         for module, own in replaced.items():
@@ -185,7 +185,7 @@ def _double_copy(model: nn.Module, train: bool) -> nn.Module:
 
 
 def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, Arguments], Any, Any]:
-    """Each module's first arguments, the output and the target. Raises Inconclusive."""
+    """Return each module's first arguments, the output and the target. Raises Inconclusive."""
     whole = tree_map_only(Tensor, _to_double, batch)
     few = tree_map_only(Tensor, lambda t: t[:SAMPLES] if t.ndim else t, whole)
     problem = ""
@@ -194,7 +194,7 @@ def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, Arguments
         try:
             with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
                 return calls, _detached(_record_calls(model, inputs, calls)), target
-        except Exception as error:  # such as that of a model that wants all of its batch
+        except Exception as error:  # e.g. of a model that needs the full batch
             problem = summarize_error(error)
     raise Inconclusive(f"the model does not run on a float64 copy of its own: {problem}")
 
@@ -220,14 +220,14 @@ def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, Arguments]) ->
 
 
 def _detached(value: Any) -> Any:
-    """A copy as it is now, with each tensor's `requires_grad`."""
+    """Copy tensors with their current values and `requires_grad`."""
     return tree_map_only(
         Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value
     )
 
 
 def _to_double(tensor: Tensor) -> Tensor:
-    """Its floats in 64 bits, on the CPU; complex numbers stay complex."""
+    """Convert floats to float64 on the CPU; complex numbers to complex128."""
     if tensor.is_complex():
         return tensor.to("cpu", torch.complex128)
     return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu()
@@ -240,7 +240,7 @@ def _make_double(module: nn.Module) -> None:
 
 
 def _seed() -> None:
-    """Dropout drops the same at each call."""
+    """Seed all generators, so that each call draws the same dropout."""
     torch.default_generator.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -261,14 +261,14 @@ def _check(
         where, reason = _mismatch(module, arguments, config.tolerance)
     except Inconclusive as error:
         return replace(check, reason=str(error))
-    except Exception as problem:  # anything that a foreign forward or backward raises
+    except Exception as problem:  # any exception of a foreign forward or backward
         return replace(check, reason=summarize_error(problem))
     seconds, result = time.monotonic() - start, WRONG if where else PASSED
     return replace(check, result=result, where=where, reason=reason, seconds=seconds)
 
 
 def _mismatch(module: nn.Module, arguments: Arguments, tolerance: float) -> tuple[str, str]:
-    """The leaf whose gradient is wrong, and the numbers; empty where all are right."""
+    """Return the leaf with a wrong gradient, and the numbers; ("", "") if all are right."""
     tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.requires_grad]
     leaves = {f"input {i}" if i else "input": tensor for i, tensor in enumerate(tensors)}
     leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -278,7 +278,7 @@ def _mismatch(module: nn.Module, arguments: Arguments, tolerance: float) -> tupl
 
     def compute(*values: Tensor) -> list[Tensor]:
         _seed()
-        # copies in the graph, since some functions write into their arguments
+        # cloned, since some functions modify their arguments
         by_name = dict(zip(leaves, (value.clone() for value in values), strict=True))
         given = iter([by_name.pop(n, t) for n, t in zip(list(leaves), tensors, strict=False)])
         args, kwargs = tree_map_only(
@@ -292,7 +292,7 @@ def _mismatch(module: nn.Module, arguments: Arguments, tolerance: float) -> tupl
     values = tuple(leaves.values())
     first, second = compute(*values), compute(*values)
     _check_outputs(first, second)
-    # so that a small gradient is checked as a large one is
+    # normalise, so that small gradients are checked as strictly as large ones
     scales = [float(output.detach().abs().pow(2).mean().sqrt()) or 1.0 for output in first]
 
     def scaled(*values: Tensor) -> tuple[Tensor, ...]:
@@ -303,7 +303,7 @@ def _mismatch(module: nn.Module, arguments: Arguments, tolerance: float) -> tupl
     text = ""
     for eps, atol in STEPS:
         try:
-            # the whole Jacobian, which torch adds to its message, may not fit the memory
+            # torch would add the whole Jacobian to its message, which may not fit into memory
             with mock.patch(SLOW, lambda *_: "", create=True):
                 gradcheck(scaled, values, eps=eps, atol=atol, rtol=tolerance, **options)
             return "", ""
@@ -326,7 +326,7 @@ def _check_outputs(first: list[Tensor], second: list[Tensor]) -> None:
 
 
 def _moved(leaf: Tensor) -> Tensor:
-    """A leaf close by, off kinks; signs stay, and zeros become positive."""
+    """Return a nearby leaf, off kinks; signs are kept, zeros become positive."""
     draw = torch.Generator().manual_seed(0)
     value = leaf.detach()
     noise = APART * torch.randn(value.shape, dtype=value.dtype, generator=draw)
@@ -335,9 +335,9 @@ def _moved(leaf: Tensor) -> Tensor:
 
 
 class Gradcheck(Tool):
-    """Holds backward passes against differences before the first step; the run is not touched.
+    """Checks backward passes before the first step, without affecting the run.
 
-    With debug.on_anomaly=raise a wrong one ends the run there.
+    With debug.on_anomaly=raise a wrong one ends the run.
     """
 
     name: ClassVar[str] = "gradcheck"
@@ -347,12 +347,12 @@ class Gradcheck(Tool):
         self.checks: list[GradientCheck] = []
 
     def due(self, step: int) -> bool:
-        """At no step."""
+        """Return False: it inspects no step."""
         return False
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Check, and report; raises NotVerified with debug.on_anomaly=raise."""
+        """Run the checks; raises NotVerified with debug.on_anomaly=raise."""
         own = self.config.gradcheck
         own = replace(own, budget_s=min(own.budget_s, self.config.timeout_s or own.budget_s))
         name = getattr(run.objective, "name", type(run.objective).__name__)

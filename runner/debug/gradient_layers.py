@@ -1,4 +1,4 @@
-"""Statistics of each parameter's gradient, weight and update, and what is wrong with it."""
+"""Statistics of each parameter's gradient, weight and update, and verdicts on them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from runner.debug.config import GradientsConfig
 from runner.record import markdown
 
 Named = list[tuple[str, Tensor]]
-Dead = Mapping[str, tuple[int, int]]  # dead units and all units, by layer
+Dead = Mapping[str, tuple[int, int]]  # layer → (dead units, units)
 
-NAMED = 5  # names in a line; more are only counted
-BARS = 24  # in the picture
-STATISTICS = 5  # norm, largest, sum, how many are not 0, how many are not finite
+NAMED = 5  # names in a line; the rest is counted
+BARS = 24  # of the plot
+STATISTICS = 5  # norm, largest, sum, number of non-zeros, number of non-finites
 
 
 class LayerState(StrEnum):
-    """What is wrong with a layer, the worst first."""
+    """The fault of a layer, worst first."""
 
     NOT_FINITE = "not finite"
     EXPLODING = "exploding"
@@ -41,30 +41,30 @@ FAULTS = {
     LayerState.VANISHING: "vanishing_gradient",
     LayerState.NOT_OPTIMIZED: "not_optimized",
 }
-"""The kind of fault in the history; FINE has none."""
+"""Fault kinds in the history; FINE has none."""
 NUMBERS = ("norm", "mean", "std", "largest", "zeros", "non_finite", "ratio", "update_ratio")
 HEADER = "layer norm mean std largest zeros non-finite gradient/weight update/weight state".split()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A parameter at one look; None where there is no such number, as without a gradient.
+    """A parameter's statistics at one step; None where a number does not exist.
 
-    The gradient is as the loss has it: before clipping, and with an fp16 loss scale divided out.
+    Gradients are as from the loss: before clipping, and divided by an fp16 loss scale.
     """
 
     name: str
-    size: int  # values
+    size: int  # number of values
     dimensions: int
     norm: float | None = None  # of the gradient
     mean: float | None = None
     std: float | None = None
-    largest: float | None = None  # absolute
+    largest: float | None = None  # largest absolute value
     zeros: float | None = None  # share
     non_finite: float | None = None  # share
     weight_norm: float | None = None
     ratio: float | None = None  # norm of the gradient / norm of the weight
-    update_ratio: float | None = None  # norm of the update / norm of the weight; None: none made
+    update_ratio: float | None = None  # norm of the update / norm of the weight; None: no update
     state: LayerState = LayerState.FINE
 
     @property
@@ -73,7 +73,7 @@ class Layer:
         return None if self.norm is None or not self.size else self.norm / math.sqrt(self.size)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file: numbers to four digits, and null for what JSON cannot say."""
+        """Return values for JSON, rounded to four digits; null if not finite."""
         values = {name: getattr(self, name) for name in (*NUMBERS, "weight_norm")}
         numbers = {
             name: float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
@@ -82,7 +82,7 @@ class Layer:
         return {"layer": self.name, **numbers, "state": self.state.value}
 
     def cells(self) -> list[str]:
-        """A row of a table, under `HEADER`."""
+        """Return a table row in the order of `HEADER`."""
         values = [getattr(self, name) for name in NUMBERS]
         cells = ["–" if value is None else f"{value:.2e}" for value in values]
         return [self.name, *cells, self.state.value]
@@ -92,7 +92,7 @@ class Layer:
 
 
 def measure(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
-    """[STATISTICS, len(gradients)] on the device of the first, in fp32; no host sync."""
+    """Return statistics [STATISTICS, len(gradients)], fp32, on the first's device; no sync."""
     values = [_values(gradient) for gradient in gradients]
     rows = [
         torch._foreach_norm(values),
@@ -108,17 +108,17 @@ def measure(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """[len(tensors)] on the device of the first, in fp32."""
+    """Return norms [len(tensors)], fp32, on the first's device."""
     return _stack(torch._foreach_norm([_values(tensor) for tensor in tensors]))
 
 
 def _stack(numbers: Sequence[Tensor]) -> Tensor:
-    device = numbers[0].device  # a model may be spread over several
+    device = numbers[0].device  # tensors may be on several devices
     return torch.stack([number.to(device, torch.float32) for number in numbers])
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """The values of a tensor that can differ from 0, real and in a precision fit for sums."""
+    """Return the tensor's stored values as real numbers, at least float32, never empty."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
@@ -129,7 +129,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def describe(named: Named, numbers: Sequence[float], weights: Sequence[float]) -> list[Layer]:
-    """A layer for each of `named`; `numbers` is the flat result of `measure`, on the host."""
+    """Return a Layer per parameter; `numbers` is the flattened result of `measure`."""
     count = len(numbers) // STATISTICS
     columns = [numbers[i * count : (i + 1) * count] for i in range(STATISTICS)]
     rows = iter(zip(*columns, strict=True))
@@ -148,7 +148,7 @@ def _with_gradient(
     layer: Layer, norm: float, largest: float, total: float, nonzero: float, non_finite: float
 ) -> Layer:
     mean = total / layer.size
-    variance = norm**2 / layer.size - mean**2  # below 0 by rounding
+    variance = norm**2 / layer.size - mean**2  # may be negative by rounding
     return replace(
         layer,
         norm=norm,
@@ -170,9 +170,9 @@ def judge(
     usual: Mapping[str, float] | None = None,
     optimized: Collection[str] | None = None,
 ) -> list[Layer]:
-    """The layers with their states; `usual` has the norm that a layer had so far, by its name.
+    """Set the layers' states; `usual` maps layer names to their usual gradient norm.
 
-    `optimized` are the names that an optimizer has, where that is known.
+    `optimized` are the names of the optimizer's parameters, if known.
     """
     sizes = [layer.rms for layer in layers if layer.rms and math.isfinite(layer.rms)]
     middle = median(sizes) if sizes else 0.0
@@ -198,14 +198,14 @@ def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | 
         return LayerState.EXPLODING
     least, share = config.vanishing.absolute, config.vanishing.relative
     limits = [least, share * middle if share is not None else None]
-    # a bias before a normalisation has no gradient but noise, rightly: weights only
+    # a bias before a normalisation legitimately has only a noise gradient: check weights only
     if layer.dimensions > 1 and any(layer.rms < limit for limit in limits if limit is not None):
         return LayerState.VANISHING
     return LayerState.FINE
 
 
 def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
-    """The names of the layers with a fault, by its state."""
+    """Return the names of faulty layers, by state."""
     names: dict[LayerState, list[str]] = {}
     for layer in layers:
         if layer.state is not LayerState.FINE:
@@ -214,7 +214,7 @@ def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
 
 
 def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
-    """The faults in a few words: layers by their state, and layers with dead units."""
+    """Summarise faulty layers by state, and layers with dead units."""
     parts = [f"{join_names([*names[s]], 1)}: {s}" for s in LayerState if names.get(s)]
     if dead:
         name, (gone, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
@@ -224,23 +224,23 @@ def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
 
 
 def join_names(names: Sequence[str], most: int = NAMED) -> str:
-    """Names in a line, the first few of many."""
+    """Join the first few names, and count the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-# -- a loop of the user's own -----------------------------------------------------------------
+# -- user loops -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The result of `check_gradients`: a row for each parameter, and its faults."""
+    """The result of `check_gradients`: a Layer per parameter; `print` shows a table."""
 
     layers: list[Layer]
 
     @property
     def problems(self) -> list[str]:
-        """Each layer with a fault, in a few words; empty: all is well."""
+        """The faulty layers with their states; empty if all are fine."""
         bad = [layer for layer in self.layers if layer.state is not LayerState.FINE]
         return [f"{layer.name}: {layer.state}" for layer in bad]
 
@@ -254,10 +254,10 @@ def check_gradients(
     optimizer: torch.optim.Optimizer | None = None,
     config: GradientsConfig | None = None,
 ) -> GradientReport:
-    """Judge the gradients that are in `.grad` now, parameter by parameter.
+    """Judge the gradients currently in `.grad`, per parameter; call it after `backward()`.
 
-    Call it after `backward()`. With the optimizer, parameters that it does not have are named.
-    The model is not changed; on an accelerator the host waits once.
+    With `optimizer`, parameters that it does not contain are reported. The model is not changed; an
+    accelerator is synchronised once.
     """
     named: Named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimized = None
@@ -275,17 +275,17 @@ def check_gradients(
     return GradientReport(judge(layers, config or GradientsConfig(), optimized=optimized))
 
 
-# -- the picture --------------------------------------------------------------------------------
+# -- plot ---------------------------------------------------------------------------------------
 
 
 def select_weights(layers: Sequence[Layer], most: int) -> list[Layer]:
-    """The weights without biases and the like, in their order; every n-th one of too many."""
+    """Return the layers with two or more dimensions, every n-th if there are too many."""
     weights = [layer for layer in layers if layer.dimensions > 1] or [*layers]
     return weights[:: -(-len(weights) // most)]
 
 
 def draw_flow(layers: Sequence[Layer], step: int) -> Any:
-    """Bars for the norm of the gradient and the relative update, from input to output."""
+    """Plot gradient norm and relative update as bars, from input to output."""
     from runner.record import plots
 
     colours = dict.fromkeys(LayerState, plots.GREY) | {

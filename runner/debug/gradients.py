@@ -1,4 +1,4 @@
-"""Each layer's gradient, weight and update: what vanishes, explodes, is dead or never trained."""
+"""Track each layer's gradient, weight and update: vanishing, exploding, dead, untrained."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from runner.training.hook import Step
 from runner.training.run import Run
 
 FILE, PICTURE = "debug/gradients.json", "debug/plots/gradient_flow.png"
-CHARTS = 48  # of one kind in TensorBoard
-CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
-REMEMBERED = 20  # looks, whose median is what a layer's norm usually is
-LOGGED = 5  # layers with the same fault that get a line in the log; all are in history.json
-ROWS = 20_000  # of the file, the newest ones: about 5 MB; a row is a layer at one look
-NAMED_FAULTS = (LayerState.EXPLODING, LayerState.VANISHING)  # the guard names what is not finite
-# those whose gradient is 0 where their output is; that of a leaky one, or of GELU, is not
+CHARTS = 48  # per chart kind, in TensorBoard
+CONFIRMED = 3  # looks until an untrained or vanishing layer is a fault
+REMEMBERED = 20  # looks whose median is a layer's usual norm
+LOGGED = 5  # layers per fault that are logged; all are in history.json
+ROWS = 20_000  # in the file, newest: about 5 MB; one per layer and look
+NAMED_FAULTS = (LayerState.EXPLODING, LayerState.VANISHING)  # the guard reports non-finite ones
+# activations with zero gradient where the output is 0, unlike leaky ReLU or GELU
 RELUS = {"relu", "relu_", "relu6", "_threshold", "threshold_"}
-CHANNELS = ("conv", "batch_norm", "instance_norm", "group_norm")  # units are in dimension 1
-SAMPLES = 128  # in a look; fewer say little of a unit that is rarely needed
+CHANNELS = ("conv", "batch_norm", "instance_norm", "group_norm")  # their units are in dimension 1
+SAMPLES = 128  # minimum per verdict, since some units are rarely active
 
 
 @dataclass
 class _Look:
-    """The numbers of a step once its backward is through, on the device."""
+    """The tensors of a step after its backward, on the device."""
 
     step: int
     skipped: Tensor
@@ -60,11 +60,11 @@ class _Look:
 
 
 class Gradients(Tool):
-    """Looks at all layers every `debug.gradients.every` steps.
+    """Inspects all layers every `debug.gradients.every` steps.
 
-    Those steps leave a compiled whole-step graph, and where the model has ReLUs they run
-    uncompiled, so that their outputs can be seen. A look holds a second copy of the weights until
-    the update is made, reads all its numbers in one transfer, and leaves the computation alone.
+    These steps leave a compiled whole-step graph, and run uncompiled if the model has ReLUs, to see
+    their outputs. A look keeps a copy of the weights until the update, reads all numbers in one
+    transfer, and does not change the computation.
     """
 
     name = "gradients"
@@ -73,19 +73,19 @@ class Gradients(Tool):
         super().__init__(config, config.gradients.every)
         self.knobs = config.gradients
         self.units: DeadUnits | None = None
-        self.pending: _Look | None = None  # the step's, until its update is made
-        self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS)  # of the file: layers …
-        self.unit_rows: deque[dict[str, Any]] = deque(maxlen=ROWS)  # … and dead units
-        self.layers: list[Layer] = []  # as last seen
+        self.pending: _Look | None = None  # waiting for the step's update
+        self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS)  # of layers, for the file
+        self.unit_rows: deque[dict[str, Any]] = deque(maxlen=ROWS)  # of dead units, for the file
+        self.layers: list[Layer] = []  # at the last look
         self.dead: Dead = {}
         self.usual: dict[str, deque[float]] = {}  # gradient norms
-        self.vanishing: Counter[str] = Counter()  # looks in a row
-        self.never: list[str] = []  # had no gradient at any look
-        self.faulty: dict[LayerState, dict[str, None]] = {}  # layers, by their fault
+        self.vanishing: Counter[str] = Counter()  # consecutive looks
+        self.never: list[str] = []  # layers without a gradient at any look
+        self.faulty: dict[LayerState, dict[str, None]] = {}  # faulty layers by state
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """The picture and the file, also of a run that was cut off."""
+        """Write plot and file at the end, even after an error."""
         if self.knobs.dead_after:
             self.units = DeadUnits(run.model, self.knobs.dead_after)
         self.eager = self.units is not None
@@ -99,7 +99,7 @@ class Gradients(Tool):
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """See the outputs of ReLUs; judge once the update is made."""
+        """Observe ReLU outputs; judge the layers after the update."""
         self.pending = None
         if self.units is not None:
             self.units.begin()
@@ -108,7 +108,7 @@ class Gradients(Tool):
         self._finish(run)
 
     def on_gradients(self, run: Run, step: Step) -> None:
-        """Measure the gradients, on the device; the update may write over them."""
+        """Measure gradients on the device, before the update overwrites them."""
         start = time.perf_counter()
         named: Named = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
         gradients = [p.grad for _, p in named if p.grad is not None]
@@ -128,10 +128,10 @@ class Gradients(Tool):
             self._judge(run, look.step, layers)
             self._show(run, look.step)
             if self.units is not None and not self.units.layers:
-                self.units, self.eager = None, False  # there are no ReLUs
+                self.units, self.eager = None, False  # no ReLUs
 
     def _read(self, look: _Look) -> list[Layer]:
-        """The look's numbers, on the host: weights, updates, flag, dead units, statistics."""
+        """Read weights, updates, skip flag, dead units and statistics in one transfer."""
         weights = norms(look.before)
         torch._foreach_sub_(look.before, [p.detach() for _, p in look.named])
         parts = [weights, norms(look.before), look.skipped.reshape(1).float()]
@@ -169,7 +169,7 @@ class Gradients(Tool):
         self.finding = self._sum_up(looks=self.looks + 1)
 
     def _judge_layer(self, run: Run, step: int, layer: Layer) -> None:
-        """Count the layer's fault; vanishing is one after some looks in a row."""
+        """Record the layer's fault; vanishing counts after CONFIRMED consecutive looks."""
         if layer.norm is not None and math.isfinite(layer.norm):
             self.usual.setdefault(layer.name, deque(maxlen=REMEMBERED)).append(layer.norm)
         state = layer.state
@@ -186,18 +186,18 @@ class Gradients(Tool):
             run.history.add(FAULTS[state], text, step=step, category="numerics", say=say)
 
     def _dead_layers(self) -> Dead:
-        """The layers with so many dead units that it is a fault."""
+        """Return the layers in which the share of dead units is a fault."""
         share = self.knobs.dead_share
         return {n: (gone, units) for n, (gone, units) in self.dead.items() if gone >= share * units}
 
     def _report_untrained(self, run: Run, looks: int) -> None:
-        """Name, once, the parameters that have never had a gradient."""
+        """Report once the parameters that never had a gradient."""
         if self.never:
             text = f"no gradient at any of {looks} looks: {join_names(self.never)}"
             run.history.add("no_gradient", text, step=run.progress.step, category="numerics")
 
     def _sum_up(self, looks: int = 0) -> str:
-        """All faults so far, how many units are dead now, and whether there were enough looks."""
+        """Summarise all faults, the dead units, and whether there were enough looks."""
         names = {**self.faulty, LayerState.NO_GRADIENT: dict.fromkeys(self.never)}
         if looks >= CONFIRMED or self.faulty or self.never:
             return summarize(names, self._dead_layers())
@@ -209,7 +209,7 @@ class Gradients(Tool):
     # -- pictures and files --------------------------------------------------------------------
 
     def _show(self, run: Run, step: int) -> None:
-        """Scalars for TensorBoard."""
+        """Write scalars to TensorBoard."""
         values = {f"dead_units/{name}": gone / units for name, (gone, units) in self.dead.items()}
         for layer in select_weights(self.layers, CHARTS):
             for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
@@ -218,7 +218,7 @@ class Gradients(Tool):
         run.recorder.show(step, "gradients", values)
 
     def _write(self, run: Run) -> None:
-        """Picture and file."""
+        """Write plot and file."""
         if run.folder is None:
             return
         if self.layers:
@@ -240,25 +240,25 @@ def _with_update(layer: Layer, update: float) -> Layer:
 
 @dataclass
 class _Units:
-    """Units of one layer."""
+    """The state of one layer's units."""
 
-    looks: Tensor  # in a row at which a unit was 0 throughout
+    looks: Tensor  # consecutive looks at which a unit was always 0
     alive: Tensor | None = None  # in this step
     samples: int = 0  # in this step
-    needed: int = 0  # looks in a row, until a unit is dead
+    needed: int = 0  # consecutive looks until a unit is dead
 
 
 class DeadUnits(TorchFunctionMode):
-    """While entered, notes which units of each ReLU's output were ever other than 0.
+    """While entered, records which units of each ReLU's output were ever non-zero.
 
-    It sees calls of torch, so `x.relu()` as well as `nn.ReLU`, in code that is not compiled. Units
-    are those of the last layer with a parameter that ran before. Nothing is read, and nothing of
-    the computation changes.
+    It intercepts torch calls (`x.relu()` as well as `nn.ReLU`) in uncompiled code. Units belong to
+    the last layer with parameters that ran before. It does not synchronise or change the
+    computation.
     """
 
     def __init__(self, model: nn.Module, after: int) -> None:
         super().__init__()
-        self.after = after  # looks in a row
+        self.after = after  # consecutive looks
         self.owners = {
             id(parameter): prefix or "model"
             for prefix, module in model.named_modules()
@@ -269,7 +269,7 @@ class DeadUnits(TorchFunctionMode):
         self.layer, self.dimension = "", -1
 
     def begin(self) -> None:
-        """Another step."""
+        """Start a step."""
         self.watching, self.layer = True, ""
         for layer in self.layers.values():
             layer.alive, layer.samples = None, 0
@@ -286,7 +286,7 @@ class DeadUnits(TorchFunctionMode):
                 self._record(output)
             else:
                 owners = [self.owners.get(id(value)) for value in (*args, *kwargs.values())]
-                if name != "__get__" and any(owners):  # not an attribute of a parameter
+                if name != "__get__" and any(owners):  # not a parameter's attribute access
                     self.layer = next(filter(None, owners))
                     self.dimension = 1 if name.startswith(CHANNELS) else -1
         return output
@@ -296,7 +296,7 @@ class DeadUnits(TorchFunctionMode):
             return
         unit = 1 if output.dim() > 3 else self.dimension % output.dim()
         rest = [i for i in range(output.dim()) if i != unit]
-        alive = output.detach().amax(rest) != 0  # none is below 0; a NaN is no zero
+        alive = output.detach().amax(rest) != 0  # ReLU outputs are ≥ 0; NaN counts as non-zero
         layer = self.layers.get(self.layer)
         if layer is None or layer.looks.shape != alive.shape:
             layer = self.layers[self.layer] = _Units(torch.zeros_like(alive, dtype=torch.int32))
@@ -304,9 +304,9 @@ class DeadUnits(TorchFunctionMode):
         layer.samples += len(output)
 
     def count(self, skipped: Tensor) -> Tensor:
-        """How many units of each layer are dead, on the device; of a skipped step nothing counts.
+        """Return the dead units per layer, on the device; a skipped step does not count.
 
-        In the order of `self.layers`, of which there must be one.
+        In the order of `self.layers`, which must not be empty.
         """
         dead = []
         for layer in self.layers.values():
@@ -319,6 +319,6 @@ class DeadUnits(TorchFunctionMode):
         return torch.stack([number.to(skipped.device, torch.float32) for number in dead])
 
     def describe(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
-        """Dead units and all units, by layer, from what `count` gave."""
+        """Return (dead units, units) by layer, from the result of `count` on the host."""
         pairs = zip(self.layers.items(), dead, strict=True)
         return {name: (int(number), len(layer.looks)) for (name, layer), number in pairs}

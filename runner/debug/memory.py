@@ -1,4 +1,4 @@
-"""Where the memory of a run is, module by module, and what grows."""
+"""The memory of a run by module, and the objects that grow in a leak."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ log = logging.getLogger("runner")
 FILE = "debug/memory.json"
 SNAPSHOT = "debug/memory_snapshot.pickle"
 NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
-EVENTS = 100_000  # of the allocator that are kept
-NAMED = 8  # kinds of objects that grew and are named
-FEW = 16  # more objects of a kind that are no growth
+EVENTS = 100_000  # allocator events to keep
+NAMED = 8  # growing kinds that are reported
+FEW = 16  # minimum increase that counts as growth
 
 
 class MemoryTool(Tool):
-    """The breakdown of a step by module, and what grows where there is a leak.
+    """Breaks down a step's memory by module, and names growing objects after a leak.
 
-    At a look a step of a full batch runs uncompiled, and what it keeps for its backward is counted
-    by module. The next one is at twice as many steps, or when steps are cut otherwise. Nothing of
-    it changes a number of the run, but for last bits where the run's own steps are compiled.
+    At a look, a step of a full batch runs uncompiled, and tensors saved for backward are counted by
+    module. The next look follows at twice the step, or when the micro-batch changes. Numbers change
+    only in the last bits, where the run's own steps are compiled.
     """
 
     name = "memory"
@@ -58,16 +58,16 @@ class MemoryTool(Tool):
         self.breakdown: Breakdown | None = None
         self.micro_batch = 0  # of the breakdown
         self.run: Run | None = None
-        self.next_look = 0  # the first full batch from this step on is broken down
+        self.next_look = 0  # the first full batch from this step on is inspected
         self.objects: ObjectCounts | None = None  # at the first look
-        self.leak = ""  # the verdict, once the run has ended
+        self.leak = ""  # verdict at the end of the run
         self.grown: list[Growth] = []
-        self.seen_faults: dict[str, int] = {}  # counts when last looked
+        self.seen_faults: dict[str, int] = {}  # counts at the last check
         self.usual = 0.0  # seconds of a step
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Follow the allocator; write down at the end what there was."""
+        """Record the allocator's history; write the findings at the end."""
         self.run, self.seen_faults = run, dict(run.history.counts)
         self.next_look = min((run.progress.step // self.every + 1) * self.every, run.total_steps)
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
@@ -85,7 +85,7 @@ class MemoryTool(Tool):
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def due(self, step: int) -> bool:
-        """A step of a full batch from `next_look` on; the last one, where there was none."""
+        """Whether the step is a full batch from `next_look` on, or the last without a breakdown."""
         if self.run is None or step < self.next_look or self.rests(step):
             return False
         train = self.run.train
@@ -94,14 +94,14 @@ class MemoryTool(Tool):
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Count what forward and backward hold."""
+        """Count the tensors that forward and backward hold."""
         known = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
         saved = SavedTensors(run.model, known)
         start, micro_batch = time.perf_counter(), run.micro_batch
         with memory.peak(run.device) as peak, saved.counting():
             yield
         self.seconds += max(0.0, time.perf_counter() - start - self.usual)
-        if run.micro_batch != micro_batch:  # it did not fit and was tried again: two steps in one
+        if run.micro_batch != micro_batch:  # out of memory and retried: two steps in one
             return
         with self.timed():
             breakdown = break_down(run, saved)
@@ -120,10 +120,10 @@ class MemoryTool(Tool):
         self._write(run)
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Name what grows, where a leak was found since."""
+        """Name growing objects if a leak was found since the last report."""
         self.usual = report.seconds / len(report.loss)
         if self.breakdown is not None and run.micro_batch != self.micro_batch:
-            self.next_look = 0  # the breakdown is of other steps
+            self.next_look = 0  # the breakdown is outdated
         if self._is_new(run, "leak"):
             with self.timed():
                 self._name_leak(run, report.last)
@@ -133,7 +133,7 @@ class MemoryTool(Tool):
                 write_oom_report(run, reason, self.breakdown)
 
     def _is_new(self, run: Run, kind: str) -> bool:
-        """Whether the history counts more faults of that kind than when last asked."""
+        """Whether the history counts more faults of that kind than at the last call."""
         before, now = self.seen_faults.get(kind, 0), run.history.counts.get(kind, 0)
         self.seen_faults[kind] = now
         return now > before
@@ -168,7 +168,7 @@ class MemoryTool(Tool):
         self._write(run)
 
     def _dump_snapshot(self, run: Run) -> None:
-        """What the CUDA allocator did lately; its picture is on pytorch.org/memory_viz."""
+        """Write the CUDA allocator's history, for pytorch.org/memory_viz."""
         if run.device.kind != "cuda" or not self.config.memory.snapshot or run.folder is None:
             return
         try:
@@ -202,16 +202,16 @@ def _last_leak(run: Run) -> Fault | None:
     return next((f for f in reversed(run.history.faults.values()) if f.kind == "leak"), None)
 
 
-# -- what grew --------------------------------------------------------------------------------
+# -- growth -----------------------------------------------------------------------------------
 
 
 ObjectCounts = tuple[Counter[str], Counter[str]]
-"""Live objects by kind, as the garbage collector has them, and the bytes of tensors by kind."""
+"""Number of live objects by kind, as tracked by the garbage collector; bytes of tensors."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Objects of a kind that have become more."""
+    """A kind of objects whose number has grown."""
 
     kind: str
     more: int
@@ -223,7 +223,7 @@ class Growth:
 
 
 def count_objects() -> ObjectCounts:
-    """Count tensors by shape and type, other objects by their class; 50 ms for 200,000."""
+    """Count tensors by shape and dtype, other objects by class; 50 ms for 200,000."""
     number, size = Counter[str](), Counter[str]()
     for item in gc.get_objects():
         # a lazy parameter has no shape yet; the compiler's fake tensors hold no memory, and their
@@ -239,7 +239,7 @@ def count_objects() -> ObjectCounts:
 
 
 def find_growth(before: ObjectCounts, now: ObjectCounts) -> list[Growth]:
-    """The kinds that grew most: tensors by their bytes first, then others by their number."""
+    """Return the kinds that grew most: tensors by bytes, then others by number."""
     more, size = (new - old for new, old in zip(now, before, strict=True))
     grown = [Growth(kind, count, size[kind]) for kind, count in more.items() if count >= FEW]
     return sorted(grown, key=lambda growth: (-growth.bytes, -growth.more))[:NAMED]

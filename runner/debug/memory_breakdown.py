@@ -1,4 +1,4 @@
-"""The memory of a step, module by module; and the page about a run that ran out of it."""
+"""The memory of a step by module, and the report of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PARTS = ("parameters", "gradients", "optimizer", "average", "buffers", "activati
 
 @dataclass
 class ModuleMemory:
-    """Bytes of one module's own tensors, those of its children left out."""
+    """Bytes of one module's own tensors, excluding its children."""
 
     name: str
     kind: str
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    average: int = 0  # of the weights (optimizer.ema)
-    buffers: int = 0  # and what a skipped step restores
-    activations: int = 0  # kept from forward to backward, of one micro-batch
+    average: int = 0  # averaged weights (optimizer.ema)
+    buffers: int = 0  # and their copies for the guard
+    activations: int = 0  # saved for backward, of one micro-batch
 
     @property
     def all(self) -> int:
@@ -48,19 +48,19 @@ class ModuleMemory:
 
 @dataclass
 class Breakdown:
-    """A step's memory in bytes, by module; a storage that several share counts at the first."""
+    """A step's memory in bytes, by module; shared storages count at the first module."""
 
     step: int
     samples: int  # of a micro-batch
     rows: list[ModuleMemory] = field(default_factory=list)
-    peak: int = 0  # held on the device in the step at most, beyond what it held before
+    peak: int = 0  # peak device memory in the step, beyond that before it
 
     def total(self, part: str) -> int:
         """Bytes of one part over all modules."""
         return sum(getattr(row, part) for row in self.rows)
 
     def table(self) -> str:
-        """In Markdown and MiB: the largest modules, and all of them."""
+        """Return a Markdown table in MiB of the largest modules and the total."""
         total = ModuleMemory("all", "", **{part: self.total(part) for part in PARTS})
         cells = []
         ranked = sorted(self.rows, key=lambda row: -row.all)
@@ -73,10 +73,10 @@ class Breakdown:
 
 
 class SavedTensors:
-    """Counts what a forward keeps for its backward, by the innermost module that was running.
+    """Counts tensors saved for backward, by the innermost running module.
 
-    Only the first forward of the root module counts, with the loss that follows it: the first of
-    several micro-batches, since one is held at a time.
+    Only the root module's first forward and its loss count: the first micro-batch, since one is
+    held at a time.
     """
 
     def __init__(self, model: nn.Module, known: Iterable[Tensor]) -> None:
@@ -90,7 +90,7 @@ class SavedTensors:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Forwards in here are counted; nothing of the model or the graph is changed."""
+        """Count within this context; model and graph are not changed."""
         handles = [
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._leave, always_call=True),
@@ -130,7 +130,7 @@ class SavedTensors:
 
 
 def break_down(run: Run, saved: SavedTensors | None = None) -> Breakdown:
-    """The memory of a step whose gradients are still there; without `saved`, no activations."""
+    """Return the memory of a step that still has gradients; without `saved`, no activations."""
     update, kept = run.update, {} if saved is None else saved.bytes
     result = Breakdown(run.progress.step + 1, saved.samples if saved else 0)
     averages = dict(zip(map(id, update.parameters), update.average, strict=False))
@@ -163,22 +163,22 @@ def break_down(run: Run, saved: SavedTensors | None = None) -> Breakdown:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of its storage, while that lives."""
+    """Return an identity of its storage, valid while the storage lives."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of its whole storage; of a sparse one, of its values."""
+    """Return the bytes of its storage; of a sparse tensor, of its values."""
     if tensor.layout is torch.strided:
         return tensor.untyped_storage().nbytes()
     return tensor.element_size() * tensor._nnz()
 
 
 def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> None:
-    """Write debug/out_of_memory.md: what holds the memory, the largest module first.
+    """Write debug/out_of_memory.md: memory by module, largest first.
 
-    An error here is logged, the run's own error counts. Without a breakdown of a step before,
-    the page has what is held now.
+    Errors here are logged, since the run's own error matters. Without the breakdown of an earlier
+    step, the current memory is shown.
     """
     if run.folder is None:
         return
@@ -188,7 +188,7 @@ def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) 
         replace_text(run.folder / OOM_FILE, text)
         run.recorder.text("memory/out_of_memory", text, run.progress.step)
         log.warning("what holds the memory is in %s", run.folder / OOM_FILE)
-    except Exception as error:  # memory is short, and a model may be anything
+    except Exception as error:  # memory is short, and models vary
         log.warning("no %s: %s: %s", OOM_FILE, type(error).__name__, error)
 
 

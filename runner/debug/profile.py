@@ -1,4 +1,4 @@
-"""Where the time of a step goes, in a few profiled steps and over the whole run, and why."""
+"""Profile a few steps with torch.profiler; explain where step time goes in the whole run."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
 PAGE, ROWS, TRACES = "debug/profile.md", "debug/profile.json", "debug/traces"
 QUIET = "KINETO_LOG_LEVEL"
 SHOWN = 15  # operators in a table
-AHEAD = 1000  # steps in which a place for the window is looked for
+AHEAD = 1000  # steps to search for a place for the window
 GRAPH = "compiled graph"
 
 WAITS = 0.2  # share of a step
 LONG = 0.25  # share of a step, of the optimizer or of what is between steps
-BUSY = 0.7  # an accelerator that computes more of the time than this is what limits the run
-MANY = 100  # operators in a step
-SMALL_US = 20.0  # of a step, per operator: calling them takes 5 to 15
-LARGE = 0.3  # share of the operators' time, from which one operator is worth a word
+BUSY = 0.7  # above this share of busy time the accelerator is the limit
+MANY = 100  # operators per step
+SMALL_US = 20.0  # step time per operator; a call takes 5 to 15
+LARGE = 0.3  # share of operator time above which one operator is reported
 
 
 @dataclass
 class Facts:
-    """Of a step, outside the profiler's window where possible; shares are of its time."""
+    """Measurements of a step, outside the profiler's window if possible."""
 
     split: dict[str, float] = field(default_factory=dict)  # by phase, as in the summary
     step_ms: float = 0.0
-    operators: float = 0.0  # called in a step
-    operator: str = ""  # that takes most of the operators' time
+    operators: float = 0.0  # called per step
+    operator: str = ""  # with the most time
     operator_share: float = 0.0
-    operator_ms: float = 0.0  # of it, a step
-    busy: float | None = None  # share of the time in which an accelerator computed
-    workers: int = 0  # that fetch data
+    operator_ms: float = 0.0  # of that operator, per step
+    busy: float | None = None  # share of time in which the accelerator computed
+    workers: int = 0  # data workers
     in_memory: bool = False
     cores: int = 1
-    techniques: list[str] = field(default_factory=list)  # those applied
+    techniques: list[str] = field(default_factory=list)  # applied ones
 
     @property
     def idle(self) -> bool:
-        """Whether it is the host that decides how fast a step is."""
+        """Whether the host limits the speed of a step."""
         return self.busy is None or self.busy < BUSY
 
     @property
     def waits(self) -> bool:
-        """Whether the data come too late for anything else to matter; from memory they never do."""
+        """Whether waiting for data dominates; never for data in memory."""
         return self.idle and not self.in_memory and self.split.get("data", 0.0) > WAITS
 
 
 def verdicts(facts: Facts) -> list[str]:
-    """What can be said, the most important first; never empty."""
+    """Return the conclusions, most important first; never empty."""
     split = facts.split if facts.idle else {}
     texts = [*_operators(facts), *_phases(facts, split)]
     if texts:
@@ -116,10 +116,10 @@ def _phases(facts: Facts, split: dict[str, float]) -> Iterator[str]:
 
 
 class ProfileTool(Tool):
-    """A window of torch.profiler, the user's sections; says what would make a run faster.
+    """Profiles a window of steps and the user's sections; reports what limits the speed.
 
-    Outside of its window it makes no step slower. On its account: starting the profiler and
-    reading its events.
+    Steps outside the window are not slowed down. Its cost is starting the profiler and reading its
+    events.
     """
 
     name: ClassVar[str] = "profile"
@@ -127,30 +127,30 @@ class ProfileTool(Tool):
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
         self.own = config.profile
-        self.next = math.inf  # step after which there is something to do
+        self.next = math.inf  # step after which it has to act
         self.window: Window | None = None
         self.operators: list[dict[str, Any]] = []
         self.busy: float | None = None
         self.trace_file = ""
         self.first, self.steps = 0, 0  # of the trace
         self.totals = Totals()
-        self.before: dict[str, float] = {}  # the stopwatch when the window began
-        self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds of the window: no usual steps
+        self.before: dict[str, float] = {}  # stopwatch at the start of the window
+        self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds by phase within the window
         self.verdicts: list[str] = []
         self.facts = Facts()
-        self.tools = 0.0  # seconds of the other debug tools, without what they draw at the end
+        self.tools = 0.0  # seconds of the other debug tools so far
 
     def due(self, step: int) -> bool:
-        """At the ends of the window, and at each step in it."""
+        """Whether the window starts, runs or ends at this step."""
         return step >= self.next
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Collect sections all the while; sum up at the end."""
+        """Collect sections during the session; write the results at the end."""
         latest = run.total_steps - run.progress.step - self.own.warmup - self.own.steps
         self.next = run.progress.step + min(self.own.start, max(1, latest))
         entered, loud = perf_counter(), QUIET not in os.environ
-        os.environ.setdefault(QUIET, "6")  # else Kineto says on stderr that it starts and stops
+        os.environ.setdefault(QUIET, "6")  # else Kineto logs start and stop to stderr
         try:
             with collect() as self.totals:
                 yield
@@ -165,14 +165,14 @@ class ProfileTool(Tool):
             self.seconds += perf_counter() - start
 
     def on_step(self, run: Run, step: Step) -> None:
-        """Begin the window, count its steps, end it; reads nothing of the step."""
+        """Start the window, count its steps, end it; without synchronisation."""
         if self.window is None:
             self._begin(run, step.number)
         elif self.window.step() or step.number >= run.total_steps:
             self._close(run, self.window)
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Remember what the other tools took so far."""
+        """Record the time of the other tools so far."""
         tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook is not self)
         self.tools = sum(tool.seconds for tool in tools)
 
@@ -180,7 +180,7 @@ class ProfileTool(Tool):
         if self.rests(step):
             self.next = math.inf
             return
-        if run.strict:  # the techniques are about to be proved, with a profiler of their own
+        if run.strict:  # the techniques' proof uses its own profiler
             self.next = step + 1
             return
         steps, free = place_window(run, step, self.own.warmup, self.own.steps)
@@ -191,7 +191,7 @@ class ProfileTool(Tool):
         self.before = dict(run.watch.spent)
         try:
             self.window = Window(run, self.own, self.totals, steps)
-        except RuntimeError as error:  # another profiler is at work
+        except RuntimeError as error:  # another profiler is active
             self._give_up(run, error)
         self.seconds += perf_counter() - start
 
@@ -207,7 +207,7 @@ class ProfileTool(Tool):
         except (ValueError, RuntimeError) as error:
             self._give_up(run, error)
         for phase, seconds in run.watch.spent.items():
-            # the watch may have begun anew since: then it knows of less
+            # the watch may have been reset since
             self.excluded[phase] = max(0.0, seconds - self.before.get(phase, 0.0))
         self.excluded["other"] += perf_counter() - start if run.watch.running else 0.0
         self._judge(run)
@@ -240,10 +240,10 @@ class ProfileTool(Tool):
         self.finding = "; ".join(self.verdicts[:2])
 
     def _facts(self, run: Run) -> Facts:
-        """Of the steps outside the window.
+        """Return facts on the steps outside the window.
 
-        The seconds of other debug tools lie between steps for the most part: more than the truth is
-        excluded rather than less.
+        Other debug tools mostly run between steps; all their time is subtracted there, which may be
+        too much.
         """
         spent = {p: max(0.0, run.watch.spent[p] - self.excluded[p]) for p in PHASES}
         spent["other"] = max(0.0, spent["other"] - self.tools)
@@ -274,7 +274,7 @@ class ProfileTool(Tool):
         return float(sum(row["seconds"] for row in self.operators))
 
     def _conclude(self, run: Run, collected: float) -> None:
-        """The verdict over the whole run, in TensorBoard and in two files."""
+        """Write the final verdict to TensorBoard and two files."""
         self._judge(run)
         text = "\n".join(f"- {markdown.escape(verdict)}" for verdict in self.verdicts)
         run.recorder.text("profile/verdict", text, run.progress.step)
@@ -297,7 +297,7 @@ class ProfileTool(Tool):
                 log.warning("%s is not written: %s", PAGE, error)
 
     def markdown(self, collected: float) -> str:
-        """All of it as a document; sections were collected for so many seconds."""
+        """Return the report as Markdown; sections were collected for `collected` seconds."""
         lines = ["# Profile", "", *(f"- {markdown.escape(text)}" for text in self.verdicts), ""]
         split = [("a step", f"{self.facts.step_ms:.3g} ms")]
         split += [(PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.facts.split.items() if v]
@@ -318,7 +318,7 @@ class ProfileTool(Tool):
         return "\n".join(lines).rstrip() + "\n"
 
     def _operator_table(self) -> str:
-        """The slowest operators of a step, each without those that it calls."""
+        """Return a table of the slowest operators by self time."""
         steps = max(1, self.steps)
         rows = [
             (row["name"], row["calls"] / steps, row["seconds"] / steps)
@@ -328,7 +328,7 @@ class ProfileTool(Tool):
 
 
 def _table(heading: str, rows: Iterable[tuple[str, float, float]], whole: float) -> str:
-    """Names, calls and seconds, with their share of `whole`, in Markdown."""
+    """Format names, calls and seconds with their share of `whole` as a Markdown table."""
     cells = [
         (name, f"{calls:,.4g}" if calls else "", f"{seconds * 1e3:,.3g}", f"{seconds / whole:.1%}")
         for name, calls, seconds in rows
@@ -336,18 +336,18 @@ def _table(heading: str, rows: Iterable[tuple[str, float, float]], whole: float)
     return markdown.table((heading, "calls", "ms", "share"), cells)
 
 
-# -- a few steps under torch.profiler ------------------------------------------------------------
+# -- the profiler's window -----------------------------------------------------------------------
 
 
 class Window:
-    """Steps under torch.profiler; made between two steps, and asked after each of them."""
+    """A window of steps under torch.profiler, created between steps and advanced by `step`."""
 
     def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
-        """Start, to keep so many steps; raises RuntimeError where another profiler is at work."""
+        """Start a window of `steps` steps; RuntimeError if another profiler is active."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another profiler is at work already")
         self.run, self.totals, self.steps = run, totals, steps
-        self.first = run.progress.step + config.warmup + 1  # step in the trace
+        self.first = run.progress.step + config.warmup + 1  # first step in the trace
         self.left = config.warmup + steps
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.kind == "cuda":
@@ -367,11 +367,11 @@ class Window:
 
     @property
     def recorded(self) -> int:
-        """Steps that are in the trace so far."""
+        """Number of steps in the trace so far."""
         return max(0, self.steps - self.left)
 
     def step(self) -> bool:
-        """A step has ended; says whether it was the last."""
+        """Count a finished step; returns whether it was the last."""
         self.left -= 1
         if self.left == 0:
             self.run.device.synchronize()  # waits: kernels still under way belong to the window
@@ -384,12 +384,12 @@ class Window:
         return False
 
     def stop(self) -> None:
-        """End it, early if need be."""
+        """Stop the profiler, possibly early."""
         self.totals.tracing = False
         self.profiler.stop()
 
     def rows(self) -> tuple[list[dict[str, Any]], float | None]:
-        """Operators by the time in them alone, and the share of time in which a GPU computed."""
+        """Return operators by self time, and the share of time in which a GPU computed."""
         on_gpu = self.run.device.kind == "cuda"
         spent = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
         events = [e for e in self.profiler.key_averages() if not e.is_user_annotation]
@@ -406,16 +406,16 @@ class Window:
 
 
 def operator_name(key: str) -> str:
-    """An operator's name: a graph's without the marks of the trace, its hash short."""
+    """Return an operator's name; that of a compiled graph is shortened."""
     call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
     return f"{GRAPH} {call[1][:8]}" if call else key
 
 
 def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
-    """How many steps to keep, and the first step, from this one on, to begin after.
+    """Return how many steps to profile, and the step after which to start.
 
-    Validations, checkpoints and other tools' looks do not belong in a window: it is moved, or made
-    smaller, to lie between two of them. Where there is no such place, they are in it.
+    The window is moved or shortened to avoid validations, checkpoints and other tools' steps. If
+    there is no such place, it contains them.
     """
     looks = [
         hook.every

@@ -1,7 +1,7 @@
-"""Named sections of the user's own code, timed while a profiler collects them.
+"""Named sections of user code, timed while a profiler collects them.
 
-`with profile.section("tokenise", category="data"):` may stand anywhere: in a model, a data set, a
-loss or a hook. Without a collector it costs less than a microsecond.
+`with profile.section("tokenise", category="data"):` works anywhere: in a model, data set, loss or
+hook. Without a collector it costs less than 1 µs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-MOST = 200  # different names; what comes after is counted under OTHERS
+MOST = 200  # distinct names; later ones are counted under OTHERS
 OTHERS = "(others)"
-RANGE = "section "  # before the name, in a trace
+RANGE = "section "  # prefix of the name in a trace
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Total:
     name: str
     category: str
     calls: int = 0
-    seconds: float = 0.0  # with the sections inside it; a section inside itself counts once
+    seconds: float = 0.0  # including nested sections; recursion counts once
 
     @property
     def mean(self) -> float:
-        """Seconds a call."""
+        """Mean seconds per call."""
         return self.seconds / self.calls if self.calls else 0.0
 
 
@@ -41,13 +41,13 @@ class Totals:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.tracing = False  # sections are ranges of a profiler's trace, too
+        self.tracing = False  # also record sections as ranges in a profiler's trace
         self.rows: dict[tuple[str, str], Total] = {}
         self.lock = threading.Lock()
         self.threads = threading.local()
 
     def enter(self, name: str, category: str) -> None:
-        """A section begins in this thread."""
+        """Enter a section in this thread."""
         if os.getpid() != self.process:  # a data worker, whose copy is never read
             return
         range_ = None
@@ -57,9 +57,9 @@ class Totals:
         self._stack().append((name, category, perf_counter(), range_))
 
     def leave(self) -> None:
-        """The section that began last in this thread ends."""
+        """Leave the innermost section of this thread."""
         stack = self._stack()
-        if not stack or os.getpid() != self.process:  # began before there was a collector
+        if not stack or os.getpid() != self.process:  # entered before collecting started
             return
         name, category, start, range_ = stack.pop()
         seconds = perf_counter() - start
@@ -74,12 +74,12 @@ class Totals:
             row.seconds += 0.0 if again else seconds
 
     def _stack(self) -> list[tuple[str, str, float, Any]]:
-        """Sections that this thread is in: name, category, start, range of the trace."""
+        """Return this thread's open sections: name, category, start, trace range."""
         stack: list[tuple[str, str, float, Any]] = self.threads.__dict__.setdefault("stack", [])
         return stack
 
     def by_time(self) -> list[Total]:
-        """Every section, the longest first."""
+        """Return all sections, slowest first."""
         with self.lock:
             return sorted(self.rows.values(), key=lambda row: -row.seconds)
 
@@ -88,9 +88,9 @@ _collecting: Totals | None = None
 
 
 class Section(ContextDecorator):
-    """A stretch of code with a name; also a decorator. Entered as often, and as deep, as it likes.
+    """A named stretch of code, as context manager or decorator; may be nested and reused.
 
-    Inside a compiled graph it is nothing: there is no Python left to be timed.
+    Inside a compiled graph it has no effect.
     """
 
     __slots__ = ("category", "name")
@@ -110,7 +110,7 @@ class Section(ContextDecorator):
 
 @contextmanager
 def collect() -> Iterator[Totals]:
-    """Time sections in here, in all threads: `with profile.collect() as totals:`."""
+    """Time sections within, in all threads: `with profile.collect() as totals:`."""
     global _collecting
     before, _collecting = _collecting, Totals()
     try:
@@ -120,7 +120,7 @@ def collect() -> Iterator[Totals]:
 
 
 class Sections:
-    """The type of `runner.profile`: `section` for one's code, `collect` for one's own loops."""
+    """The type of `runner.profile`: `section` marks code, `collect` times it in own loops."""
 
     section = Section
     collect = staticmethod(collect)

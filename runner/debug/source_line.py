@@ -1,4 +1,4 @@
-"""The line of the user's code that runs: the innermost frame that is neither torch's nor ours."""
+"""Find the user's source line: the innermost frame that is neither torch's nor ours."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import runner
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(runner.__file__).parent) + os.sep
-SHOWN = (f"{OURS}models{os.sep}", f"{OURS}objectives{os.sep}")  # of ours: models and losses
+SHOWN = (f"{OURS}models{os.sep}", f"{OURS}objectives{os.sep}")  # exceptions: models and losses
 STEP_MODULE = os.path.join(OURS, "training", "step.py")
 CALLERS = (STEP_MODULE, *(os.path.join(OURS, p) for p in ("training/loop.py", "data/batch.py")))
-"""The callers of the model; what called these is no part of the step."""
+"""The callers of the model; frames above them are not part of the step."""
 
 Place = tuple[str, int]
-"""A file and the number of a line; its text is read when it is wanted."""
+"""File and line number; the text is read on demand."""
 
 
 @dataclass
@@ -39,26 +39,26 @@ class Line:
 
     @property
     def short(self) -> str:
-        """Its path from here, and its text."""
+        """The path relative to the current folder, and the text."""
         path = Path(self.file)
         near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{near}:{self.number} `{self.source}`" if self.source else f"{near}:{self.number}"
 
 
 def is_user_code(path: str) -> bool:
-    """Whether code of that file may be the culprit."""
+    """Whether code in that file may be the culprit."""
     if path.startswith(("<", TORCH)):
         return False
     return not path.startswith(OURS) or path.startswith(SHOWN)
 
 
 def line_at(place: Place) -> Line:
-    """That line with its text."""
+    """Return the line with its text."""
     return Line(*place, linecache.getline(*place).strip())
 
 
 def current_place() -> Place | None:
-    """The place that led to the call; None where it was torch all the way."""
+    """Return the innermost user frame of the current call; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -71,7 +71,7 @@ def current_place() -> Place | None:
 
 
 def raising_line(trace: TracebackType | None) -> Line | None:
-    """The innermost such line of a traceback, inside the step."""
+    """Return the innermost user line of a traceback within the step."""
     line, begun = None, False
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
@@ -83,7 +83,7 @@ def raising_line(trace: TracebackType | None) -> Line | None:
 
 
 def place_in_text(text: str) -> Place | None:
-    """The innermost such place in a trace as Python prints it; whoever started the run is not."""
+    """Return the innermost user frame in a printed trace, below the model's caller."""
     frames = [(path, int(number)) for path, number in FRAME.findall(text)]
     called = [i for i, (path, _) in enumerate(frames) if path in CALLERS]
     inside = frames[called[-1] + 1 :] if called else frames

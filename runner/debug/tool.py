@@ -1,4 +1,4 @@
-"""What the tools have in common: they are bounded, say what they cost, and fail for themselves."""
+"""The base class of debug tools: limits, cost accounting, isolation of their errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger("runner")
 
 
 class Tool(Hook):
-    """A hook that takes time at some steps, and rests after debug.max_iterations and timeout_s.
+    """A hook for selected steps that rests after debug.max_iterations and timeout_s.
 
-    It rests as well once its own code has failed: that is a fault of the run, not its end. What it
-    raises on purpose, a `RunnerError`, passes, and so does what the step itself raises.
+    It also rests after an error in its own code, which is recorded as a fault. A `RunnerError`, or
+    an error of the step itself, is not suppressed.
     """
 
     name: ClassVar[str]
-    broken: str = ""  # what it failed with
+    broken: str = ""  # the error
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -46,11 +46,11 @@ class Tool(Hook):
         self.began = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Each n-th step, until it rests."""
+        """Whether to act at this step: every n-th, until it rests."""
         return step % self.every == 0 and not self.rests(step)
 
     def rests(self, step: int) -> bool:
-        """Whether it has done what it may."""
+        """Whether it has failed or reached its limits."""
         if self.broken:
             return True
         most, seconds = self.config.max_iterations, self.config.timeout_s
@@ -60,7 +60,7 @@ class Tool(Hook):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """What happens meanwhile is on the tool's account."""
+        """Count a look, and add its time to the tool's cost."""
         start = time.perf_counter()
         try:
             yield
@@ -69,7 +69,7 @@ class Tool(Hook):
             self.seconds += time.perf_counter() - start
 
     def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
-        """Replace a file of the run's folder; a full disk is logged and ends nothing."""
+        """Replace a file in the run's folder; an OSError is logged."""
         if folder is None:
             return
         try:
@@ -79,25 +79,25 @@ class Tool(Hook):
             log.warning("%s is not written: %s", name, error)
 
     def cost(self, run: Run) -> Cost | None:
-        """Its row of the summary."""
+        """Return the tool's row in the summary."""
         failed = f"failed: {self.broken}" if self.broken else ""
         finding = "; ".join(filter(None, [self.finding, failed]))
         return Cost(self.name, self.looks, self.seconds, finding)
 
     @contextmanager
     def shielded(self, run: Run, passes: BaseException | None = None) -> Iterator[None]:
-        """Keep errors of the tool's code from the run, but for `passes`: it rests from then on."""
+        """Suppress and record errors of the tool, except `passes`; afterwards it rests."""
         try:
             yield
         except RunnerError:
             raise
-        except Exception as error:  # whatever a model or a disk has in store for it
+        except Exception as error:  # any error of the tool, the model or the disk
             if error is passes:
                 raise
             self.fail(run, error)
 
     def fail(self, run: Run, error: Exception) -> None:
-        """It rests from now on; logged once."""
+        """Record the first error; the tool rests from now on."""
         if self.broken:
             return
         self.broken = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -120,7 +120,7 @@ def _due(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
 
 
 def _event(event: Callable[..., Any]) -> Callable[..., Any]:
-    """An event or `cost`; a tool that failed leaves the plain row of the summary."""
+    """Wrap an event or `cost`; after a failure `cost` is the default row."""
 
     @wraps(event)
     def guarded(self: Tool, run: Run, *what: Any) -> Any:

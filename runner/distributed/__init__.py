@@ -1,1 +1,1 @@
-"""Training by several processes: who they are, what they agree on, how they are started."""
+"""Distributed training: process discovery, collectives, checkpoints, launching."""

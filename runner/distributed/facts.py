@@ -1,4 +1,4 @@
-"""What the processes of a run took, for its summary."""
+"""Measurements of the processes of a run, for its summary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.training.timing import Stopwatch
 
 
 class Processes(Hook):
-    """Has the waits within steps counted, and the processes described at the end."""
+    """Measures waiting within steps, and describes the processes at the end."""
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """An error leaves with what this process knows alone: the others may not answer."""
+        """Measure during the session; after an error describe this process alone."""
         world = run.world
         if world is None:
             raise ValueError("a run of one process")
@@ -38,7 +38,7 @@ class Processes(Hook):
         run.distributed = describe_processes(run, world)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        """TensorBoard's group `ranks`: the waiting and the memory of each process so far."""
+        """Write waiting and memory of each process to TensorBoard's group `ranks`."""
         if run.world is not None:
             memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
             each = run.world.gather((_waiting_share(run), *(size / 2**20 for size in memories)))
@@ -50,13 +50,13 @@ class Processes(Hook):
 
 @contextmanager
 def _waiting(watch: Stopwatch) -> Iterator[None]:
-    """Time inside is part of the step, but of none of its other phases."""
+    """Count the time within as waiting, and exclude it from the enclosing phase."""
     if not watch.running:
         yield
         return
     start = perf_counter()
     if watch.sampling:
-        watch.marks.append(("", watch.mark()))  # the phase around it ends later
+        watch.marks.append(("", watch.mark()))  # the enclosing phase ends later
     try:
         yield
     finally:
@@ -68,17 +68,16 @@ def _waiting(watch: Stopwatch) -> Iterator[None]:
 
 
 def describe_processes(run: Run, world: World, together: bool = True) -> dict[str, Any]:
-    """What each process took, and what that comes to in all.
+    """Return measurements of each process, and totals.
 
-    `communication` is the share of a step that passes in waiting, the mean over the processes: the
-    calls of `World` within steps, by the host's clock on a CPU and the device's on CUDA, and under
-    DDP the part of the all-reduce that the backward does not hide, by DDP's own clock. What fsdp
-    and synchronised BatchNorm wait for within forward and backward belongs to those. `imbalance` is
-    the largest time of data and forward, which come before the first wait as a rule, over its mean.
-    `mfu` is the share of the peak of its data sheet that a device reaches (Chowdhery et al. 2022,
-    without what is recomputed); None on a CPU, whose peak no sheet says.
+    `communication` is the mean share of a step spent waiting: in calls of `World` within steps
+    (host clock on a CPU, device clock on CUDA), and under DDP in the part of the all-reduce that
+    backward does not overlap (DDP's clock). Waiting of fsdp and synchronised BatchNorm within
+    forward and backward counts there. `imbalance` is max / mean of the time for data and forward,
+    which usually precede the first wait. `mfu` is the share of the data sheet's peak FLOP/s
+    (Chowdhery et al. 2022), without recomputation; None on a CPU.
 
-    Without `together` a process describes itself alone.
+    With `together=False` a process describes only itself.
     """
     ranks = world.gather(_own(run, world)) if together else [_own(run, world)]
     work = [rank["work_ms"] for rank in ranks]
@@ -99,7 +98,7 @@ def describe_processes(run: Run, world: World, together: bool = True) -> dict[st
 
 
 def _own(run: Run, world: World) -> dict[str, Any]:
-    """Of this process; throughput is of its own part of each batch."""
+    """Describe this process; its throughput counts its own part of each batch."""
     communication = _waiting_share(run)
     step, batch = run.watch.throughput(None), run.train.samples(0)
     part, usual_ms = world.part(batch), _usual_ms(run)
@@ -134,7 +133,7 @@ def _share(flops: Mapping[str, float | None]) -> float | None:
 
 
 def _product_type(run: Run) -> torch.dtype:
-    """Of the products of matrices in a step."""
+    """Return the dtype of matrix products in a step."""
     with ExitStack() as stack:
         for context in run.contexts:
             stack.enter_context(context())
@@ -148,14 +147,14 @@ def _usual_ms(run: Run) -> float:
 
 
 def _waiting_share(run: Run) -> float:
-    """Of a step, as its split has it from here on."""
+    """Return the share of a step spent waiting; updates the stopwatch's exposed share."""
     usual_ms = _usual_ms(run)
     run.watch.exposed = _exposed_ms(run) / usual_ms if usual_ms else 0.0
     return run.watch.throughput(None).split.get("waiting", 0.0)
 
 
 def _exposed_ms(run: Run) -> float:
-    """Of a backward, in which nothing is left to do but to wait for the others' gradients."""
+    """Return the milliseconds of DDP's backward that only wait for communication."""
     if not isinstance(run.forward, DistributedDataParallel):
         return 0.0
     facts: Any = run.forward._get_ddp_logging_data()  # type: ignore[no-untyped-call]

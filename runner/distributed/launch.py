@@ -1,4 +1,4 @@
-"""The process that starts those of a distributed run, and starts them again when one is lost."""
+"""Start the processes of a distributed run, and restart them when one is lost."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from runner.training.summary import CheckpointPaths, Summary
 
 log = logging.getLogger("runner")
 
-LOST = "process_lost"  # kind of fault after which all start again `distributed.restarts` times
+LOST = "process_lost"  # fault kind limited by `distributed.restarts`
 
 
 def main(config: RunConfig, folder: Path) -> Summary | None:
-    """Train by several processes; under torchrun or SLURM this is one of them already.
+    """Train with several processes; under torchrun or SLURM this is already one of them.
 
-    Returns the summary that rank 0 wrote; job=doctor leaves none. Raises what ended the run: the
-    error of the process that failed, by its exit code, ProcessLost where one was lost more often
-    than `distributed.restarts`, and Interrupted.
+    Returns the summary written by rank 0; None for job=doctor. Raises the error of the process that
+    failed, with its exit code; ProcessLost after more than `distributed.restarts` losses; and
+    Interrupted.
     """
     place = find_place()
     if place is not None:
@@ -77,7 +77,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
             given = again.apply_to(given)
             last = folders.link_target(folder / folders.FOLDER, "last")
             log.warning("%s; all processes start again from %s", again, last or "the beginning")
-        # what they had come to is in the folder; else the run begins as it did before
+        # continue from checkpoints of the lost attempt; without any, start as before
         if any(folder.glob("checkpoints/step_*")):
             resumed = replace(config.checkpoint, resume="auto")
             config = replace(config, checkpoint=resumed)
@@ -88,14 +88,14 @@ def _summary(config: RunConfig, folder: Path) -> Summary | None:
 
 
 def _point_to(elsewhere: str, folder: Path) -> None:
-    """Say where the record is, on a machine that does not have rank 0."""
+    """Log where the record is, on a machine without rank 0."""
     log.info("the record is on %s", elsewhere)
-    if not (folder / SUMMARY).exists():  # else what is here would look like a run that was killed
+    if not (folder / SUMMARY).exists():  # else the folder would look like a killed run
         shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
 def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
-    """Train as rank 0 of those that torchrun or SLURM has started."""
+    """Train as rank 0, started by torchrun or SLURM."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
     try:
@@ -111,7 +111,7 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
 
 
 def earlier_folder(config: RunConfig, place: Place) -> Path | None:
-    """The run's folder, where torchrun has started all processes once more."""
+    """Return the run's folder if torchrun has restarted the processes; else None."""
     if not (place.attempt and place.hosted):
         return None
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
@@ -123,7 +123,7 @@ def _folder_key() -> str:
 
 
 class AttemptLost(Exception):
-    """The processes are to be started again, after a fault of this kind."""
+    """The processes have to be restarted, after a fault of this kind."""
 
     def __init__(
         self,
@@ -132,12 +132,12 @@ class AttemptLost(Exception):
         choices: Mapping[str, Any] | None = None,
         folder: str = "",
     ) -> None:
-        """`folder` is that of rank 0."""
+        """`folder` is rank 0's."""
         self.kind, self.choices, self.folder = kind, choices or {}, folder
         super().__init__(message)
 
     def apply_to(self, given: Components) -> Components:
-        """What the next processes take over: after out of memory, say, a smaller micro-batch."""
+        """Add the choices for the next attempt, such as a smaller micro-batch."""
         others = [choice for choice in given.chosen if choice.key not in self.choices]
         made = [Choice(key, value, str(self)) for key, value in self.choices.items()]
         choices = {**given.choices, **self.choices}
@@ -152,10 +152,10 @@ def run_attempt(
     losses: Sequence[AttemptLost] = (),
     begin: Callable[..., None] = start,
 ) -> str:
-    """Start all processes and wait for their end; each attempt meets at a store of its own.
+    """Start all processes and wait for their end; each attempt has its own store.
 
-    Returns the host and the folder of rank 0 where that is on another machine. Raises the error
-    that ended the run, and AttemptLost where a process was lost.
+    Returns host and folder of rank 0 if that is another machine, else "". Raises the error that
+    ended the run, or AttemptLost if a process was lost.
     """
     before = _written(folder)
     with tempfile.TemporaryDirectory(prefix="runner-") as own:
@@ -179,7 +179,7 @@ def _name(place: Place) -> str:
 
 
 def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> RunVerdict:
-    """What ended the run, as its record has it: on the machine of rank 0."""
+    """Return what ended the run; called on the machine of rank 0, which has the record."""
     verdict = judge(reports, unreachable)
     verdict.folder = str(folder.absolute())
     if verdict.kind == "interrupted":
@@ -188,16 +188,16 @@ def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> 
 
 
 def _written(folder: Path) -> int:
-    """When the record was last written, 0 where there is none."""
+    """Return when the record was last written; 0 if there is none."""
     with suppress(OSError):
         return (folder / SUMMARY).stat().st_mtime_ns
     return 0
 
 
 def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
-    """The exception that a verdict other than `done` means, once the record says it, too.
+    """Return the exception for a verdict other than `done`, after updating the record.
 
-    The record of a run that had ended before, and was not `trained` further, stays as it is.
+    The record is updated only if the run was `trained` in this attempt.
     """
     if verdict.kind == "restart":
         kind = "out_of_memory" if MICRO_BATCH in verdict.choices else "compiler_failed"
@@ -221,7 +221,7 @@ def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
 
 
 def _leave_nothing(folder: Path) -> None:
-    """Of the processes, after a mistake before any of them has begun."""
+    """Remove the processes' folders, after an error before the run began."""
     if (folder / SUMMARY).exists():
         return
     shutil.rmtree(folder / RANKS, ignore_errors=True)
@@ -239,7 +239,7 @@ def _lost(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost
 
 
 def _describe_interruption(folder: Path, number: int) -> str:
-    """How the signal ended the run, with the command that continues it."""
+    """Describe how a signal ended the run, with the command to resume."""
     where = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
         summary = Summary.read(folder)
@@ -252,11 +252,11 @@ def _describe_interruption(folder: Path, number: int) -> str:
 
 
 def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()) -> None:
-    """Have the summary say how the run ended, where rank 0 could not, or did not know why."""
+    """Set how the run ended in the summary, if rank 0 could not, or did not know why."""
     root = folder / folders.FOLDER
     try:
         summary = Summary.read(folder)
-        if summary.status == status == "interrupted":  # which says what was saved
+        if summary.status == status == "interrupted":  # its reason says what was saved
             return
         counts = Counter(loss.kind for loss in losses)
         restarts = {"restarts": [str(loss) for loss in losses[:-1]]} if losses else {}
@@ -277,7 +277,7 @@ def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] =
 
 
 def count_processes(config: RunConfig) -> int:
-    """How many train the run on this machine. Raises ConfigError where it lacks the GPUs."""
+    """Return the number of processes on this machine. ConfigError if there are too few GPUs."""
     if config.distributed.kind is DistributedKind.none:
         return 1
     asked = config.distributed.processes

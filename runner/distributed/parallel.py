@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a run's model, and the proof that it engaged."""
+"""Wrap a run's model in DistributedDataParallel, and collect evidence that it is in effect."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "broadcast_": "broadcast",
 }
-"""By the names of the dispatcher's operators."""
+"""Collective by name of the dispatcher's operator."""
 
 
 def parallelise(world: World, draft: RunBuilder) -> Named:
-    """Have the run's model trained by all processes; the techniques that do it, by name."""
+    """Set up the model for training by all processes; return the techniques by name."""
     draft.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if draft.forward is not draft.model:
         raise UsageError("distributed: a technique has replaced the model's call; leave it out")
@@ -61,18 +61,18 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
 
 
 def _sample_flop(draft: RunBuilder) -> float | None:
-    """Of forward and backward, which takes twice as much; without what is recomputed."""
+    """Return FLOPs per sample of forward and backward (3 × forward), without recomputation."""
     try:
         forward = forward_cost(draft).mflop * 1e6 / draft.micro_batch
-    except Exception:  # whatever a model raises that cannot be called with a few samples
+    except Exception:  # a model may not run on a few samples
         return None
     return 3 * forward if isfinite(forward) else None
 
 
 def restart_smaller(run: Run, error: Exception) -> bool:
-    """After out of memory all processes start again with the smaller micro-batch.
+    """After out of memory, restart all processes with a smaller micro-batch.
 
-    The others wait in the middle of this one's step, which nothing but its end can tell them.
+    The others wait in the middle of this step; only the end of this process can stop them.
     """
     if not halve_micro_batch(run, error):
         return False
@@ -81,7 +81,7 @@ def restart_smaller(run: Run, error: Exception) -> bool:
 
 
 def restart_uncompiled(run: Run, error: Exception) -> bool:
-    """After the compiler has failed all processes start again without it, for the same reason."""
+    """After a compiler failure, restart all processes uncompiled, for the same reason."""
     if run.compilation is None or not run.compilation.mode:
         return False
     from runner.techniques import compile, compiler
@@ -94,12 +94,12 @@ def restart_uncompiled(run: Run, error: Exception) -> bool:
 
 @dataclass
 class DataParallel(Technique):
-    """Each process has the whole model; gradients are averaged while the backward continues."""
+    """DDP: each process has the whole model; gradients are averaged during backward."""
 
     module: DistributedDataParallel | None = None
 
     def apply(self, draft: RunBuilder) -> None:
-        """Wrap the model's call; the model keeps its names."""
+        """Wrap the model's call; its parameter names are unchanged."""
         world = draft.world
         if world is None:
             return
@@ -107,14 +107,14 @@ class DataParallel(Technique):
             from runner.distributed.batchnorm import synchronise_batchnorm
 
             synchronise_batchnorm(draft)
-        # of 1x1 convolutions in channels_last, where both strides are the same layout
+        # harmless for 1x1 convolutions in channels_last, whose two strides describe one layout
         draft.scope.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
         cuda, unused = draft.device.kind == "cuda", world.config.unused_parameters
         self.module = DistributedDataParallel(
             draft.model,
             device_ids=[draft.device.torch.index] if cuda else None,
-            bucket_cap_mb=world.config.bucket_mb,  # a float serves
+            bucket_cap_mb=world.config.bucket_mb,  # floats are accepted
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,
         )
@@ -128,7 +128,7 @@ class DataParallel(Technique):
             world.no_sync = self.module.no_sync
 
     def engaged(self, run: Run) -> Evidence:
-        """Its buckets, and whether all processes have the same gradients."""
+        """Return the bucket statistics, and whether all processes have equal gradients."""
         if self.module is None or run.world is None:
             return Evidence(False, "there is one process")
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -155,15 +155,15 @@ class DataParallel(Technique):
 
 @dataclass
 class GradientCompression(Technique):
-    """Gradients are sent in bfloat16, half of the bytes, and summed in it."""
+    """Gradients are sent and summed in bfloat16, with half the bytes."""
 
     parallel: DataParallel | None = None
 
     def apply(self, draft: RunBuilder) -> None:
-        """Registered with the buckets, by `DataParallel`."""
+        """No-op: `DataParallel` registers the hook."""
 
     def engaged(self, run: Run) -> Evidence:
-        """The name of the hook that the buckets go through."""
+        """Return the name of DDP's communication hook."""
         module = None if self.parallel is None else self.parallel.module
         facts: Any = {} if module is None else module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         hook = facts.get("comm_hook", "")
@@ -172,18 +172,18 @@ class GradientCompression(Technique):
 
 
 def bf16_compress(state: Any, bucket: Any) -> Any:
-    """torch's hook, which DDP refuses by its name where there is no CUDA; gloo sums bf16, too."""
+    """Torch's hook under another name, which DDP accepts without CUDA; gloo can sum bf16."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-bf16_compress.__annotations__.clear()  # DDP compares them with classes, and these are strings
+bf16_compress.__annotations__.clear()  # DDP compares annotations with classes; these are strings
 
 
 def count_collectives(run: Run) -> dict[str, dict[str, int]]:
-    """Calls of each collective in a whole step, and the bytes that they leave in a process.
+    """Count the calls of each collective in a step, and the bytes of their results.
 
-    The step is made over the first batch, by all processes, and its update is not: forward and
-    backward of every micro-batch, and the sum that the step's decision rests on.
+    All processes make the step on the current batch, without the update: forward and backward of
+    every micro-batch, and the sum for the step's decision.
     """
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -204,7 +204,7 @@ def count_collectives(run: Run) -> dict[str, dict[str, int]]:
                 forward_backward(run, run.train.at(run.progress.step))
     finally:
         run.update.abandon()
-        run.watch.spent = spent  # this step is none of the run's
+        run.watch.spent = spent  # this step does not count
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     return {"collectives": dict(calls), "collective_bytes": dict(sizes)}

@@ -1,8 +1,8 @@
-"""What the fork server of a run imports: it ends with the process that started it."""
+"""Imported by a run's fork server, which then ends with the process that started it."""
 
 from runner.parent_death import die_with_parent
 
-die_with_parent()  # each rank dies with it in turn
+die_with_parent()  # each rank dies with the fork server
 
 import torch._dynamo  # noqa: E402,F401  # which every optimizer of torch's imports
 

@@ -1,4 +1,4 @@
-"""One process of a distributed run, from its start to its outcome."""
+"""One process of a distributed run, from start to outcome."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from runner.training.signals import interruption_before_run, signals_unwind
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
-STACKS = "debug/ranks"  # where each thread of each process stood when it waited for too long
+STACKS = "debug/ranks"  # stacks of all threads of processes that waited too long
 
 
 def start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
-    """What a new process does: its part of the run. Its outcome is a file for the agent."""
-    os.setpgid(0, 0)  # a terminal's Ctrl-C comes by the process that started this one, once
-    os.environ.pop("PYTHONSAFEPATH", None)  # it was the fork server's
+    """Entry point of a new process: run its part and write the outcome for the agent."""
+    os.setpgid(0, 0)  # Ctrl-C of the terminal is forwarded by the agent, once
+    os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server only
     if not _is_alone(place):
         os.environ.update(place.environ())
-    multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
+    multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
     _end_with_parent()
     outcome = _outcome(config, folder, given, place)
     if place.meeting is not None:
@@ -56,9 +56,9 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
 
 
 def follow(config: RunConfig, place: Place) -> int:
-    """Train as one that torchrun or SLURM has started, and not the first; returns the exit code.
+    """Train as a rank other than 0 under torchrun or SLURM; returns the exit code.
 
-    Rank 0 names the folder, has the record and the display: there is one line here at most.
+    Rank 0 names the folder and has record and display; this process prints at most one line.
     """
     outcome = _outcome(config, None, None, place)
     if outcome.kind not in ("done", "interrupted"):
@@ -67,9 +67,9 @@ def follow(config: RunConfig, place: Place) -> int:
 
 
 def end(code: int) -> None:
-    """End this process as a part of a run that failed: its group's threads would by SIGABRT.
+    """Exit at once if `code` is not 0, since the process group's threads would raise SIGABRT.
 
-    Others may still wait within a collective. One that did not fail goes on.
+    Other processes may still be waiting in a collective. With code 0 it returns.
     """
     close_logging()
     for stream in (sys.stdout, sys.stderr):
@@ -81,7 +81,7 @@ def end(code: int) -> None:
 def _outcome(
     config: RunConfig, folder: Path | None, given: Components | None, place: Place
 ) -> RankOutcome:
-    """This process's part of the run, however it ends."""
+    """Run this process's part, and return its outcome, however it ends."""
     outcome = RankOutcome(place.rank)
     try:
         with signals_unwind(), redact_errors():
@@ -89,7 +89,7 @@ def _outcome(
                 accept_signals()
                 run_rank(config, folder, given, place)
             finally:
-                refuse_signals()  # until the outcome is known
+                refuse_signals()  # until the outcome is written
     except KeyboardInterrupt as error:
         outcome = RankOutcome.of(
             place.rank, interruption_before_run(error, " before the first step")
@@ -98,7 +98,7 @@ def _outcome(
         outcome = RankOutcome.of(place.rank, as_lost(error) if is_lost(error) else error)
         if outcome.kind == "error" and outcome.exit_code == 1:
             for line in masked("".join(format_exception(error))).splitlines():
-                log.error("  %s", line, extra={"live": True})  # not on the screen
+                log.error("  %s", line, extra={"live": True})  # not shown on the console
     outcome.message = masked(outcome.message)
     if place.rank:
         log.info("ended: %s", outcome.message or outcome.kind)
@@ -108,11 +108,11 @@ def _outcome(
 def run_rank(
     config: RunConfig, folder: Path | None, given: Components | None, place: Place
 ) -> Summary | None:
-    """Train as one of several processes; `folder` is the run's, as rank 0 names it.
+    """Train as one of several processes; `folder` is the run's, as named by rank 0.
 
-    Without `given`, what `optimization=auto` comes to is found here, by rank 0.
+    Without `given`, rank 0 resolves `optimization=auto` here.
     """
-    if folder is None:  # until rank 0 has named it
+    if folder is None:  # until rank 0 names it
         set_up_logging(config.monitoring.log_level, None, screen=False)
     else:
         _set_up_logging(config, folder, place)
@@ -127,7 +127,7 @@ def run_rank(
         if folder != named:
             _set_up_logging(config, named, place)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
-        if place.rank:  # rank 0 has the record of all
+        if place.rank:  # rank 0 records for all
             log.info("process %d of %d on %s: pid %d, local rank %d, device %s, torch %s",
                      place.rank, place.size, world.host, os.getpid(), place.local_rank,
                      world.device, torch.__version__)  # fmt: skip
@@ -140,18 +140,18 @@ def run_rank(
                 given = world.choose(lambda: train.chosen(config, named)) or Components()
             return train.main(config, named, replace(given, world=world))
         except (KeyboardInterrupt, Interrupted):
-            if error := world.find_error():  # for which torchrun ends the others by a signal
+            if error := world.find_error():  # because of which torchrun signals the others
                 raise error from None
             raise
 
 
 def _is_alone(place: Place) -> bool:
-    """Whether it is the one process of a run, started for that."""
+    """Whether it is the only process, started by our agent."""
     return place.by == "runner" and place.size == 1
 
 
 def _examine(config: RunConfig, folder: Path, world: World) -> None:
-    """What the doctor says of the machine, and of the links between the processes."""
+    """Run job=doctor, with a measurement of the links between processes."""
     with ExitStack() as scope:
         device = select(for_place(config, world.place).device, scope)
         links = measure(world, device.torch)
@@ -167,9 +167,9 @@ def _set_up_logging(config: RunConfig, folder: Path, place: Place) -> None:
 
 
 def _end_with_parent() -> None:
-    """No process trains on when the one that started it is killed, and another may continue.
+    """Kill this process when its parent ends, so that a resumed run is not disturbed.
 
-    On Linux the kernel kills also a stopped one, by way of the fork server: see `preload.py`.
+    On Linux the kernel also kills stopped processes, through the fork server: see `preload.py`.
     """
     die_with_parent()
     if (parent := multiprocessing.parent_process()) is None:

@@ -1,4 +1,4 @@
-"""Where a process stands, in a file: when it waits for too long, crashes or is ended as hung."""
+"""Write the stacks of a process to a file when it waits too long, crashes or is aborted."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pathlib import Path
 
 
 class StackWriter:
-    """Writes every thread's stack to a file when nothing is reported for so many seconds.
+    """Writes all threads' stacks to a file if `alive` is not called for `patience_s`.
 
-    By a thread of Python's own, under the interpreter's lock: faulthandler's timer reads the stacks
-    of threads that run meanwhile, and has crashed a process that was only slow. What crashes, or is
-    ended by SIGABRT, goes through faulthandler: then no other Python code runs.
+    Uses a Python thread that holds the interpreter lock: faulthandler's timer reads stacks of
+    running threads, and has crashed slow processes. Crashes and SIGABRT use faulthandler, since no
+    other Python code runs then.
     """
 
     def __init__(self, file: Path, patience_s: float) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self.patience_s = patience_s
-        self._file = open(file, "a")  # those of an earlier attempt stay
+        self._file = open(file, "a")  # appended, after earlier attempts
         self._closed, self._alive = threading.Event(), time.monotonic()
         faulthandler.enable(self._file)
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
         self._thread.start()
 
     def alive(self) -> None:
-        """Begin to wait anew."""
+        """Restart the timer."""
         self._alive = time.monotonic()
 
     def close(self) -> None:
-        """Wait for nothing any more; an empty file is removed."""
+        """Stop the timer; an empty file is removed."""
         self._closed.set()
         self._thread.join()
         faulthandler.enable()
@@ -55,7 +55,7 @@ class StackWriter:
 
 
 def _stacks() -> str:
-    """The stack of each thread but this one, the innermost call last."""
+    """Format the stack of each other thread, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     return "\n".join(

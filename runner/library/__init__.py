@@ -1,1 +1,1 @@
-"""What a program calls instead of typing a command: parts of a run for models made elsewhere."""
+"""The Python API: parts of a run for models and data created by a program."""

@@ -1,4 +1,4 @@
-"""Arguments of the library's functions: checked, and brought into the form that a run takes."""
+"""Check the library's arguments and convert them to the form that a run uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Closeable(ABC):
-    """A context manager that is closed when it is left."""
+    """A context manager that calls `close` on exit."""
 
     @abstractmethod
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Closeable(ABC):
 
 @contextmanager
 def translate_model_errors(who: str, inputs: Any, fix: str = "") -> Iterator[None]:
-    """Raise UsageError for what the model raises within, called with `inputs`."""
+    """Convert an exception of the model, called with `inputs`, to UsageError."""
     try:
         yield
     except RunnerError:
@@ -54,7 +54,7 @@ def translate_model_errors(who: str, inputs: Any, fix: str = "") -> Iterator[Non
 
 
 def as_batch(batch: Any, who: str) -> Batch:
-    """Inputs and target of a batch: (inputs, target), (input, …, target), or a dict with labels."""
+    """Split a batch into (inputs, target): (inputs, target), (input, …, target), or a dict."""
     if isinstance(batch, dict):
         key = next((k for k in LABEL_KEYS if k in batch), None)
         if key is not None:
@@ -68,12 +68,12 @@ def as_batch(batch: Any, who: str) -> Batch:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The nest on the device, without waiting for tensors in pinned memory."""
+    """Move the nest to the device, without waiting for pinned memory."""
     return tree_map(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
 
 
 def samples(inputs: Inputs, who: str) -> int:
-    """How many samples there are: the first dimension of the first tensor."""
+    """Return the number of samples: the first dimension of the first tensor."""
     first = next(iter(tensors(inputs)), None)
     if first is None or not first.ndim or not len(first):
         raise UsageError(
@@ -83,17 +83,17 @@ def samples(inputs: Inputs, who: str) -> int:
 
 
 def loss_objective(loss_fn: Loss) -> Custom:
-    """A loss function of the user's own as an objective."""
+    """Wrap a user's loss function as an objective."""
     return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
 
 
 def take_rows(nest: Any, rows: Any, n: int) -> Any:
-    """These rows of a nest of `n` samples; a tensor without a row for each is for all of them."""
+    """Index a nest of `n` samples by `rows`; tensors of another length are shared by all rows."""
     return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == n else t)
 
 
 def describe(value: Any) -> str:
-    """Type and shape of a value, for a message."""
+    """Describe type and shape of a value, for a message."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
     if isinstance(value, dict):
@@ -104,7 +104,7 @@ def describe(value: Any) -> str:
 
 
 class InMemory(Dataset):
-    """Inputs and target as nests of tensors, the sample first."""
+    """A dataset of inputs and target as nests of tensors, sample dimension first."""
 
     def __init__(
         self,
@@ -119,24 +119,24 @@ class InMemory(Dataset):
         self.n = 1 + max(int(part.max()) for part in parts)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """Copies of the rows."""
+        """Return copies of the rows at `indices`."""
         inputs, target = take_rows(self.nest, torch.from_numpy(indices), self.n)
         return inputs, target
 
     def labels(self) -> np.ndarray | None:
-        """The target, where it is a class."""
+        """Return the class labels; None if the target is not a class."""
         target = self.nest[1]
         return class_labels(target, self.sizes) if isinstance(target, Tensor) else None
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first tensor."""
+    """Return the device of the model's first tensor; CPU if it has none."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def device_overrides(device: str | torch.device) -> list[str]:
-    """The overrides that choose this device, such as `cuda:1` or `auto`."""
+    """Return the overrides that select this device, such as `cuda:1` or `auto`."""
     kind, _, index = str(device).partition(":")
     return [f"device={kind}", *([f"device.index={index}"] if kind == "cuda" and index else [])]
 
@@ -149,7 +149,7 @@ def check_model_arguments(
     optimizer: Optimizer | None = None,
     overrides: Any = (),
 ) -> None:
-    """Raise UsageError for an argument that is not what it must be."""
+    """Raise UsageError for an invalid argument."""
     if not isinstance(model, nn.Module):
         wrapped = isinstance(getattr(model, "model", None), nn.Module)  # by `optimize`
         fix = "; give its .model, or use optimize_training_loop" if wrapped else ""
@@ -157,7 +157,7 @@ def check_model_arguments(
     if not callable(loss_fn):
         given = describe(loss_fn)
         raise UsageError(f"{who}: loss_fn must be a function of (output, target), got {given}")
-    if isinstance(overrides, str):  # it would be read letter by letter
+    if isinstance(overrides, str):  # it would be iterated by character
         raise UsageError(f"{who}: overrides must be a list, got one string: [{overrides!r}]")
     if optimizer is not None:
         _check_optimizer(who, model, optimizer)
@@ -166,7 +166,7 @@ def check_model_arguments(
 def check_trainable(
     who: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
 ) -> None:
-    """The same for a run of its own; without loss or optimizer the config decides."""
+    """Check the arguments of a full run; a missing loss or optimizer comes from the config."""
     loss_fn = callable if loss_fn is None else loss_fn
     check_model_arguments(who, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
     if not any(p.requires_grad for p in model.parameters()):
@@ -188,7 +188,7 @@ def _check_optimizer(who: str, model: nn.Module, optimizer: Any) -> None:
 
 
 def check_loss(who: str, loss: Any) -> None:
-    """Raise UsageError unless the loss is a scalar tensor with a gradient."""
+    """Raise UsageError unless the loss is a scalar tensor that requires grad."""
     if not isinstance(loss, Tensor) or loss.ndim:
         given = describe(loss)
         raise UsageError(f"{who}: loss must be a scalar tensor, the batch's mean, got {given}")

@@ -1,4 +1,4 @@
-"""Which way to train a model of one's own is faster: `job=benchmark` for live objects.
+"""Benchmark ways to train a live model: `job=benchmark` for Python objects.
 
 >>> from runner import benchmark_optimizations, show_comparison
 >>> if __name__ == "__main__":  # every arm is a process of its own, which imports this file
@@ -62,18 +62,18 @@ def benchmark_optimizations(
 ) -> BenchmarkResult:
     """Measure ways to train `model` on `data` against each other, paired, each in its own process.
 
-    `data` is a map-style data set, or (inputs, target) as tensors or arrays, the sample first.
-    `arms` are levels or overrides (`"optimizer=sgd optimization=basic"`), the first of which, or
-    `reference`, is what the others are compared with; each of `techniques` (your own classes, or
-    instances with their knobs set) is a further arm, the plain run and it. `overrides`, such as
-    `training.batch_size=64`, are for all arms. `budget_s` is for measuring; starting, compiling and
-    parity come on top. Without a `loss_fn` (the mean of (output, target)) the objective follows
-    from the targets, without an `optimizer` it is that of the config. `announce` gets its progress.
+    `data` is a map-style data set, or (inputs, target) as tensors or arrays, sample dimension
+    first. `arms` are levels or overrides (`"optimizer=sgd optimization=basic"`), compared with
+    `reference` or the first one. Each of `techniques` (your own classes, or configured instances)
+    adds an arm: the plain run with that technique. `overrides`, such as `training.batch_size=64`,
+    apply to all arms. `budget_s` is for measuring; starting, compiling and parity are extra.
+    Without `loss_fn` (a mean, of (output, target)) the objective follows from the targets; without
+    `optimizer` the config's is used. `announce` receives progress lines.
 
-    The caller's model, its modes and all random states stay as they are: processes get copies, so
-    all that is given has to be picklable, and a script has to guard what it does with
-    `if __name__ == "__main__":`. With a `folder` the runs, `benchmark.json` and the comparison are
-    left there. An arm that fails is a row. Raises UsageError, ConfigError, DataError, Interrupted.
+    The caller's model, modes and random states are unchanged: processes get copies, so all
+    arguments must be picklable, and a script needs `if __name__ == "__main__":`. With a `folder`
+    the runs, `benchmark.json` and the comparison are written there. A failed arm is a row. Raises
+    UsageError, ConfigError, DataError, Interrupted.
     """
     leave_if_imported()
     check_trainable(WHO, model, loss_fn, optimizer, overrides)
@@ -112,13 +112,13 @@ def benchmark_optimizations(
 
 
 def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -> None:
-    """Print the table that a benchmark ends with; `folder` is where it was recorded."""
+    """Print a benchmark's result table; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
     print_stdout(table.terminal(comparison.of_benchmark(result, where)))
 
 
 def _refuse_interactive(*objects: Any) -> None:
-    """Raise UsageError for code typed into a notebook or a shell: no process could import it."""
+    """Raise UsageError for code defined in a notebook or shell, which no process can import."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is not None and Path(file).is_file():
         return
@@ -131,7 +131,7 @@ def _refuse_interactive(*objects: Any) -> None:
 
 
 def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Technique]:
-    """Each by its dotted name, switched on."""
+    """Return the techniques by dotted name, enabled."""
     named: dict[str, Technique] = {}
     for given in techniques:
         kind = given if isinstance(given, type) else type(given)
@@ -147,7 +147,7 @@ def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Techn
 
 
 def _arm(technique: Technique, target: str, arms: Sequence[Arm]) -> Arm:
-    """The plain run with that technique."""
+    """Return the arm of the plain run with that technique."""
     name = type(technique).__name__
     if any(arm.name == name for arm in arms):
         raise UsageError(f"{WHO}: two arms are named {name}; rename the class")

@@ -1,4 +1,4 @@
-"""Looking for faults in a loop of the user's own: calls, their times, and values not finite.
+"""Debug a user's training loop: time operations, detect non-finite values, record exceptions.
 
 >>> from runner import debugger, debug_operation
 >>> with debugger.context("step"):
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 class NotFinite(RunnerError):
-    """An operation's output holds a NaN or an Inf."""
+    """An operation's output contains NaN or Inf."""
 
 
 @dataclass(frozen=True)
 class DebugSummary:
-    """Operations and faults; `print` shows them as a table."""
+    """Operations and faults; `print` shows a table."""
 
-    operations: list[Total]  # name, calls, seconds; the longest first
+    operations: list[Total]  # name, calls, seconds; slowest first
     faults: list[Fault]
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ class DebugSummary:
 
 
 class Debugger:
-    """Counts operations and faults, from any thread; its memory is bounded."""
+    """Counts operations and faults; thread-safe, with bounded memory."""
 
     def __init__(self) -> None:
         self.lock, self.threads = threading.Lock(), threading.local()
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything so far."""
+        """Discard all counts and faults."""
         self.totals, self.history = Totals(), History(None)
 
     @contextmanager
@@ -86,10 +86,10 @@ class Debugger:
             self.totals.leave()
 
     def check(self, value: T, name: str = "value", *, on: str = "record") -> T:
-        """Look for NaN and Inf in a tensor, a number or a nest of them, and return it unchanged.
+        """Check a tensor, a number or a nest of them for NaN and Inf, and return it unchanged.
 
-        Each is recorded with its name, and with `on="raise"` raised as NotFinite. The host waits
-        for an accelerator.
+        Findings are recorded under `name`; `on="raise"` also raises NotFinite. The host waits for
+        an accelerator.
         """
         if on not in ("record", "raise"):
             raise UsageError(f"debugger.check: on must be 'record' or 'raise', got {on!r}")
@@ -104,10 +104,10 @@ class Debugger:
         return value
 
     def operation(self, name: Any = None, /, *, check_finite: bool | str = True) -> Any:
-        """A decorator: each call is a `context` of that name, or of the function's own.
+        """Decorator that runs each call in a `context` of the given name or the function's.
 
-        With `check_finite` its output is checked for NaN and Inf: recorded (True), raised
-        ("raise") or left alone (False).
+        `check_finite` checks the output for NaN and Inf: record (True), raise ("raise"), or skip
+        (False).
         """
         if callable(name):
             return self.operation()(name)
@@ -131,9 +131,9 @@ class Debugger:
     def check_gradients(
         self, model: nn.Module, optimizer: Optimizer | None = None
     ) -> GradientReport:
-        """Judge each layer's gradient as it is in `.grad` now, and record faults.
+        """Check each layer's current `.grad`, and record faults.
 
-        With the optimizer, parameters that it does not have are named too.
+        With `optimizer`, parameters that it does not contain are reported too.
         """
         from runner.debug import gradient_layers as layers
 
@@ -144,17 +144,17 @@ class Debugger:
         return report
 
     def summary(self) -> DebugSummary:
-        """Operations and faults so far."""
+        """Return operations and faults so far."""
         with self.lock:
             return DebugSummary(self.totals.by_time(), list(self.history.faults.values()))
 
     def _stack(self) -> list[str]:
-        """The contexts that this thread is in."""
+        """Return the current thread's stack of contexts."""
         stack: list[str] = self.threads.__dict__.setdefault("stack", [])
         return stack
 
     def _record(self, kind: str, message: str, error: Exception | None = None) -> None:
-        """Add a fault; its step is the number of the call of the outermost context."""
+        """Record a fault; its step is the call number of the outermost context."""
         category, severity = ("code", "error") if error else ("numerics", "warning")
         with self.lock:
             outermost = self.totals.rows.get((self._stack()[0], "")) if self._stack() else None
@@ -172,5 +172,5 @@ class Debugger:
 
 
 debugger = Debugger()
-"""One for the whole program; `Debugger()` makes another."""
+"""The program's shared instance."""
 debug_operation = debugger.operation

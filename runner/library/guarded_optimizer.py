@@ -19,7 +19,7 @@ from runner.techniques.fused_optimizer import fastest
 from runner.training.hook import Step
 
 ATTRIBUTE = "_runner_guarded"
-"""Where an optimizer holds its `GuardedOptimizer`, which thus lives as long as the optimizer."""
+"""Attribute of an optimizer that holds its `GuardedOptimizer`, tying their lifetimes."""
 
 
 def train_step(
@@ -31,16 +31,16 @@ def train_step(
     clip_norm: float | None = 1.0,
     guard: bool = True,
 ) -> Step:
-    """Make one step over `batch`; the host does not wait for what is returned.
+    """Make one training step on `batch`, without a host-device synchronisation.
 
-    `batch` is (inputs, target) and `loss_fn(output, target)` the mean over it. Gradients are
-    clipped to `clip_norm` over all of the optimizer's parameters (None: not). With `guard` a step
-    whose loss or gradients are not finite changes no weight, buffer or optimizer state.
+    `batch` is (inputs, target); `loss_fn(output, target)` returns the batch's mean. Gradients are
+    clipped to total norm `clip_norm` over all of the optimizer's parameters (None: not clipped).
+    With `guard` a non-finite step changes no weight, buffer or optimizer state.
 
-    The optimizer stays the caller's: its groups, its scheduler and its state_dict work as ever.
-    Where its maker left `fused` and `foreach` open, its fused kernel is used; one that has none
-    needs the host to read a flag at each step, which on an accelerator is a wait. For the
-    techniques of a level use `optimize_training_loop`. Raises UsageError.
+    The optimizer stays the caller's, with its groups, scheduler and state_dict. If `fused` and
+    `foreach` are unset, its fused kernel is used; an optimizer without one needs the host to read a
+    flag at each step, which synchronises an accelerator. For techniques use
+    `optimize_training_loop`. Raises UsageError.
     """
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise UsageError(f"train_step: clip_norm must be > 0 or None, got {clip_norm}")
@@ -65,7 +65,7 @@ def train_step(
 
 @final
 class GuardedOptimizer:
-    """A user's model and optimizer, whose updates one `OptimizerStep` makes or skips."""
+    """A user's model and optimizer, with an `OptimizerStep` that applies or skips updates."""
 
     def __init__(
         self,
@@ -84,17 +84,17 @@ class GuardedOptimizer:
         sync_state(self.update, options, self.scope)
 
     def fits(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Whether it is for this model, and for the optimizer as it is: groups may be added."""
+        """Whether it matches this model and optimizer, including the number of parameters."""
         parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         same = model is self.model and optimizer is self.optimizer
         return same and parameters == len(self.update.parameters)
 
     def close(self) -> None:
-        """Leave the optimizer as it was before, its state complete."""
+        """Restore the optimizer as it was, with its complete state."""
         self.scope.close()
 
     def apply(self, loss: Tensor) -> Step:
-        """Backward, then the update, or none."""
+        """Run backward, then apply or skip the update."""
         loss.backward()  # type: ignore[no-untyped-call]
         loss = loss.detach()
         norm, skipped = self.update.measure(loss)

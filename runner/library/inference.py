@@ -1,4 +1,4 @@
-"""Answers of a model, checked and repaired, and checks of the model itself."""
+"""Run inference with checks and repairs of the output; check a model's weights."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ WHO = "safe_inference"
 
 @dataclass
 class InferenceResult:
-    """The output of a model, and whether it is to be trusted."""
+    """A model's output, and whether it can be trusted."""
 
-    output: Any = None  # as the model's own, rows in order
-    ok: bool = False  # the output is complete, and every value is finite and the model's own
+    output: Any = None  # as returned by the model, rows in order
+    ok: bool = False  # output complete, all values finite and unchanged
     problems: list[str] = field(default_factory=list)  # in order of appearance
-    pieces: int = 0  # forwards that the output is made of
-    non_finite: int = 0  # values of the output that were NaN or Inf
-    device: str = ""  # that it was computed on
+    pieces: int = 0  # number of forward passes
+    non_finite: int = 0  # NaN or Inf values in the output, before repair
+    device: str = ""  # on which it was computed
     seconds: float = 0.0  # wall time
-    changed: dict[str, int] = field(default_factory=dict)  # values: nan, inf, limited
+    changed: dict[str, int] = field(default_factory=dict)  # replaced values: nan, inf, limited
 
 
 def safe_inference(
@@ -52,22 +52,20 @@ def safe_inference(
     sanitise: bool = True,
     **options: Any,
 ) -> InferenceResult:
-    """The model's output for `batch`: inputs as one tensor, a tuple by position or a dict by name.
+    """Return the model's output for `batch`: a tensor, a tuple by position or a dict by name.
 
-    In eval mode and without gradients; each module's mode and all random states are afterwards as
-    before. A batch that does not fit the memory is halved, as often as it takes, and the rows of
-    the outputs are put together. With `sanitise` the output goes through `runner.sanitise`, which
-    gets the `options` (`nan`, `inf`, `low`, `high`). Changes are counted in the result, and make
-    it not `ok`.
+    Runs in eval mode without gradients; modes and random states are restored. A batch that does not
+    fit into memory is halved as often as needed, and the outputs are concatenated. With `sanitise`
+    the output passes through `runner.sanitise` with the `options` (`nan`, `inf`, `low`, `high`).
+    Changed values are counted, and the result is then not `ok`.
 
-    Raises UsageError, OutOfMemory, and what the model raises. It makes the host wait for the
-    device.
+    Raises UsageError, OutOfMemory, and exceptions of the model. The host waits for the device.
     """
 
     def clean(output: Any) -> tuple[Any, outputs.Changes]:
         return outputs.sanitise(output, **options)
 
-    clean(torch.zeros(1, 1))  # raises for a mistake in its arguments
+    clean(torch.zeros(1, 1))  # raises for invalid options
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments(WHO, module)
     rows = samples(batch, f"{WHO}: batch")
@@ -90,7 +88,7 @@ def safe_inference(
             output, changes = clean(output)
             result.changed = changes.read()
     result.output = output
-    if limited := result.changed.get("limited", 0):  # NaN and Inf have their line
+    if limited := result.changed.get("limited", 0):  # NaN and Inf are listed already
         result.problems.append(f"output: {outputs.described({'limited': limited})}")
     result.ok = not result.non_finite and not any(result.changed.values())
     result.seconds = time.perf_counter() - start
@@ -100,7 +98,7 @@ def safe_inference(
 def _pieces(
     model: Any, batch: Inputs, n: int, device: torch.device, result: InferenceResult
 ) -> Iterator[tuple[Any, int]]:
-    """Outputs of consecutive rows, as many as the memory allows, and how many rows each is of."""
+    """Yield (output, number of rows) of consecutive slices that fit into memory."""
     done, size = 0, n
     with ExitStack() as scope:
         while done < n:
@@ -114,11 +112,11 @@ def _pieces(
             else:
                 yield output, rows.stop - done
                 done = rows.stop
-            # tried again out here, where no traceback holds on to the activations
+            # retried outside the handler, so that no traceback keeps the activations alive
 
 
 def _smaller(error: Exception, count: int, scope: ExitStack, result: InferenceResult) -> int:
-    """Samples of the next try; OutOfMemory where there was but one."""
+    """Return the size of the next attempt; OutOfMemory if it was one sample."""
     release_references(error)
     gc.collect()
     torch.cuda.empty_cache()
@@ -132,7 +130,7 @@ def _smaller(error: Exception, count: int, scope: ExitStack, result: InferenceRe
 
 
 def _join(parts: list[Any], sizes: list[int]) -> Any:
-    """One nest from those of the pieces, tensors concatenated along the sample."""
+    """Concatenate the nests of all pieces along the sample dimension."""
     joined = (_concatenate(column, sizes) for column in zip(*map(tensors, parts), strict=True))
     return tree_map(parts[0], lambda tensor: next(joined)) if len(parts) > 1 else parts[0]
 
@@ -150,7 +148,7 @@ def _concatenate(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
 
 
 def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
-    """How many values are not finite, and a line for each tensor; the host waits for the device."""
+    """Count non-finite values, with one line per tensor; the host waits for the device."""
     if isinstance(value, float) and not math.isfinite(value):
         return 1, [f"{name}: {value}"]
     total, lines = 0, []
@@ -166,12 +164,12 @@ def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
 
 
 def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> ModelReport:
-    """Faults of a model's weights and buffers; `print` shows them, `.ok` says whether it has any.
+    """Check a model's weights and buffers; `print` shows the report, `.ok` is False on faults.
 
-    NaN and Inf are faults, parameters without values warnings, mixed types of floats a note. With
-    `probes`, inputs as the model is called with, NaN and Inf in its outputs are faults too.
+    NaN and Inf are faults, empty parameters are warnings, mixed float types are a note. With
+    `probes` (model inputs), NaN and Inf in the outputs are faults too.
 
-    The model is not changed. Raises UsageError. It makes the host wait for the device.
+    The model is not changed. Raises UsageError. The host waits for the device.
     """
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments("check_model", module)

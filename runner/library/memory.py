@@ -1,4 +1,4 @@
-"""Memory of a program: bytes in use, peaks by phase, leaks; and a description of this machine."""
+"""Memory of a program: bytes in use, peaks by phase, leaks; and a report on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from runner.report.format import size
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Memory in use now, in bytes. On a CPU the device's numbers are 0."""
+    """Memory in use now, in bytes; device values are 0 on a CPU."""
 
     process: int  # resident, of this process alone
     peak_process: int  # since it started
     available: int  # until the nearest limit: the machine's, the container's, `ulimit -v`
-    limit: int  # that one
+    limit: int  # the nearest limit
     limited_by: str
     device_allocated: int  # by tensors
     peak_device: int  # by tensors, since the process started
@@ -36,33 +36,33 @@ class MemoryStats:
 
 @dataclass
 class MemoryPhase:
-    """One stretch of a program, over all the times that it ran."""
+    """A named phase of a program, aggregated over all its executions."""
 
     name: str
     times: int = 0
     seconds: float = 0.0
-    peak_process: int = 0  # the most of the process meanwhile
-    added_process: int = 0  # the most beyond that at the start of the phase
+    peak_process: int = 0  # maximum of the process during the phase
+    added_process: int = 0  # maximum increase over the start of the phase
     peak_device: int = 0
     added_device: int = 0
 
 
 class Memory:
-    """Watches the memory of a program, and of one device.
+    """Measures the memory of a program and of one device.
 
     >>> memory = Memory()
     >>> with memory.track("evaluate"):
     ...     evaluate(model)
-    >>> memory.sample(step)  # now and then; memory.leaking says whether it grows without end
+    >>> memory.sample(step)  # regularly; then memory.leaking says whether memory keeps growing
     >>> print(memory)
 
-    `device` is as in `device=…` of the runner: "cpu", "cuda", "cuda:1", "mps"; None takes the
-    fastest that is there. Raises DeviceError where it is not there.
+    `device` is as in `device=…` of the runner: "cpu", "cuda", "cuda:1", "mps"; None selects the
+    fastest available. Raises DeviceError if it is not available.
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
         overrides = [] if device is None else device_overrides(device)
-        with ExitStack() as scope:  # no switch of the process stays flipped
+        with ExitStack() as scope:  # restores all global switches
             self.device = select(compose(overrides).device, scope)
         self.phases: dict[str, MemoryPhase] = {}
         self._lock = Lock()
@@ -71,7 +71,7 @@ class Memory:
             self._detectors["device"] = LeakDetector()
 
     def stats(self) -> MemoryStats:
-        """Memory in use now; 300 µs, and no wait for the device."""
+        """Return the memory in use now; 300 µs, without device synchronisation."""
         device, room = self.device, resources.room()
         return MemoryStats(
             process=memory.process_bytes(),
@@ -85,9 +85,9 @@ class Memory:
         )
 
     def clear(self) -> int:
-        """Collect garbage, give cached blocks and freed heap back; the bytes by which that helped.
+        """Collect garbage and release cached blocks and freed heap; returns the bytes released.
 
-        50 ms. On a GPU these are bytes of the device, elsewhere of the process.
+        50 ms. On a GPU these are device bytes, otherwise process bytes.
         """
         before = self._reserved()
         memory.clean(self.device)
@@ -95,9 +95,9 @@ class Memory:
 
     @contextmanager
     def track(self, name: str) -> Iterator[MemoryPhase]:
-        """The peak of what happens inside, in `phases[name]`; it may nest, and run in threads.
+        """Record the peak within the block in `phases[name]`; may nest and run in threads.
 
-        40 µs. Memory that other threads hold meanwhile counts too.
+        40 µs. Includes memory allocated by other threads meanwhile.
         """
         start = perf_counter()
         with self._lock:
@@ -118,10 +118,10 @@ class Memory:
                     phase.added_device = max(phase.added_device, added[1])
 
     def sample(self, step: int) -> Trend | None:
-        """Note the memory at this step; the trend, where there is a leak.
+        """Record the memory at this step; returns the trend if there is a leak.
 
-        10 µs. Call it at a like point of each step, or of each tenth; steps rise. Where memory
-        looks like a leak it collects garbage, and waits for what still grows.
+        10 µs. Call it at the same point of each step, or every tenth, with increasing steps. If
+        memory seems to leak, it collects garbage and continues to observe.
         """
         leak: Trend | None = None
         for name, detector in self._detectors.items():
@@ -167,10 +167,10 @@ def _cells(phase: MemoryPhase) -> tuple[str, ...]:
 
 
 def system_info() -> dict[str, Any]:
-    """Device, capabilities, CPU, memory, versions, techniques and checks, as `job=doctor` has them.
+    """Return device, CPU, memory, versions, techniques and checks, as in `job=doctor`.
 
-    All in plain values, so `json.dumps` takes it. It compiles a line of C++ and looks at what is
-    installed: about a second.
+    All values are JSON-compatible. Compiles a line of C++ and inspects installed packages: about a
+    second.
     """
     from runner.jobs.doctor import examine
 
@@ -178,7 +178,7 @@ def system_info() -> dict[str, Any]:
 
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, for print and logs."""
+    """Format rows as columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return escape_lines("\n".join(line.rstrip() for line in lines))

@@ -1,4 +1,4 @@
-"""A model, or a hand-written loop, with the techniques of a level; the run behind them."""
+"""Apply the techniques of a level to a model or a hand-written loop; the run behind both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOT_FOR_A_LOOP = dict.fromkeys(("pipeline", "quantization"), USE_PIPELINE)
 TRAINING = ("whole_step", "chunked_loss", "accumulation", "fused_optimizer")
 NOT_FOR_A_MODEL = {**dict.fromkeys(TRAINING, USE_LOOP), **NOT_FOR_A_LOOP}
 QUIET = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
-MANY_STEPS = 1_000_000  # where the caller does not say how many: compiling pays back
+MANY_STEPS = 1_000_000  # default for `steps`: compiling pays back
 
 
 def optimize(
@@ -62,13 +62,12 @@ def optimize(
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
 ) -> Optimized:
-    """The model with the techniques of `optimization=<level>` that make sense without a loop.
+    """Wrap the model with the techniques of `optimization=<level>` that work without a loop.
 
-    They are applied to the example (a tensor, a tuple by position or a dict by name), or where
-    there is none to the inputs of the first call. `device` is where the model shall be (`auto`,
-    `cpu`, `cuda:1`, …); None leaves it where it is. `overrides` are typed as on the command line,
-    such as `optimization.compile.enabled=false`. To train under a level, use
-    `optimize_training_loop`. Raises UsageError or ConfigError.
+    They are applied using `example` (a tensor, a tuple by position or a dict by name), or the
+    inputs of the first call. `device` moves the model (`auto`, `cpu`, `cuda:1`, …); None leaves it
+    in place. `overrides` are as on the command line, e.g. `optimization.compile.enabled=false`. For
+    training use `optimize_training_loop`. Raises UsageError or ConfigError.
     """
     optimized = Optimized(LazyRun("optimize", model, level, overrides, device, NOT_FOR_A_MODEL))
     if example is not None:
@@ -78,11 +77,11 @@ def optimize(
 
 @final
 class Optimized(Closeable):
-    """Called as the model is; `model` is the model itself, with its own parameters and keys.
+    """Called like the model; `model` is the model itself, with unchanged parameters and keys.
 
-    The model's attributes and methods are there too. Some techniques flip switches of the whole
-    process (the number of threads, TF32), so close it, or use it as a context manager. Outputs in
-    16 bits come back as float32, so that a loss that is computed outside loses nothing.
+    The model's attributes are available too. Some techniques set process-wide switches (number of
+    threads, TF32), so close it or use it as a context manager. 16-bit outputs are converted to
+    float32, so that a loss computed outside keeps its precision.
     """
 
     def __init__(self, lazy: LazyRun) -> None:
@@ -90,8 +89,8 @@ class Optimized(Closeable):
         self.called = False
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model, such as `parameters`."""
-        if name.startswith("__") or name in ("lazy", "model"):  # unset while one is copied
+        """Return an attribute of the model, such as `parameters`."""
+        if name.startswith("__") or name in ("lazy", "model"):  # not set while being copied
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -106,25 +105,25 @@ class Optimized(Closeable):
                 with entered(run.contexts):
                     output = run.forward(*args, **kwargs)
                 return tree_map(output, _full_precision) if run.contexts else output
-            except Exception as error:  # a compiler failed: a simpler way is tried
+            except Exception as error:  # e.g. the compiler failed: try a simpler way
                 if not any(recover(run, error) for recover in run.recoveries):
                     raise
 
     def ready(self, inputs: Inputs) -> Run:
-        """Apply the techniques, with these inputs as the example, if that was not done yet."""
+        """Apply the techniques, using these inputs as the example, unless already done."""
         return self.lazy.build_run(inputs)
 
     def _as_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """The arguments of a call as the inputs of a batch; without tensors they are defaults."""
+        """Convert call arguments to inputs; keyword arguments without tensors are dropped."""
         if kwargs:
             bound = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
             return {name: v for name, v in bound.items() if tensors(v)}
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
 
     def engagements(self) -> list[TechniqueStatus]:
-        """Each technique: requested or not, engaged or not, the reason and the evidence.
+        """Return each technique's status: requested, engaged, reason and evidence.
 
-        Runs the model on the example, so it takes a step's time. Before there is one, nothing is
+        Runs the model on the example, which takes a step's time. Without an example yet, nothing is
         engaged.
         """
         run = self.lazy.run
@@ -136,7 +135,7 @@ class Optimized(Closeable):
         return self.lazy.statuses()
 
     def close(self) -> None:
-        """Undo every global switch; the model is as before, and this can no longer be called."""
+        """Undo every global switch; the model is restored, and this object cannot be called."""
         self.lazy.close()
 
 
@@ -146,9 +145,9 @@ def optimize_model(
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
 ) -> Callable[[Callable[..., nn.Module]], Callable[..., Optimized]]:
-    """Decorate a module's class, or a function that returns a module: calls return an `Optimized`.
+    """Decorate a module class, or a function that returns a module, to return an `Optimized`.
 
-    A decorated class is a function: it has no subclasses. To keep the class, call `optimize`.
+    A decorated class becomes a function and cannot be subclassed; to avoid that, call `optimize`.
     """
     if not isinstance(level, str):
         raise UsageError("optimize_model: level must be a name; write @optimize_model()")
@@ -170,7 +169,7 @@ def optimize_model(
 
 
 def place_inputs(run: Run, inputs: Inputs) -> Inputs:
-    """The inputs on the run's device, in the memory order that its techniques want."""
+    """Move inputs to the run's device, in the memory format that its techniques require."""
     inputs = moved(inputs, run.device.torch)
     for place in run.placements:
         inputs = place((inputs, None))[0]
@@ -194,12 +193,12 @@ def optimize_training_loop(
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
 ) -> TrainingLoop:
-    """What makes the steps of a hand-written loop with the techniques of `optimization=<level>`.
+    """Return an object that makes a loop's steps with the techniques of `optimization=<level>`.
 
-    They are applied to `example`, a batch, or the first one that comes. `steps` is how many there
-    will be, if that is known: compiling pays back over many. Clipping, guard and optimizer
-    are as in `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` cuts
-    each batch. Raises UsageError or ConfigError.
+    They are applied using `example`, a batch, or the first batch. `steps` is the expected number of
+    steps, if known: compiling pays back over many. Clipping, guard and optimizer are as in
+    `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` splits each batch.
+    Raises UsageError or ConfigError.
     """
     who, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
     check_model_arguments(who, model, loss_fn=loss_fn)
@@ -214,15 +213,15 @@ def optimize_training_loop(
 
 @final
 class TrainingLoop(Closeable):
-    """Called with a batch, makes a step. Close it when done, or use it as a context manager."""
+    """Makes a step when called with a batch. Close it, or use it as a context manager."""
 
     def __init__(self, lazy: LazyRun) -> None:
         self.lazy, self.model = lazy, lazy.model
-        self.skipped: Tensor | None = None  # so far, on the device
+        self.skipped: Tensor | None = None  # number so far, on the device
 
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
-        """One step over (inputs, target); the host does not wait for what it returns."""
+        """Make one step on (inputs, target), without host-device synchronisation."""
         claim_random_state(self, "optimize_training_loop")
         inputs, target = as_batch(batch, self.lazy.who)
         run = self.lazy.build_run(inputs, target)
@@ -236,7 +235,7 @@ class TrainingLoop(Closeable):
         return step
 
     def summary(self) -> Summary:
-        """Steps, time, memory and techniques so far. Makes the host wait, and runs the model."""
+        """Return steps, time, memory and techniques so far. Synchronises and runs the model."""
         run = self.lazy.run
         if run is None:
             raise UsageError("optimize_training_loop: no batch has come yet (or it was closed)")
@@ -248,24 +247,24 @@ class TrainingLoop(Closeable):
         return summary
 
     def close(self) -> None:
-        """Undo every global switch; model and optimizer are as if this had never been."""
+        """Undo every global switch; model and optimizer behave as before."""
         release_random_state(self)
         self.lazy.close()
 
 
-# -- the run behind them ---------------------------------------------------------------------------
+# -- the run behind both ---------------------------------------------------------------------------
 
 
 @dataclass
 class LazyRun:
-    """The settings of a run, and the run once a batch has come."""
+    """The settings of a run, and the run itself after the first batch."""
 
     who: str  # the function that was called, for messages
     model: nn.Module
     level: str
     overrides: Sequence[str]
     device: str | torch.device | None  # None: where the model is
-    not_applicable: dict[str, str]  # techniques that make no sense here, and why
+    not_applicable: dict[str, str]  # techniques that do not apply, with the reason
     optimizer: Optimizer | None = None
     loss_fn: Loss | None = None
     steps: int | None = None
@@ -280,7 +279,7 @@ class LazyRun:
             optimizer=self.optimizer,
             overrides=self.overrides,
         )
-        # mistakes are answered now, though a batch may come much later
+        # report mistakes now, since a batch may come much later
         where = device_of(self.model) if self.device is None else self.device
         level, steps = f"optimization={self.level}", f"training.steps={self.steps or MANY_STEPS}"
         self.config = compose([level, *device_overrides(where), *QUIET, steps, *self.overrides])
@@ -289,7 +288,7 @@ class LazyRun:
         self.refused = self.not_applicable.keys() & requested
 
     def build_run(self, inputs: Inputs, target: Any = None) -> Run:
-        """The run, built around this batch the first time."""
+        """Return the run, built around this batch at the first call."""
         if self.run is None:
             if self.closed:
                 raise UsageError(f"{self.who}: it was closed; make another one")
@@ -298,7 +297,7 @@ class LazyRun:
         return self.run
 
     def statuses(self) -> list[TechniqueStatus]:
-        """Each technique: requested or not, engaged or not, and why. Runs the model."""
+        """Return each technique's status. Runs the model."""
         if self.run is None:
             reason = "closed" if self.closed else "waits for the first batch (or an example)"
             requested = self.config.optimization.techniques()
@@ -313,7 +312,7 @@ class LazyRun:
         ]
 
     def close(self) -> None:
-        """Undo every global switch, and let the model run uncompiled again."""
+        """Undo every global switch and restore the uncompiled model."""
         self.closed = True
         if self.run is not None:
             self.run.scope.close()
@@ -333,20 +332,20 @@ class LazyRun:
         data = InMemory(inputs, label, Sizes("given"), (rows, rows))
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
         nothing = torch.zeros(1, device=device_of(self.model), requires_grad=True)
-        optimizer = self.optimizer or torch.optim.SGD([nothing], lr=0.0)  # a model not trained
+        optimizer = self.optimizer or torch.optim.SGD([nothing], lr=0.0)  # dummy: not trained
         run = build(config, given=Components(self.model, data, self.objective, optimizer))
         for module, implementation in compiled:  # techniques compile in place
             run.scope.callback(setattr, module, "_compiled_call_impl", implementation)
-        if self.loss_fn is None:  # no loop here cuts a batch smaller
+        if self.loss_fn is None:  # without a loop no batch can be halved
             run.recoveries = [r for r in run.recoveries if r is not halve_micro_batch]
-        # the random numbers of the caller's own loop are the caller's
+        # do not reseed the random generators of the caller's loop
         run.device = replace(run.device, reseed=lambda seed: None)
         return run
 
 
 @contextmanager
 def stash_gradients(model: nn.Module) -> Iterator[None]:
-    """Within, gradients are enabled and start empty; afterwards those of before are back."""
+    """Within, gradients are enabled and initially None; afterwards the old ones are restored."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
@@ -359,8 +358,8 @@ def stash_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def mean_output(output: Any, target: Any = None) -> Tensor:
-    """The mean of all floats of an output: a stand-in loss that reaches every operator."""
-    nest = dict(output) if isinstance(output, dict) else output  # some libraries' own classes
+    """Return the mean of all floats in an output: a dummy loss that reaches every operator."""
+    nest = dict(output) if isinstance(output, dict) else output  # flatten dict subclasses
     floats = [t for t in tensors(nest) if t.is_floating_point()]
     if not floats:
         raise UsageError(f"the model's output must hold floats, got {describe(output)}")

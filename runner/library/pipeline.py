@@ -1,4 +1,4 @@
-"""A whole run around a model and data that a program has made: no command line, no config file."""
+"""Create a full training run from a model and data in Python, without CLI or config files."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def create_training_pipeline(
     hooks: Sequence[Hook] = (),
     overrides: Sequence[str] = (),
 ) -> TrainingPipeline:
-    """A run that trains `model` on `data`, with checkpoints, metrics and TensorBoard.
+    """Create a run that trains `model` on `data`, with checkpoints, metrics and TensorBoard.
 
-    `data` is a map-style data set, or (inputs, target) as tensors or arrays, the sample first;
-    `validation` is another such, or None to hold `data.validation` of it out. Without a `loss_fn`
-    (the mean of (output, target)) the objective follows from the targets. An `optimizer` of the
-    caller's keeps its learning rates; without one it is that of the config. All that `python -m
-    runner` has is there by `overrides`, such as `training.epochs=5` or `device=cpu`.
+    `data` is a map-style data set, or (inputs, target) as tensors or arrays, sample dimension
+    first; `validation` is another one, or None to hold out `data.validation` of it. Without
+    `loss_fn` (a mean, of (output, target)) the objective follows from the targets. A given
+    `optimizer` keeps its learning rates; otherwise the config's is used. All options of `python -m
+    runner` are available through `overrides`, such as `training.epochs=5` or `device=cpu`.
 
-    It is recorded in `folder`, or in a new one under `outputs/runs/<name>/`; `record=False` writes
-    nothing. Raises UsageError, ConfigError, DataError or DeviceError.
+    It is recorded in `folder`, by default a new one in `outputs/runs/<name>/`; `record=False`
+    writes nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
     check_trainable(WHO, model, loss_fn, optimizer, overrides)
     named = [] if name is None else [f"name={name}"]
@@ -91,13 +91,13 @@ def create_training_pipeline(
 
 @final
 class TrainingPipeline(Closeable):
-    """A run, ready; close it when done, or use it as a context manager."""
+    """A built run; close it, or use it as a context manager."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.folder = run, run.folder  # None: it is not recorded
+        self.run, self.folder = run, run.folder  # None: not recorded
 
     def train(self) -> Summary:
-        """Train to the end; a report is left in the folder."""
+        """Train to the end and write a report to the folder."""
         try:
             return train(self.run)
         finally:
@@ -105,16 +105,16 @@ class TrainingPipeline(Closeable):
                 report.write_recorded(self.folder)
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics of the model as it is, over the validation set (`val/accuracy`, …)."""
+        """Return the current model's metrics on the validation set (`val/accuracy`, …)."""
         return evaluate(self.run).metrics
 
     def close(self) -> None:
-        """Undo every global switch, and wait for files being written."""
+        """Undo every global switch, and wait for pending file writes."""
         self.run.scope.close()
 
 
 def with_components(config: RunConfig, model: nn.Module, data: Any, rename: bool) -> RunConfig:
-    """The config with this model and data in place of its own."""
+    """Return the config with model and data replaced by the names of these objects."""
     common = {f.name: getattr(config.data, f.name) for f in fields(DataConfig)}
     weights, without = config.model.weights, config.model.weights_except
     changed = replace(
@@ -128,7 +128,7 @@ def with_components(config: RunConfig, model: nn.Module, data: Any, rename: bool
 
 
 def name_of(thing: Any) -> str:
-    """The dotted name of its class."""
+    """Return the dotted name of the object's class."""
     if isinstance(thing, tuple | list | dict):
         return "given.tensors"
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
@@ -137,7 +137,7 @@ def name_of(thing: Any) -> str:
 def make_dataset(
     who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
 ) -> Dataset:
-    """A map-style data set or tensors, in two parts. Raises UsageError or DataError."""
+    """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
     if isinstance(data, DataLoader | IterableDataset):
         raise UsageError(
             f"{who}: data must be tensors or a data set with __len__ and __getitem__ "
@@ -185,7 +185,7 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
     except DataError:
         if not own_loss:
             raise
-        sizes, choices = Sizes("given"), ()  # the caller's loss knows what its targets are
+        sizes, choices = Sizes("given"), ()  # the caller's loss interprets the targets
     return InMemory(*nest, sizes, (train, held_out), choices)
 
 
@@ -194,7 +194,7 @@ def _form(nest: Any) -> str:
 
 
 def _as_tensors(what: str, data: Any) -> tuple[Any, Any]:
-    """Inputs and target as nests of tensors; float64 becomes float32."""
+    """Convert inputs and target to nests of CPU tensors; float64 becomes float32."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The cost of a model: time, operations, memory, and the share of the device's peak."""
+"""Profile a model: latency, FLOPs, memory, and share of the device's peak (MFU)."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ PROFILED_CALLS = 3
 
 @dataclass(frozen=True)
 class Profile:
-    """The cost of one call of a model; `print` shows it as a table."""
+    """The cost of one call of a model; `print` shows a table."""
 
     model: str
     device: str
-    dtype: str  # of the products
+    dtype: str  # of matrix products
     backward: bool  # a call is forward and backward
     samples: int
     runs: int
     latency_ms: dict[str, float]  # mean, p50, p90, p95 and p99, over all runs
     samples_per_second: float  # at the median
-    flops: int  # of products: matmul, convolution, attention; a multiply-add is two
+    flops: int  # of matmul, convolution, attention; a multiply-add counts as two
     parameters: dict[str, int]  # all and trainable; bytes, and buffer_bytes
-    memory: dict[str, int]  # bytes: activations saved for a backward, and on a GPU the peak
-    operators_ms: dict[str, float]  # of a call, the slowest first, each without those it calls
-    peak: PeakFlops | None  # None: it is not known
-    mfu: float | None  # share of the device's peak that the median call reaches
+    memory: dict[str, int]  # bytes: activations saved for backward; on a GPU also the peak
+    operators_ms: dict[str, float]  # self time per call, slowest first
+    peak: PeakFlops | None  # None: unknown
+    mfu: float | None  # share of the device's peak FLOP/s at the median
 
     def __str__(self) -> str:
         weights = self.parameters
@@ -86,12 +86,12 @@ def profile_model(
     warmup: int = 5,
     backward: bool = False,
 ) -> Profile:
-    """Time, operations, memory and MFU of a call of the model with `example_input`.
+    """Measure time, FLOPs, memory and MFU of a call of the model with `example_input`.
 
-    The input is a tensor, a tuple (by position) or a dict (by name), the sample first, and goes to
-    where the model is. Without `backward` the model is called in eval mode and without gradients;
-    with it a call is forward and backward in train mode. Weights, gradients, buffers, attributes
-    and random state are restored. Raises UsageError where the model fails.
+    The input is a tensor, a tuple (by position) or a dict (by name), sample dimension first; it is
+    moved to the model's device. Without `backward` the model runs in eval mode without gradients;
+    with it, forward and backward in train mode. Weights, gradients, buffers, attributes and random
+    state are restored. Raises UsageError if the model fails.
     """
     for name, value, least in (("runs", runs, 1), ("warmup", warmup, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -163,7 +163,7 @@ def _call(forward: Callable[[], Any], module: nn.Module, backward: bool) -> None
 
 
 def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
-    """The type that products run in, under the contexts of now."""
+    """Return the dtype of matrix products under the current contexts."""
     if torch.is_autocast_enabled(device.kind):
         return torch.get_autocast_dtype(device.kind)
     floats = (p.dtype for p in module.parameters() if p.is_floating_point())
@@ -171,7 +171,7 @@ def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
 
 
 def _measure_times(measured: Callable[[], None], device: Device, runs: int) -> np.ndarray:
-    """Seconds of each call, the device waited for at both ends."""
+    """Return the seconds of each call, synchronising the device at both ends."""
     seconds = np.empty(runs)
     device.synchronize()
     for i in range(runs):
@@ -183,7 +183,7 @@ def _measure_times(measured: Callable[[], None], device: Device, runs: int) -> n
 
 
 def _measure_operators(measured: Callable[[], None], device: Device) -> dict[str, float]:
-    """The slowest operators of a call; on a GPU by the time of their kernels."""
+    """Return the slowest operators of a call in ms; on a GPU by kernel time."""
     gpu = device.kind == "cuda"
 
     def calls() -> None:

@@ -1,4 +1,4 @@
-"""For a hand-written loop: the guard, the clipping, the records and the captures of a run."""
+"""Guard, clipping, records and captures of a run, for a hand-written loop."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ from runner.training.run import Progress, Run
 log = logging.getLogger("runner")
 
 WHO = "Stability"
-REPORT_EVERY = 10  # steps between two reads of the host, on an accelerator
+REPORT_EVERY = 10  # steps between reports to the host, on an accelerator
 SHOWN = 20  # bad steps in a summary's text
 
 
 @dataclass(slots=True)
 class StepReport(Step):
-    """One step; its tensors are on the device, and reading one makes the host wait."""
+    """One step; its tensors are on the device, and reading them synchronises."""
 
-    faults: list[Anomaly]  # bad steps that the host has now learned of, with the action
+    faults: list[Anomaly]  # newly reported bad steps, with their actions
 
 
 @dataclass(frozen=True)
 class StabilitySummary:
-    """The steps of a loop, and its faults."""
+    """Steps and faults of a loop."""
 
     steps: int
     skipped: int
     faults: dict[str, int]  # by kind
-    anomalies: list[Anomaly]  # the bad steps, of very many the first and the latest
+    anomalies: list[Anomaly]  # bad steps; of very many, the first and the latest
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps, {self.skipped} skipped"]
@@ -84,14 +84,14 @@ class StabilitySummary:
 class Stability(Closeable):
     """Guards the steps of one model and one optimizer.
 
-    `config` is an option of the `stability` group (`default`, `strict`, `off`), overrides of it
-    (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder` faults are in
-    `debug/history.json` there, and a bad step whose `batch` is handed to `step` is captured in
-    `debug/captures`, up to `captures` of them; `replay_step` replays one. Rows of the recovery
-    table that roll back are passed over: the loop has its own checkpoints.
+    `config` is an option of the `stability` group (`default`, `strict`, `off`), a list of overrides
+    (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder`, faults are written to
+    `debug/history.json` and bad steps to `debug/captures` (up to `captures`, if `step` gets their
+    `batch`); `replay_step` replays one. Rows of the recovery table that roll back are skipped,
+    since the loop manages its own checkpoints.
 
-    `every` is after how many steps the host reads their numbers: 1 on a CPU, where that is free,
-    10 elsewhere. A bad step is skipped on the device at once in any case.
+    `every` is the number of steps between reports to the host: by default 1 on a CPU, where they
+    are free, else 10. A bad step is always skipped immediately, on the device.
     """
 
     def __init__(
@@ -112,33 +112,32 @@ class Stability(Closeable):
         self.every, self.max_captures = every, captures
         self.guarded: GuardedOptimizer | None = None
         self.closed, self.started = False, perf_counter()
-        # the attributes of a run that its controller reads
+        # the attributes of a Run that StabilityController reads
         self.history = History(None if folder is None else Path(folder))
-        self.folder = None  # job=replay is not for these captures
+        self.folder = None  # job=replay does not apply to these captures
         self.progress, self.report_every = Progress(), 1
         self.captures: StepCaptures | None = None
         if self.history.folder is not None:
             self.history.folder.mkdir(parents=True, exist_ok=True)
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Remember the buffers as they are now: a bad step restores them.
+        """Save the current buffers, which a bad step restores.
 
-        Call it before the first forward, so that a first step that is bad leaves no trace in
-        BatchNorm's statistics, and after changing buffers oneself (`load_state_dict`). Without it
-        the first step's forward has happened when `step` sees the model.
+        Call it before the first forward, so that a bad first step does not affect BatchNorm
+        statistics, and after changing buffers (`load_state_dict`). Otherwise the buffers are first
+        saved in `step`, after the first forward.
         """
         self._guard(model, optimizer).update.begin()
 
     def step(
         self, model: nn.Module, loss: Tensor, optimizer: Optimizer, batch: Any = None
     ) -> StepReport:
-        """Backward, guard, clip and update, in place of those of the loop.
+        """Run backward, guard, clip and update, replacing those of the loop.
 
-        Gradients that are there already (of other parts of the batch, by `loss.backward()`) are
-        added to, and gone afterwards. The learning rate, its scheduler and the optimizer's
-        state_dict stay the caller's. `batch` is (inputs, target), for a capture; on an accelerator
-        the last 20 are held on to. Raises GaveUp when the recovery table has nothing left, and
-        UsageError.
+        Existing gradients (from `loss.backward()` on other parts of the batch) are added, then
+        cleared. The learning rate, its scheduler and the optimizer's state_dict stay the caller's.
+        `batch` is (inputs, target), for captures; on an accelerator the last 20 are kept. Raises
+        GaveUp when the recovery table is exhausted, and UsageError.
         """
         guarded = self._guard(model, optimizer)
         check_loss(WHO, loss)
@@ -156,7 +155,7 @@ class Stability(Closeable):
             self.reader.add(step, 1)
             faults = self._report() if number % self.report_every == 0 else []
             self._execute(optimizer)
-            guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
+            guarded.update.begin()  # buffers that a bad step restores
             if self.captures is not None:
                 self.captures.random_state = random_state()
         finally:
@@ -164,7 +163,7 @@ class Stability(Closeable):
         return StepReport(number, step.loss, step.grad_norm, step.skipped, faults)
 
     def summary(self) -> StabilitySummary:
-        """Counts and bad steps so far. It makes the host wait for the device."""
+        """Return counts and bad steps so far. The host waits for the device."""
         if self.guarded is None:
             return StabilitySummary(0, 0, {}, [])
         self._report(wait=True)
@@ -173,7 +172,7 @@ class Stability(Closeable):
         return StabilitySummary(done.step, done.skipped, counts, list(self.controller.anomalies))
 
     def close(self) -> None:
-        """Write the records, and leave the optimizer as it was before."""
+        """Write the records, and restore the optimizer as it was."""
         if self.guarded is not None and not self.closed:
             self._report(wait=True)
             self._write()
@@ -181,7 +180,7 @@ class Stability(Closeable):
         self.closed = True
 
     def _guard(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
-        """Prepare once for this model and optimizer."""
+        """Return the guarded optimizer for this pair, created at the first call."""
         if self.closed:
             raise UsageError(f"{WHO}: it was closed; make another one")
         if self.guarded is None:
@@ -205,7 +204,7 @@ class Stability(Closeable):
         return guarded
 
     def _report(self, wait: bool = False) -> list[Anomaly]:
-        """Give the controller the numbers that have arrived on the host; with `wait`, all."""
+        """Pass arrived reports to the controller; with `wait`, all. Returns new anomalies."""
         self.reader.close(perf_counter() - self.started)
         before = self.controller.anomalies.count
         for report in self.reader.reports(wait):
@@ -215,10 +214,10 @@ class Stability(Closeable):
         return self.controller.anomalies.rows[-new:] if new else []
 
     def _execute(self, optimizer: Optimizer) -> None:
-        """Carry out what the controller decided."""
-        with preserve_rates(optimizer):  # lowered rates are for `scaled_rates` alone
+        """Execute the controller's decisions."""
+        with preserve_rates(optimizer):  # lowered rates apply only within `scaled_rates`
             try:
-                self.controller.execute(cast(Run, self))  # it has what the controller reads
+                self.controller.execute(cast(Run, self))  # it has the attributes that are read
             except GaveUp as error:
                 raise GaveUp(f"{error}{self._replay_hint()}") from None
             if self.progress.step >= self.controller.due:
@@ -239,7 +238,7 @@ class Stability(Closeable):
 
 
 class StepCaptures:
-    """The first few bad steps, each in a folder of its own below debug/captures."""
+    """Captures the first bad steps, each in its own folder below debug/captures."""
 
     def __init__(self, folder: Path, at_most: int, guarded: GuardedOptimizer) -> None:
         self.folder, self.at_most, self.guarded = folder, at_most, guarded
@@ -247,12 +246,12 @@ class StepCaptures:
         self.random_state = random_state()
 
     def remember(self, step: int, batch: Any, late: int) -> None:
-        """Hold on to a batch until the host knows how its step went, `late` steps later."""
+        """Keep a batch for `late` steps, until the host knows how its step went."""
         self.recent[step] = as_batch(batch, WHO), self.random_state
         self.recent.pop(step - late, None)
 
     def take(self, run: Any, step: int, kind: str, message: str) -> str | None:
-        """Write the step; None where its batch is not known, or there are enough, or no room."""
+        """Write the step's capture; None without its batch, beyond the limit, or on an error."""
         if step not in self.recent or len(captures(self.folder)) >= self.at_most:
             return None
         batch, noise = self.recent[step]
@@ -288,20 +287,20 @@ class StepCaptures:
         }
         try:
             return write_capture(self.folder, manifest, model, state)
-        except Exception as error:  # of the disk, or of a batch that is no plain data
+        except Exception as error:  # disk errors, or a batch that is not plain data
             log.warning("step %d was not captured: %s: %s", step, type(error).__name__, error)
             return None
 
     def log_capture(self) -> None:
-        """Nothing: a loop's captures are named in its summary and when it gives up."""
+        """No-op: captures of a loop are named in its summary and by GaveUp."""
 
 
 def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
-    """Make a captured step again with every operation traced: where it went bad, in which line.
+    """Repeat a captured step with every operation traced, to find where it went bad.
 
-    `path` is its folder, `model` one of the same shape (a copy of it gets the step's weights),
-    `loss_fn(output, target)` the loss as in the loop. Random numbers are those with which the step
-    before had ended. Raises CheckpointError, SecurityError or UsageError.
+    `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
+    weights), `loss_fn(output, target)` is the loop's loss. Random generators start from their state
+    at the end of the previous step. Raises CheckpointError, SecurityError or UsageError.
     """
     check_model_arguments("replay_step", model, loss_fn=loss_fn)
     capture = open_capture(Path(path))

@@ -1,4 +1,4 @@
-"""A trained run as an object that predicts: the same numbers as job=predict."""
+"""Load a trained run for predictions, equal to those of job=predict."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ TABLES = ("tabular", "text")
 
 
 def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[str] = ()) -> Trained:
-    """The trained model of a run's folder (its best checkpoint), or of one of its checkpoints.
+    """Load the trained model of a run's folder (best checkpoint), or of one checkpoint.
 
-    Its overrides are those that were recorded, and then `overrides`: a run that Python started
-    recorded none. The folder may be anybody's: it is checked as checkpoint.resume does, and classes
-    of the user's own need their packages in `trusted`. Raises CheckpointError, ConfigError,
-    SecurityError.
+    The recorded overrides apply, then `overrides`; a run started from Python recorded none. The
+    folder is untrusted: it is checked as for checkpoint.resume, and a user's classes need their
+    packages in `trusted`. Raises CheckpointError, ConfigError, SecurityError.
     """
     asked = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
     asked += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
@@ -62,9 +61,9 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
 
 
 class Trained(Closeable):
-    """A model that predicts, with what was fitted on its training data.
+    """A model with its preprocessing, ready to predict.
 
-    A context manager: the model is built for the first data, and `close` undoes what it switched.
+    Use as a context manager: `predict` builds the model, `close` undoes global switches.
     """
 
     def __init__(self, config: RunConfig, preprocessing: Preprocessing, policy: FilePolicy) -> None:
@@ -73,19 +72,19 @@ class Trained(Closeable):
         self._run: Run | None = None
 
     def close(self) -> None:
-        """Give back what the run has taken; a later `predict` builds it again."""
+        """Release the run; a later `predict` builds it again."""
         self._run = None
         self._scope.close()
 
     def predict(self, data: Any) -> Columns:
-        """What the model makes of each sample, as the columns of job=predict's file.
+        """Return predictions for each sample, as the columns of job=predict's file.
 
-        `data` is a path as `data.path` is, a table (a dict of columns, a list with a dict for each
-        row, or a pyarrow.Table), or a tensor: numbers as they are in the columns of a table, else
-        inputs as the model gets them. Categories that the model does not know are logged.
+        `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, or
+        pyarrow.Table) or a tensor: a table's columns as numbers, or model inputs. Unknown
+        categories are logged.
         """
         with self._opened(data) as source:
-            if self._run is None:  # techniques look at samples of the first data
+            if self._run is None:  # techniques inspect samples of the first data
                 run = build_trained(self.config, None, source)
                 self._run = self._scope.enter_context(run)
             parts = list(predictions(self._run, self._loader(self._run, source)))
@@ -108,7 +107,7 @@ class Trained(Closeable):
 
     @contextmanager
     def _opened(self, data: Any) -> Iterator[Dataset]:
-        """The data set, prepared as in training."""
+        """Yield the data set, preprocessed as in training."""
         kind = self.preprocessing.kind
         if isinstance(data, Tensor) and kind not in TABLES:
             yield self._of_tensor(data)
@@ -153,7 +152,7 @@ class Trained(Closeable):
 
 
 def _written(table: Any, folder: Path) -> Path:
-    """A table in memory as a file, which goes the way of all files."""
+    """Write a table in memory to a Parquet file, to use the file pipeline."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,1 +1,1 @@
-"""What a technique does to the numbers, measured: parity with plain runs."""
+"""Measure the numerical effect of techniques: parity with plain runs."""

@@ -1,4 +1,4 @@
-"""Runs to compare: the one to be judged, and the plain ones that it is compared with."""
+"""Configs and runs to compare: the candidate, and the plain runs it is compared with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from runner.training.run import Run
 
 
 def without_techniques(config: RunConfig) -> RunConfig:
-    """The same config with everything off: `optimization=none`."""
+    """Return the config with all techniques off: `optimization=none`."""
     config = copy(config)
     config.optimization = Optimization(level="none")
     return config
 
 
 def only(config: RunConfig, names: Collection[str]) -> RunConfig:
-    """The same config with these techniques and no others."""
+    """Return the config with only these techniques enabled."""
     config = deepcopy(config)
     for name, technique in config.optimization.techniques():
         technique.enabled = technique.enabled and name in names
@@ -35,27 +35,27 @@ def only(config: RunConfig, names: Collection[str]) -> RunConfig:
 
 
 def quiet(config: RunConfig) -> RunConfig:
-    """The same run with nothing to show and nothing to write."""
+    """Return the config with progress, checkpoints and debug tools off."""
     config = deepcopy(config)
     config.monitoring.progress = config.checkpoint.enabled = False
     config.debug = DebugConfig()
-    config.optimization.measure = False  # all that is asked for is used, as far as it was
+    config.optimization.measure = False  # use all requested techniques, as when it was measured
     if config.checkpoint.resume == "auto":
         config.checkpoint.resume = "none"
     return config
 
 
 def cut(config: RunConfig, micro: int | None) -> RunConfig:
-    """The same run in micro-batches of that size; None: as it is."""
+    """Return the config with that micro-batch size; None: unchanged."""
     config = deepcopy(config)
     config.training.micro_batch = config.training.micro_batch if micro is None else micro
     return config
 
 
 def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) -> Components:
-    """The parts that the caller made, as they were: what a run trains is a copy."""
+    """Return copies of the caller's components, since training modifies them."""
     given = given or Components()
-    parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: it shares tensors
+    parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: shared tensors
     model, objective, optimizer = parts
     choices = {**given.choices, **(choices or {})}
     return replace(given, model=model, objective=objective, optimizer=optimizer, choices=choices)
@@ -65,7 +65,7 @@ def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) ->
 def opened(
     config: RunConfig, silent: bool = False, given: Components | None = None
 ) -> Iterator[Run]:
-    """A run; a `silent` one has no dropout."""
+    """Build a run; `silent` disables dropout."""
     with build(config, given=given) as run:
         if silent:
             silence(run.model)
@@ -74,7 +74,7 @@ def opened(
 
 @contextmanager
 def eager_draws() -> Iterator[None]:
-    """Code compiled meanwhile draws its random numbers as eager code does."""
+    """Let code compiled within draw the same random numbers as eager code."""
     import torch._inductor.config as inductor
 
     with inductor.patch(fallback_random=True):

@@ -1,4 +1,4 @@
-"""How far a run's steps are from the reference's, and how far rounding alone may bring them."""
+"""Distances between a run's steps and the reference, and tolerances for rounding."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from runner.parity.numerics import ROUNDOFF
 from runner.parity.trajectory import StepRecord, Tensors
 
 OFTEN = 8.0
-"""Times the error that the plain run has at one step in ten: the same roundings, differently
+"""Factor on the plain run's 90th percentile error: equal roundings, differently
 correlated."""
-KINK = 0.1  # relative: what one activation on the other side of its kink can do to a gradient
-KINKS = 5  # one step in so many may have such an activation
+KINK = 0.1  # relative change of a gradient when one activation crosses its kink
+KINKS = 5  # at most one step in KINKS may be explained by a kink
 
 
 class ErrorKind(IntEnum):
-    """What a tensor is, in the order in which a step computes them."""
+    """Kinds of tensors, in the order in which a step computes them."""
 
     parameter = 0  # before the first step
     loss = 1
     grad_norm = 2
     gradient = 3
     update = 4  # the change of a parameter
-    average = 5  # the change of its average
+    average = 5  # change of the averaged weights
     buffer = 6  # the change of a buffer
-    output = 7  # of a validation batch, in evaluation mode
+    output = 7  # evaluation mode, of a validation batch
     draw = 8  # a statistic over several draws of dropout
 
 
 class Key(NamedTuple):
-    """One tensor of each step (of each validation batch: an output)."""
+    """Identifies one tensor of each step (for outputs: of each validation batch)."""
 
     kind: ErrorKind
     name: str
 
 
 class Difference(NamedTuple):
-    """Norms, of one tensor at one step."""
+    """Norms for one tensor at one step."""
 
-    error: float  # of the difference from the reference
-    size: float  # of the reference
-    floor: float  # of what one rounding changes
+    error: float  # difference from the reference
+    size: float  # the reference itself
+    floor: float  # change by a single rounding
 
 
 class Agreement(Enum):
-    """How far a candidate's numbers are those of the plain run."""
+    """How closely a candidate's numbers match the plain run."""
 
-    exact = "exact"  # bit by bit
+    exact = "exact"  # bit-equal
     explained = "explained by precision"
     fail = "FAIL"
 
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One tensor over all steps, at the first beyond its bound, else at the one nearest to it.
+    """A tensor over all steps: the first step beyond its bound, else the nearest to it.
 
-    Error and bound are relative to its norm in the reference. An `output` counts validation
-    batches in place of steps.
+    Error and bound are relative to its norm in the reference. For an `output`, steps are validation
+    batches.
     """
 
-    step: int  # 1 is the first
+    step: int  # 1-based
     kind: str
     name: str
     error: float
     bound: float
-    kinks: int = 0  # steps beyond it by as little as an activation's kink explains
+    kinks: int = 0  # number of steps beyond the bound that a kink explains
 
     def __str__(self) -> str:
         what = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"
@@ -87,51 +87,51 @@ class ParityRow:
 
     @property
     def within(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether the error is within the bound."""
         return self.error <= self.bound
 
     @property
     def excess(self) -> float:
-        """The error in units of its bound."""
+        """The error as a multiple of its bound."""
         return _share(self.error, self.bound)
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What comparing a set of techniques with the plain run found."""
+    """The result of comparing a set of techniques with the plain run."""
 
     verdict: Agreement
-    techniques: list[str]  # those that were applied
-    refused: dict[str, str]  # those asked for that could not be, and why
-    precision: str  # that the candidate says it computes in
-    reference: str  # what stands for the truth: fp64, or fp32 where the model does not run in it
+    techniques: list[str]  # applied techniques
+    refused: dict[str, str]  # requested techniques that were not applied, with the reason
+    precision: str  # in which the candidate computes
+    reference: str  # fp64, or the baseline if the model does not run in fp64
     steps: int
-    first: ParityRow | None  # the first that precision does not explain
+    first: ParityRow | None  # the first beyond its bound
     rows: list[ParityRow]
     notes: list[str] = field(default_factory=list)
-    not_judged: list[str] = field(default_factory=list)  # what a fault could hide in
-    culprits: list[str] = field(default_factory=list)  # smallest set that fails
-    alone: dict[str, str] = field(default_factory=dict)  # verdict of each technique by itself
+    not_judged: list[str] = field(default_factory=list)  # where a fault could go unnoticed
+    culprits: list[str] = field(default_factory=list)  # smallest failing set
+    alone: dict[str, str] = field(default_factory=dict)  # verdicts of single techniques
 
 
 class Distances:
-    """The differences of each tensor, step by step."""
+    """The differences of each tensor, by step."""
 
     def __init__(self) -> None:
         self.steps: dict[Key, list[Difference]] = {}
 
     def add(self, key: Key, ours: Tensor, theirs: Tensor, floor: float | None = None) -> None:
-        """One more step of that tensor; `floor` where one rounding is not of its own size."""
+        """Add a step of a tensor; `floor` overrides the error of a single rounding."""
         size = norm(torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs)))
         error = distance(ours, theirs)
         if floor is None:
             floor = ROUNDOFF.get(ours.dtype, 0.0) * size
         if error and not ours.is_floating_point():
-            error = math.inf  # a count has to be the same
+            error = math.inf  # integers have to be equal
         self.steps.setdefault(key, []).append(Difference(error, size, floor))
 
     def add_change(self, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
-        """How far a tensor went, against how far it should have gone, both from `start`."""
+        """Add the difference between two changes of a tensor, both from `start`."""
         if ours.shape != theirs.shape:
             return self.add(key, ours, theirs)
         before = start.double()
@@ -140,7 +140,7 @@ class Distances:
         return self.add(key, mine, right, floor=roundoff * (norm(before) + norm(right)))
 
     def scale(self) -> dict[ErrorKind, list[float]]:
-        """All tensors of a kind together, by step: their size, where one may be next to nothing."""
+        """Return the combined norm of all tensors of each kind, by step."""
         scales: dict[ErrorKind, list[float]] = {}
         for key, steps in self.steps.items():
             before = scales.get(key.kind, [0.0] * len(steps))
@@ -150,18 +150,18 @@ class Distances:
 
 
 class Tolerance:
-    """How far each tensor may be from the reference at any step, learned from plain runs.
+    """Bounds on each tensor's distance from the reference, learned from plain runs.
 
-    `worst` times the median over the steps, or `OFTEN` times what one step in ten is above, or what
-    there is at that step; and of each as far as is typical of all of its kind, since the error of a
-    few numbers is zero now and then.
+    The maximum of `worst` times the median over steps, `OFTEN` times the 90th percentile, and
+    `OFTEN` times the error at that step; and at least the median of all tensors of its kind, since
+    the error of small tensors is sometimes zero.
     """
 
     def __init__(self, plain: Distances, worst: float) -> None:
         scale = plain.scale()
-        self.shares: dict[Key, float] = {}  # of the scale of its kind
-        self.own: dict[Key, list[float]] = {}  # what there is at each step
-        typical: dict[ErrorKind, list[float]] = {}  # of the tensor's own size
+        self.shares: dict[Key, float] = {}  # relative to the scale of its kind
+        self.own: dict[Key, list[float]] = {}  # absolute, by step
+        typical: dict[ErrorKind, list[float]] = {}  # relative to the tensor's own norm
         for key, steps in plain.steps.items():
             parts = [_share(d.error, s) for d, s in zip(steps, scale[key.kind], strict=True)]
             self.shares[key] = max(worst * median(parts), OFTEN * _often(parts))
@@ -171,14 +171,14 @@ class Tolerance:
         self.typical = {kind: worst * median(values) for kind, values in typical.items()}
 
     def bounds(self, key: Key, steps: Sequence[Difference], scale: Sequence[float]) -> list[float]:
-        """Of the tensor at each step."""
+        """Return the tensor's bound at each step."""
         share, typical = self.shares.get(key, 0.0), self.typical.get(key.kind, 0.0)
         own = self.own.get(key, [0.0] * len(steps))
         each = zip(steps, scale, own, strict=True)
         return [max(share * s, typical * d.size, e) + d.floor for d, s, e in each]
 
     def widen(self, other: Tolerance) -> None:
-        """Allow what the other allows, too."""
+        """Raise the bounds to at least those of `other`."""
         for key, share in other.shares.items():
             self.shares[key] = max(self.shares.get(key, 0.0), share)
             pairs = zip(self.own.get(key, other.own[key]), other.own[key], strict=True)
@@ -188,7 +188,7 @@ class Tolerance:
 
 
 def judge(distances: Distances, tolerance: Tolerance) -> Iterator[ParityRow]:
-    """Each tensor, in the order of `ErrorKind`."""
+    """Yield a row for each tensor, in the order of `ErrorKind`."""
     scale = distances.scale()
     for key in sorted(distances.steps, key=lambda key: key.kind):
         steps = distances.steps[key]
@@ -212,13 +212,13 @@ def judge(distances: Distances, tolerance: Tolerance) -> Iterator[ParityRow]:
 def compare_steps(
     steps: list[StepRecord], truth: list[StepRecord], starts: list[Tensors]
 ) -> Distances:
-    """Loss, norm, gradients and what happened to the buffers, which were `starts` before."""
+    """Compare loss, norm, gradients, and the buffers' changes from `starts`."""
     distances = Distances()
     for ours, theirs, start in zip(steps, truth, starts, strict=True):
         distances.add(Key(ErrorKind.loss, "loss"), ours.loss, theirs.loss)
         distances.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
         names = theirs.gradients.keys() | ours.gradients.keys()
-        for name in names if ours.gradients else ():  # those inside one graph may be unknown
+        for name in names if ours.gradients else ():  # gradients inside one graph may be unknown
             known = [dense(one.gradients[name]) for one in (ours, theirs) if name in one.gradients]
             zero = torch.zeros_like(known[0])
             a, b = (dense(one.gradients.get(name, zero)) for one in (ours, theirs))
@@ -228,7 +228,7 @@ def compare_steps(
 
 
 def _compare_buffers(distances: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
-    """Change against change; of counts, and of buffers that are new or of another shape, values."""
+    """Compare changes; for integers, new or reshaped buffers, values."""
     for name, value in theirs.items():
         key, before = Key(ErrorKind.buffer, name), start.get(name)
         mine = ours.get(name, torch.zeros_like(value))
@@ -239,7 +239,7 @@ def _compare_buffers(distances: Distances, ours: Tensors, theirs: Tensors, start
 
 
 def compare_outputs(distances: Distances, ours: list[Any], truth: list[Any]) -> None:
-    """Floating-point outputs, one validation batch after another."""
+    """Compare floating-point outputs, by validation batch."""
     for batch in zip(ours, truth, strict=True):
         tensors = ([t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in batch)
         leaves = ([t for t in some if t.is_floating_point()] for some in tensors)
@@ -248,24 +248,24 @@ def compare_outputs(distances: Distances, ours: list[Any], truth: list[Any]) -> 
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are there and equal bit by bit, NaN included; the sign of zero aside."""
+    """Whether both exist and are bit-equal, NaN included; 0 and -0 count as equal."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and distance(a, b) == 0.0
 
 
 def norm(tensor: Tensor) -> float:
-    """The square root of the sum of squares, in fp64."""
+    """Return the 2-norm, computed in fp64."""
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same, with its zeros written out."""
+    """Convert a sparse tensor to dense."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference; Inf where only one of them is finite."""
+    """Return the norm of the difference; Inf if only one of two values is finite."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.double(), b.double()
@@ -278,7 +278,7 @@ def _share(error: float, size: float) -> float:
 
 
 def _often(values: list[float]) -> float:
-    """What one in ten is above; of a few values the largest."""
+    """Return the 90th percentile; of fewer than ten values the maximum."""
     if len(values) < 10 or not all(map(math.isfinite, values)):
         return max(values)
     return quantiles(values, n=10)[-1]

@@ -1,4 +1,4 @@
-"""Models that draw random numbers: switch that off, or compare the draws by their statistics."""
+"""Parity of models with random numbers: disable dropout, or compare statistics of draws."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from runner.training.run import Run
 from runner.training.step import forward_backward
 
 DRAWS = 96
-SIGMAS = 4.5  # a false alarm in 150,000 comparisons, were they normal
-FALSE_ALARMS = 1e-6  # of all tensors of a model together, were their statistics normal
-APART = 1000  # steps between the batch's own random numbers and those of the first draw
+SIGMAS = 4.5  # under normality, one false alarm in 150,000 comparisons
+FALSE_ALARMS = 1e-6  # probability over all tensors of a model, under normality
+APART = 1000  # step offset that separates the draws' seeds from the batch's own
 
 WHOLE = ("loss", "grad_norm", "energy", "projection")
-ENERGY, PROJECTION = "energy of ", "projection of "  # of one tensor
+ENERGY, PROJECTION = "energy of ", "projection of "  # prefixes of statistics of single tensors
 
 Draws = dict[str, list[float]]
-"""Statistics of one batch at the same weights, each over many draws of dropout."""
+"""Statistics of one batch at fixed weights, each over many draws of dropout."""
 
 
 def repeat_draws(run: Run, stretch: Stretch, silent: Tensors) -> Draws:
-    """Steps from the same weights on the same batch, each with its own random numbers.
+    """Repeat a step at fixed weights and batch, each time with other random numbers.
 
     `silent` are the gradients of that batch without dropout.
     """
@@ -48,7 +48,7 @@ def repeat_draws(run: Run, stretch: Stretch, silent: Tensors) -> Draws:
         run.progress.step += APART
         for _ in range(DRAWS):
             step = one_step(run, batch, [] if hidden else [capture])
-            run.progress.step += 1  # the generators are seeded by it
+            run.progress.step += 1  # it seeds the generators
             load(run.model, start)
             values = {"loss": step.loss.item(), "grad_norm": step.grad_norm.item()}  # waits
             for name, value in (values | _statistics(capture.gradients, silent)).items():
@@ -59,9 +59,9 @@ def repeat_draws(run: Run, stretch: Stretch, silent: Tensors) -> Draws:
 
 
 def _statistics(gradients: Tensors, silent: Tensors) -> dict[str, float]:
-    """Of gradients g: |g - g0|² / |g0|² and <g - g0, g0> / |g0|², g0 without dropout.
+    """Return |g - g0|² / |g0|² and <g - g0, g0> / |g0|² of gradients g; g0 without dropout.
 
-    Of all together and of each tensor; none of those that are hidden within one graph.
+    For all tensors together and each one; {} if the gradients are hidden in one graph.
     """
     if not gradients:
         return {}
@@ -79,7 +79,7 @@ def _statistics(gradients: Tensors, silent: Tensors) -> dict[str, float]:
 
 
 def compare_draws(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Iterator[ParityRow]:
-    """The mean and the spread of each statistic over many draws; `rounded` without dropout."""
+    """Compare mean and variance of each statistic; `rounded` has the rows without dropout."""
     rounding = {row.kind: row.bound for row in rounded}
     for name in (name for name in WHOLE if name in ours and name in theirs):
         a, b = _moments(ours[name]), _moments(theirs[name])
@@ -97,10 +97,10 @@ def compare_draws(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Itera
 
 
 def _compare_tensors(ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> Iterator[ParityRow]:
-    """The means of each tensor's gradient: all weights together hide a fault behind few of them.
+    """Compare the mean statistics of each tensor's gradient, since the total can hide a fault.
 
-    As many comparisons as there are tensors, so the limit is wider the more there are. None of a
-    tensor of which it is not known what rounding changes.
+    The limit grows with the number of tensors (multiple comparisons). Tensors without a known
+    rounding bound are skipped.
     """
     gradient = ErrorKind.gradient.name
     tensors = [row for row in rounded if row.kind == gradient and ENERGY + row.name in ours]
@@ -129,7 +129,7 @@ def _moments(values: list[float]) -> tuple[float, float]:
 
 
 def is_random(run: Run) -> bool:
-    """Whether the loss of a batch depends on the step that it is computed in."""
+    """Whether a batch's loss depends on the step number, which seeds the generators."""
     run.model.train()
     start, losses = run.progress.step, []
     try:
@@ -146,7 +146,7 @@ def is_random(run: Run) -> bool:
 
 
 def silence(model: nn.Module) -> int:
-    """Let no dropout drop anything, wherever a module keeps its probability; how many did."""
+    """Set all dropout probabilities to 0; returns how many were positive."""
     sites = 0
     for module in model.modules():
         names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []

@@ -1,4 +1,4 @@
-"""FLOPs: of a call, by torch's own counter, and the peak of a device, by its data sheet."""
+"""Count a call's FLOPs with torch's counter; look up or measure a device's peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SIZE, TRIES, SLOW_S = 2048, 5, 0.05
 
 
 def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
-    """Of matmul, convolution and attention in a call; a multiply-add is two.
+    """Count FLOPs of matmul, convolution and attention in a call; a multiply-add counts as two.
 
-    It runs eagerly, with attention written out in products: torch's counter sees neither inside a
-    compiled graph nor a CPU's flash attention.
+    Runs eagerly with attention as plain products, since torch's counter misses compiled graphs and
+    CPU flash attention.
     """
     with (
         torch.set_grad_enabled(grad),
@@ -36,15 +36,15 @@ def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Floating-point operations a second, in matrix products of one type."""
+    """A device's peak floating-point operations per second, in matrix products of one dtype."""
 
     flops_per_second: float
     dtype: str
     source: str
 
 
-# Dense products (half of what is printed "with sparsity"), accumulated in fp32, per device.
-# First the longer names: the first that is part of the device's name counts.
+# Dense products (half of the numbers "with sparsity"), accumulated in fp32. The first entry whose
+# name is part of the device's name applies, so longer names come first.
 SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     ("B200", {"16 bits": 2250 * T, "tf32": 1125 * T, "fp32": 75 * T}, "NVIDIA HGX B200"),
     ("H200 NVL", {"16 bits": 835 * T, "tf32": 417 * T, "fp32": 60 * T}, "NVIDIA H200"),
@@ -54,7 +54,7 @@ SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     ("H100", {"16 bits": 989 * T, "tf32": 494 * T, "fp32": 67 * T}, "NVIDIA H100"),
     ("A100", {"16 bits": 312 * T, "tf32": 156 * T, "fp32": 19.5 * T}, "NVIDIA A100"),
     ("A40", {"16 bits": 149.7 * T, "tf32": 74.8 * T, "fp32": 37.4 * T}, "NVIDIA A40"),
-    ("A10G", {}, ""),  # another chip than the A10, and no sheet says dense numbers
+    ("A10G", {}, ""),  # a different chip from the A10, without published dense numbers
     ("A10", {"16 bits": 125 * T, "tf32": 62.5 * T, "fp32": 31.2 * T}, "NVIDIA A10"),
     ("L40S", {"16 bits": 362 * T, "tf32": 183 * T, "fp32": 91.6 * T}, "NVIDIA L40S"),
     ("L40", {"16 bits": 181 * T, "tf32": 90.5 * T, "fp32": 90.5 * T}, "NVIDIA L40"),
@@ -68,10 +68,10 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> PeakFlops | None:
-    """The device's peak in products of `dtype`, or None where it is not known.
+    """Return the device's peak in products of `dtype`; None if unknown.
 
-    On a CPU it can be measured, once for each type and number of threads: about a second on a
-    quiet machine, and nothing to go by on a busy one.
+    On a CPU it is measured once per dtype and number of threads, in about a second; the result is
+    unreliable on a busy machine.
     """
     name = NAMES.get(dtype)
     if name is None:
@@ -89,9 +89,9 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
 
 @cache
 def _measure_peak(dtype: torch.dtype, threads: int) -> PeakFlops:
-    """The fastest of a few products: what nothing on this CPU gets beyond.
+    """Measure the fastest of several matrix products, as an upper bound for this CPU.
 
-    They grow until one is slow: a CPU without 16-bit units takes minutes for a large one.
+    Sizes grow until one is slow, since a CPU without 16-bit units would take minutes.
     """
     size, seconds, rate = 128, 0.0, 0.0
     while size < SIZE and seconds < SLOW_S:

@@ -1,4 +1,4 @@
-"""The precision that a run says it computes in, and how another run is made to compute in it."""
+"""The precision a run computes in, and how to make another run compute in it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ROUNDOFF = {
     torch.bfloat16: 2.0**-9,
     torch.float16: 2.0**-11,
 }
-"""Half the distance from 1 to the next number: what one rounding changes at most."""
+"""Unit roundoff: the largest relative change by one rounding."""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What a run's matrix products are rounded to, read from the switches that decide it."""
+    """The rounding of a run's matrix products, read from torch's switches."""
 
     autocast: torch.dtype | None
     products: str  # of fp32 matrices: highest | high (TF32) | medium (TF32, bf16 on some CPUs)
     convolutions_tf32: bool
-    weights: torch.dtype  # what forward and backward see of them
+    weights: torch.dtype  # as used in forward and backward
     loss_scale: float | None
 
     @property
     def name(self) -> str:
-        """As a person would say it."""
+        """The precision as text."""
         kinds = [_short(self.weights)]
         if self.autocast is not None:
             kinds.append(f"{_short(self.autocast)} products")
@@ -45,12 +45,12 @@ class Numerics:
         return ", ".join(kinds)
 
     def is_that_of(self, other: Numerics) -> bool:
-        """Whether both round alike; the loss scale rounds nothing."""
+        """Whether both round alike; the loss scale does not round."""
         return replace(self, loss_scale=None) == replace(other, loss_scale=None)
 
 
 def numerics(run: Run) -> Numerics:
-    """What `run` says it computes in."""
+    """Return the precision in which `run` computes."""
     with ExitStack() as stack:
         for context in run.contexts:
             stack.enter_context(context())
@@ -68,7 +68,7 @@ def numerics(run: Run) -> Numerics:
 
 @contextmanager
 def computing_in(wanted: Numerics, run: Run) -> Iterator[None]:
-    """Let a plain run round as `wanted` says, by torch's own switches and nothing else."""
+    """Make a plain run round as `wanted`, using only torch's own switches."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         torch.set_float32_matmul_precision(wanted.products)
@@ -85,7 +85,7 @@ def computing_in(wanted: Numerics, run: Run) -> Iterator[None]:
 
 
 def to_double(run: Run) -> None:
-    """Let a plain run compute in fp64: weights, buffers, optimizer state; batches are apart."""
+    """Convert weights, buffers and optimizer state to fp64; batches are not converted."""
     run.model.double()
     update = run.update
     update.buffers.saved = [double(saved) for saved in update.buffers.saved]
@@ -97,15 +97,15 @@ def to_double(run: Run) -> None:
 
 
 def double(value: Any) -> Any:
-    """Every number in a nest of tensors, in fp64; whole numbers stay."""
+    """Convert all floats in a nest of tensors to fp64."""
     return tree_map(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
 def nudge(model: nn.Module, seed: int) -> None:
     """Move every weight by one unit in the last place, up or down at random.
 
-    What follows differs from what would have been by rounding alone, so it shows how far one
-    rounding is carried. The idea is that of Monte Carlo arithmetic (Parker 1997).
+    Later differences are then due to rounding alone, and show how much one rounding is amplified
+    (Monte Carlo arithmetic, Parker 1997).
     """
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():

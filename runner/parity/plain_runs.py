@@ -1,7 +1,7 @@
-"""The plain runs of a parity check: the right numbers, and how far rounding moves them.
+"""The plain runs of a parity check: the correct numbers, and how much rounding changes them.
 
-What rounding does to this very model is measured: by how far the plain run at the same precision is
-from fp64 at the same steps.
+The effect of rounding is measured on the model itself: the distance from fp64 of the plain run at
+the same precision and steps.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from runner.parity.trajectory import Record, Stretch, choose_stretch, follow
 from runner.training.run import Run
 
 SAME_ROUNDING = 8.0
-"""Times the error of the plain run at the same reduced precision: the same roundings, differently
+"""Factor on the plain run's error at the same reduced precision: equal roundings, differently
 correlated."""
 OTHER_ORDER = 64.0
-"""Times the error in fp32, where the order of summation is all there is: n terms one after another
-are off by sqrt(n / log2 n) times what a tree of sums is (Higham 1993), 64 for n = 65,536."""
+"""Factor on the error in fp32, where only the order of summation differs: adding n terms in
+sequence has sqrt(n / log2 n) times the error of a tree (Higham 1993), 64 for n = 65,536."""
 INFERRED = 32 * ROUNDOFF[torch.float32]
-"""Of the largest gradient: what a moment's last bit makes of one that is inferred, at beta1=0.9."""
+"""Relative to the largest gradient: error of one inferred from a moment, at beta1=0.9."""
 
 
 @dataclass
 class PlainRecord:
-    """Plain runs at the steps of the trajectory, computed in one way."""
+    """Plain runs over the trajectory, in one configuration."""
 
     truth: Record
-    precise: bool  # in fp64
+    precise: bool  # computed in fp64
     own: Record  # at the baseline's precision
     tolerances: dict[Numerics, Tolerance]
 
 
 class PlainRuns:
-    """The baseline's steps, and their errors by precision; measured once for many candidates."""
+    """The baseline's steps and their errors by precision; measured once for many candidates."""
 
     def __init__(self, baseline: RunConfig, steps: int | None, given: Components | None) -> None:
         self.baseline, self.asked, self.given = quiet(baseline), steps, given
-        self.clip_norm: float | None = None  # in place of one that no gradient reaches
+        self.clip_norm: float | None = None  # replaces a limit that no gradient reaches
         self._measured: dict[tuple[bool, int | None], PlainRecord] = {}
         self._random: dict[bool, bool] = {}
 
@@ -67,15 +67,15 @@ class PlainRuns:
     def opened(
         self, config: RunConfig, silent: bool = False, choices: Mapping[str, Any] | None = None
     ) -> Iterator[Run]:
-        """A run, clipped as the baseline is; a `silent` one has no dropout."""
+        """Build a run with the baseline's clipping; `silent` disables dropout."""
         if self.clip_norm is not None:
-            config = copy(config)  # not checked again, as a plain run asks for nothing
+            config = copy(config)  # not validated again, as a plain run needs no technique
             config.stability = replace(config.stability, clip_norm=self.clip_norm)
         with opened(config, silent, fresh(self.given, choices)) as run:
             yield run
 
     def is_random(self, silent: bool) -> bool:
-        """Whether the baseline draws random numbers."""
+        """Whether the baseline's loss depends on random numbers; cached."""
         if silent not in self._random:
             with self.opened(self.baseline, silent) as run:
                 self._random[silent] = is_random(run)
@@ -83,18 +83,18 @@ class PlainRuns:
 
     @cached_property
     def chosen(self) -> tuple[Stretch, list[str]]:
-        """The steps that are compared, and what that leaves out."""
+        """The steps to compare, and what they omit."""
         with self.opened(self.baseline) as run:
             return choose_stretch(run, self.asked)
 
     @property
     def stretch(self) -> Stretch:
-        """The steps that are compared."""
+        """The steps to compare."""
         return self.chosen[0]
 
     @cached_property
     def path(self) -> Record:
-        """The steps of the baseline; some are clipped, where it has a norm to clip by."""
+        """The baseline's trajectory; if it has a clip norm, some of its steps are clipped."""
         record = self._follow_baseline()
         norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
         if limit is not None and 0 < max(norms) <= limit:
@@ -112,7 +112,7 @@ class PlainRuns:
         return record
 
     def follow(self, run: Run, **how: Any) -> Record:
-        """Let a run make the steps of the baseline, each from the same weights."""
+        """Make the baseline's steps with another run, each from the baseline's weights."""
         return follow(run, self.stretch, self.path, validation=self.validation, **how)
 
     def _follow_plain(
@@ -125,7 +125,7 @@ class PlainRuns:
             return self.follow(run, update=False, nudged=nudged)
 
     def distances(self, record: Record, truth: Record) -> Distances:
-        """Loss, norm, gradients, buffers and outputs of a record against another."""
+        """Compare losses, norms, gradients, buffers and outputs of two records."""
         buffers = [self.path.before(number).buffers for number in range(self.stretch.steps)]
         distances = compare_steps(record.steps, truth.steps, buffers)
         compare_outputs(distances, record.outputs, truth.outputs)
@@ -140,7 +140,7 @@ class PlainRuns:
                 steps[:] = [step._replace(floor=max(least, step.floor)) for step in steps]
 
     def measured(self, silent: bool, micro: int | None) -> PlainRecord:
-        """The plain runs without dropout (`silent`), or in micro-batches of a size."""
+        """Return the plain runs, without dropout if `silent`, for a micro-batch size; cached."""
         key = silent, micro
         if key not in self._measured:
             self._measured[key] = self._measure(silent, micro)
@@ -157,29 +157,29 @@ class PlainRuns:
             losses = errors.steps[Key(ErrorKind.loss, "loss")]
             apart = [step.error / step.size for step in losses if step.size]
             if apart and median(apart) > KINK:
-                truth = None  # there dropout draws other numbers in fp64
+                truth = None  # in fp64 dropout draws different numbers
         if truth is None:
             errors = self.distances(self._follow_plain(plain, silent, self.says, nudged=True), own)
         else:
             for ours, right in zip(own.steps, truth.steps, strict=True):
-                ours.gradients = {}  # not needed any more, and large
+                ours.gradients = {}  # large, and no longer needed
                 right.gradients = {n: g.float() for n, g in right.gradients.items()}
         tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
         return PlainRecord(truth or own, truth is not None, own, tolerances)
 
     def _truth(self, plain: RunConfig, silent: bool) -> Record | None:
-        """The plain run in fp64; None where the device or the model cannot compute in it."""
+        """Return the plain run in fp64; None if device or model do not support it."""
         with self.opened(plain, silent) as run:
             if run.device.kind == "mps":
                 return None
             to_double(run)
             try:
                 return self.follow(run, update=False, in_double=True)
-            except (RunnerError, RuntimeError, TypeError, ValueError):  # a type is in the model
+            except (RunnerError, RuntimeError, TypeError, ValueError):  # the model fixes a dtype
                 return None
 
     def tolerance(self, silent: bool, micro: int | None, wanted: Numerics) -> Tolerance:
-        """How far from the truth rounding may bring a run that computes in `wanted`."""
+        """Return how far rounding may move a run that computes in `wanted`."""
         plain = self.measured(silent, micro)
         for known, tolerance in plain.tolerances.items():
             if known.is_that_of(wanted):

@@ -1,7 +1,7 @@
-"""A parity check: the steps of a candidate, compared with those of the plain run.
+"""A parity check: compare a candidate's steps with those of the plain run.
 
-A candidate may be so many times as far from fp64 as rounding brings the plain run at the same
-precision (`plain_runs.py`); its update is compared apart, fed with its own gradients.
+A candidate may deviate from fp64 by a factor times the plain run's error at the same precision
+(`plain_runs.py`); its updates are compared separately, from its own gradients.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from runner.parity.plain_runs import SAME_ROUNDING, PlainRuns
 from runner.parity.trajectory import Record, updates
 from runner.training.run import Run
 
-AGAIN = 2  # further seeds with which a small failure has to repeat
-COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a sentence
+AGAIN = 2  # additional seeds with which a small failure has to repeat
+COARSE = 0.1  # relative bound above which undetectable faults are mentioned
 # what other draws change
 DRAWN = (ErrorKind.loss, ErrorKind.grad_norm, ErrorKind.gradient, ErrorKind.buffer)
-PRECISION = ("tf32", "amp")  # techniques that are there to round more
+PRECISION = ("tf32", "amp")  # techniques that reduce precision on purpose
 
 
 @dataclass
 class _Candidate:
-    """What a candidate computed, and how."""
+    """A candidate's record and settings."""
 
     record: Record
     says: Numerics
     techniques: list[str]
     refused: dict[str, str]
     micro_batch: int
-    batch_norm: bool  # a sample depends on the others of its micro-batch
+    batch_norm: bool  # samples of a micro-batch affect each other
 
     @property
     def updates_known(self) -> bool:
-        """Whether there are gradients to update with, of every step."""
+        """Whether the gradients of every step are known, to check its updates."""
         return not self.record.gradients_hidden or all(s.gradients for s in self.record.steps)
 
 
 class ParityReference:
-    """Judges candidates against a baseline, whose numbers are measured once for many of them."""
+    """Judges candidates against a baseline that is measured only once."""
 
     def __init__(
         self, baseline: RunConfig, steps: int | None = None, given: Components | None = None
@@ -69,13 +69,13 @@ class ParityReference:
         self.plain = PlainRuns(baseline, steps, given)
         self.baseline = self.plain.baseline
         self.choices: Mapping[str, Any] = {}
-        self._others: dict[int, ParityReference] = {}  # by seed, where one candidate needed them
+        self._others: dict[int, ParityReference] = {}  # by seed, created on demand
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
-        """The verdict on one candidate; `choices` are those that a run of it had made.
+        """Return the verdict on a candidate; `choices` are those of an earlier run of it.
 
-        A small failure of gradients has to repeat with other seeds: where one rounding carries an
-        activation over its kink, two right computations part; a wrong one is wrong every time.
+        A small failure of gradients has to repeat with other seeds: rounding can push an activation
+        over its kink in one of two correct computations, whereas a real fault repeats.
         """
         result = self.judge_once(config, choices)
         off = _by_a_kink(result)
@@ -91,13 +91,13 @@ class ParityReference:
         return result
 
     def judge_once(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
-        """The same by the run's own seed alone. One of reduced precision is also run without it."""
+        """Judge with the run's own seed only; reduced precision is also judged without it."""
         self.choices = choices or {}
         result = self._judge(config)
         rest = [name for name in result.techniques if name not in PRECISION]
         if result.verdict is not Agreement.explained or rest in ([], result.techniques):
             return result
-        # a slip smaller than 16-bit rounding shows once that is away
+        # faults smaller than 16-bit rounding only show without it
         precise = self._judge(only(config, rest))
         if precise.verdict is not Agreement.fail:
             note = f"passes in {precise.precision}, too"
@@ -126,12 +126,12 @@ class ParityReference:
     def _judge_without_dropout(
         self, config: RunConfig, micro: int | None, candidate: _Candidate, result: Parity
     ) -> Parity:
-        """The arithmetic with dropout off in both; then dropout by itself."""
+        """Judge the arithmetic with dropout off in both, then dropout itself."""
         certain = [r for r in result.rows if not r.within and ErrorKind[r.kind] not in DRAWN]
         if certain:
             return replace(result, first=min(certain, key=_when))
         silent = self._compare(self._run_candidate(config, silent=True), True, micro)
-        if self.plain.is_random(True):  # not by dropout
+        if self.plain.is_random(True):  # random numbers that are not dropout's
             return self._judge_draws(config, micro, replace(result, rows=[]), False)
         if silent.verdict is Agreement.fail:
             return silent
@@ -146,7 +146,7 @@ class ParityReference:
     def _judge_draws(
         self, config: RunConfig, micro: int | None, result: Parity, silent: bool
     ) -> Parity:
-        """All random numbers together, by the statistics of what they do to one step."""
+        """Judge all random numbers together, by statistics of their effect on one step."""
         anchor = self.plain.measured(silent, micro).truth.steps[0].gradients
         with self.plain.opened(quiet(config), choices=self.choices) as run:
             theirs = repeat_draws(run, self.plain.stretch, anchor)
@@ -165,8 +165,8 @@ class ParityReference:
         )
 
     def _run_candidate(self, config: RunConfig, silent: bool = False) -> _Candidate:
-        """Follow the candidate; closed before anything else runs, so that no switch of it stays."""
-        _ = self.plain.path  # measured before
+        """Run the candidate; it is closed before any other run, to reset global switches."""
+        _ = self.plain.path  # measured first
         with eager_draws(), self.plain.opened(quiet(config), silent, self.choices) as run:
             batch_norm = nn.modules.batchnorm._BatchNorm
             return _Candidate(
@@ -179,7 +179,7 @@ class ParityReference:
             )
 
     def _cuts(self, candidate: _Candidate) -> bool:
-        """Whether the candidate's micro-batches are not the baseline's."""
+        """Whether the candidate's micro-batch size differs from the baseline's."""
         training = self.baseline.training
         usual = largest_part(training.batch_size, training.micro_batch or training.batch_size)
         return candidate.micro_batch != usual
@@ -221,7 +221,7 @@ class ParityReference:
             yield f"{off}, as by an activation's kink"
 
     def _compare_start(self, candidate: _Candidate, distances: Distances) -> None:
-        """The first weights and buffers: those of the baseline, to the bit."""
+        """Compare the initial weights and buffers, which must be bit-equal to the baseline's."""
         ours, theirs = candidate.record.start, self.plain.path.start
         pairs = (ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)
         for mine, right in pairs:
@@ -230,9 +230,9 @@ class ParityReference:
                     distances.add(Key(ErrorKind.parameter, name), mine[name], value, floor=0.0)
 
     def _compare_updates(self, candidate: _Candidate) -> tuple[list[ParityRow], bool]:
-        """The changes of weights and averages next to those of plain updates with its gradients.
+        """Compare changes of weights and averages with plain updates from the same gradients.
 
-        And whether they are bit-equal.
+        Also returns whether they are bit-equal.
         """
         if not candidate.updates_known:
             return [], False
@@ -264,7 +264,7 @@ class ParityReference:
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
-    """The same config with another seed; not checked again, the plain one asks for nothing."""
+    """Return the config with another seed, without validating it again."""
     other = copy(config)
     other.seed = seed
     return other
@@ -284,7 +284,7 @@ def _equal_steps(record: Record, own: Record) -> bool:
 
 
 def _by_a_kink(result: Parity) -> ParityRow | None:
-    """The failure, where one rounding could have made it."""
+    """Return the failure, if rounding at a kink could explain it."""
     first = result.first
     if result.verdict is not Agreement.fail or first is None:
         return None
@@ -293,13 +293,13 @@ def _by_a_kink(result: Parity) -> ParityRow | None:
 
 
 def _when(row: ParityRow) -> tuple[bool, int, int]:
-    """Sorts by the time of what was computed."""
+    """Sort key: the order in which the values are computed."""
     kind = ErrorKind[row.kind]
     return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
 
 
 def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:
-    """What a fault could hide in, of this very candidate."""
+    """Yield where a fault could go unnoticed for this candidate."""
     gradient = ErrorKind.gradient.name
     coarse = max((row.bound for row in rows if row.kind == gradient), default=0.0)
     if coarse > COARSE:
@@ -317,10 +317,10 @@ def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:
 def check_parity(
     config: RunConfig, baseline: RunConfig, steps: int | None = None, attribute: bool = False
 ) -> Parity:
-    """Hold the run of `config` against that of `baseline`, each step from the same weights.
+    """Compare the run of `config` with that of `baseline`, each step from equal weights.
 
-    `STEPS` steps, or as many as are affordable with a large model; the verdict of
-    `ParityReference.judge`. With `attribute` a failure is traced to the technique that causes it.
+    `STEPS` steps, or fewer for a large model. `attribute` traces a failure to the techniques that
+    cause it.
     """
     reference = ParityReference(baseline, steps)
     result = reference.judge(config)
@@ -330,7 +330,7 @@ def check_parity(
 
 
 def _find_culprits(reference: ParityReference, config: RunConfig, result: Parity) -> Parity:
-    """Name what fails alone; if nothing does, shrink the set for as long as it fails."""
+    """Find the techniques that fail alone; if none does, shrink the failing set."""
     names = result.techniques
     if len(names) == 1:
         return replace(result, culprits=names)

@@ -1,7 +1,7 @@
-"""Steps of a run as they are recorded: losses, gradients, updates, buffers, evaluation.
+"""Record a run's steps: losses, gradients, updates, buffers, evaluation outputs.
 
-Before each step every run gets the weights and buffers that the plain run had there, so that no
-difference grows and a tolerance is that of one step.
+Before each step every run gets the plain run's weights and buffers, so that differences do not
+accumulate and tolerances apply to single steps.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.step import forward_backward, make_step
 
-OVERFLOWS = 20  # in a row, while a loss scale settles; 65536 halved as often is 0.06
-OUTPUTS = 2**24  # numbers of evaluation outputs to keep; then no further validation batch …
-BATCHES = 8  # … and no more of them than this
+OVERFLOWS = 20  # consecutive overflows while a loss scale settles; 65536 / 2**20 = 0.06
+OUTPUTS = 2**24  # evaluation outputs to keep; no further validation batch beyond this …
+BATCHES = 8  # … or beyond this many batches
 
 Tensors = dict[str, Tensor]
-"""By the name of the parameter or buffer; on the host, in the type they were computed in."""
+"""By parameter or buffer name; on the host, in the dtype of computation."""
 
 
 @dataclass
 class TrajectoryState:
-    """What a step starts from, beside the optimizer's state."""
+    """The state before a step, without the optimizer's."""
 
     parameters: Tensors
     buffers: Tensors
@@ -44,11 +44,11 @@ class TrajectoryState:
 
 @dataclass
 class StepRecord:
-    """What one step computed."""
+    """The results of one step."""
 
     loss: Tensor
     grad_norm: Tensor
-    gradients: Tensors  # before clipping, without the loss scale
+    gradients: Tensors  # before clipping, divided by the loss scale
     after: TrajectoryState
 
 
@@ -58,16 +58,16 @@ class Record:
 
     start: TrajectoryState
     steps: list[StepRecord]
-    outputs: list[Any]  # of some validation batches, as the model returns them
-    gradients_hidden: bool = False  # in one graph: inferred from the optimizer's moments
+    outputs: list[Any]  # of validation batches, as the model returns them
+    gradients_hidden: bool = False  # inside one graph, so inferred from the optimizer's moments
 
     def before(self, step: int) -> TrajectoryState:
-        """The state that step number `step` (0 is the first) starts from."""
+        """Return the state before step `step`, 0-based."""
         return self.steps[step - 1].after if step else self.start
 
 
 def place(run: Run, stretch: Stretch) -> None:
-    """Let the next step be the first of the stretch. A resumed run continues from where it is."""
+    """Move a fresh run to the first step of the stretch; a resumed run stays where it is."""
     if run.progress.step == 0:
         run.progress.step = stretch.batch
         run.update.updates.fill_(stretch.update)
@@ -83,10 +83,10 @@ def follow(
     nudged: bool = False,
     validation: int | None = None,
 ) -> Record:
-    """Make the steps of `stretch`, each from where `path` is; without one from where the last led.
+    """Make the steps of `stretch`, each from the state in `path`, or without it in sequence.
 
-    Without `update` there is forward and backward only. `nudged` weights are moved by a unit in
-    the last place first. Evaluates the last weights on so many batches of `validation`.
+    With `update=False` only forward and backward; `nudged` first moves weights by one unit in the
+    last place. Then evaluates the last weights on `validation` batches.
     """
     place(run, stretch)
     run.model.train()
@@ -113,7 +113,7 @@ def follow(
 
 
 def one_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
-    """A step, made again for as long as a loss scale is still too large: that changes nothing."""
+    """Make a step, repeated while the loss scale is too large; overflows change nothing."""
     for _ in range(OVERFLOWS):
         step = make_step(run, batch, hooks or [])[0]
         if run.update.scale is None or not step.skipped.item():  # waits for the device
@@ -122,25 +122,25 @@ def one_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
 
 
 class TrajectoryCapture(Hook):
-    """Copies the gradients before the update may clip them in place."""
+    """Copies the gradients before clipping modifies them in place."""
 
     def __init__(self) -> None:
         self.gradients: Tensors = {}
 
     def on_gradients(self, run: Run, step: Step) -> None:
-        """Copy them to the host, without the loss scale."""
+        """Copy the gradients to the host, divided by the loss scale."""
         self.gradients = gradients_of(run)
 
 
 def gradients_of(run: Run) -> Tensors:
-    """Copies on the host; parameters that got none are left out."""
+    """Return host copies of all existing gradients, divided by the loss scale."""
     scale = 1.0 if run.update.scale is None else run.update.scale.value
     parameters = run.model.named_parameters()
     return {name: _copy(p.grad / scale) for name, p in parameters if p.grad is not None}
 
 
 def snapshot(run: Run) -> TrajectoryState:
-    """Copies of parameters, buffers and average on the host; waits for the device."""
+    """Return host copies of parameters, buffers and average; synchronises."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     averages = zip(run.update.parameters, run.update.average, strict=False)
     return TrajectoryState(
@@ -152,12 +152,12 @@ def snapshot(run: Run) -> TrajectoryState:
 
 @torch.no_grad()
 def load(model: nn.Module, state: TrajectoryState, averaged: Run | None = None) -> None:
-    """Copy parameters and buffers into the model in place, and the average into that run's."""
+    """Copy parameters and buffers into the model, and the average into `averaged`."""
     for name, parameter in model.named_parameters():
         parameter.copy_(state.parameters[name])
     for name, buffer in model.named_buffers():
         value = state.buffers.get(name)
-        # a buffer that is an expanded view takes no copy, and needs none
+        # an expanded view cannot be copied into, and need not be
         if value is not None and value.shape == buffer.shape:
             if not torch.equal(buffer, value.to(buffer)):
                 buffer.copy_(value)
@@ -168,7 +168,7 @@ def load(model: nn.Module, state: TrajectoryState, averaged: Run | None = None) 
 
 
 def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
-    """A real step. Gradients inside one graph are inferred from the optimizer's moments."""
+    """Make a full step; gradients inside one graph are inferred from the optimizer's moments."""
     capture = TrajectoryCapture()
     hidden = run.whole is not None and run.whole.takes(batch)
     before = _moments(run) if hidden else {}
@@ -179,7 +179,7 @@ def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
 
 
 def _backward(run: Run, batch: Batch) -> StepRecord:
-    """Forward and backward; the gradients are those of a loss scale that fits."""
+    """Run forward and backward, lowering the loss scale until the gradients are finite."""
     for _ in range(OVERFLOWS):
         step = forward_backward(run, batch)
         if run.update.scale is None or step.grad_norm.isfinite():  # waits for the device
@@ -194,7 +194,7 @@ def _backward(run: Run, batch: Batch) -> StepRecord:
 
 
 def _moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
-    """Each parameter before a step, and its first moment, or zeros where there is none."""
+    """Return copies of each parameter and its first moment (zeros if there is none)."""
     return {p: (p.detach().clone(), _moment(run, p).clone()) for p in run.update.parameters}
 
 
@@ -205,11 +205,11 @@ def _moment(run: Run, parameter: Tensor) -> Tensor:
 
 
 def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]]) -> Tensors:
-    """The gradients of a step, from how it changed the optimizer's first moment.
+    """Infer a step's gradients from the change of the optimizer's first moment.
 
-    Adam's is beta1 * m + (1 - beta1) * g, SGD's is momentum * m + (1 - dampening) * g, with g
-    after clipping, which the norm undoes. Coupled weight decay is in g. None where there is no
-    moment, or clipping by anything but one norm, which cannot be undone.
+    Adam's is beta1 * m + (1 - beta1) * g, SGD's is momentum * m + (1 - dampening) * g, with clipped
+    g; the norm undoes the clipping, and coupled weight decay is subtracted. {} without a moment, or
+    if clipping is not by a single norm.
     """
     update, groups = run.update, run.update.optimizer.param_groups
     if update.clip is not None or not all(g.get("betas") or g.get("momentum") for g in groups):
@@ -236,7 +236,7 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
 
 
 def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
-    """Outputs of so many validation batches in evaluation mode; None: until they are many."""
+    """Return evaluation outputs of `batches` validation batches; None: up to the size limits."""
     outputs: list[Any] = []
     every, forward = run.validation.batches, run.forward
 
@@ -263,9 +263,9 @@ def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
 
 
 def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[TrajectoryState]:
-    """The state after each step by the run's own update, of the gradients that `fed` has.
+    """Yield the state after each update by `run`, with the gradients of `fed`.
 
-    There is no forward and no backward, so the update is all that can differ.
+    Without forward and backward, only the update can differ.
     """
     place(run, stretch)
     run.model.train()
@@ -282,22 +282,22 @@ def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[T
 
 
 def _copy(value: Tensor) -> Tensor:
-    """A copy on the host; waits for the device."""
+    """Return a host copy; synchronises."""
     return value.detach().to("cpu", copy=True)
 
 
-# -- which steps are compared: how many, with which learning rates and batches ---------------------
+# -- choice of the steps to compare: number, learning rates, batches -------------------------------
 
 STEPS = 40
-LEAST = 6  # however large the model is
-WEIGHTS = 2**26  # times steps; the host holds four numbers for each, which makes 1 GB
-FLOPS = {"cpu": 2e11}  # of all steps together, a few seconds for each run that makes them
+LEAST = 6  # minimum steps, however large the model
+WEIGHTS = 2**26  # times steps; four numbers per weight and step on the host: 1 GB
+FLOPS = {"cpu": 2e11}  # of all steps together; a few seconds per run
 FLOPS_ELSEWHERE = 2e13
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Which steps are compared: their batches and learning rates, counted from 0."""
+    """The steps to compare: first batch and update, 0-based, and their number."""
 
     batch: int
     update: int
@@ -305,9 +305,9 @@ class Stretch:
 
 
 def choose_stretch(run: Run, asked: int | None) -> tuple[Stretch, list[str]]:
-    """Past the warm-up, where the schedule changes most, around an epoch's smaller last batch.
+    """Choose steps after warm-up where the rate changes most, around an epoch's last batch.
 
-    And what that leaves out. A resumed run continues from where it is.
+    Also returns what they omit. A resumed run continues from its step.
     """
     per_epoch, reason = run.train.steps_per_epoch, ""
     steps = asked or affordable(run)
@@ -316,7 +316,7 @@ def choose_stretch(run: Run, asked: int | None) -> tuple[Stretch, list[str]]:
         reason = f": {weights:,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
     update = 0 if run.progress.step else first_update(run.update.factors, steps)
     batch = update
-    if per_epoch > steps:  # else every stretch has the end of an epoch in it
+    if per_epoch > steps:  # else every stretch contains the end of an epoch
         batch += (per_epoch - 1 - steps // 2 - update) % per_epoch
     left_out = [f"what begins after {steps} steps{reason}"]
     if update:
@@ -325,7 +325,7 @@ def choose_stretch(run: Run, asked: int | None) -> tuple[Stretch, list[str]]:
 
 
 def first_update(factors: Sequence[float], steps: int) -> int:
-    """Of those after the warm-up, the first of the `steps` between which the rate changes most."""
+    """Return the start of the `steps` updates after warm-up between which the rate changes most."""
     peak = factors.index(max(factors))
     starts = range(peak, max(peak, len(factors) - steps) + 1)
     last = len(factors) - 1
@@ -333,7 +333,7 @@ def first_update(factors: Sequence[float], steps: int) -> int:
 
 
 def affordable(run: Run) -> int:
-    """How many steps to make: `STEPS`, or fewer of a large model."""
+    """Return the number of steps to make: `STEPS`, or fewer for a large model."""
     weights = sum(parameter.numel() for parameter in run.model.parameters())
     most = FLOPS.get(run.device.kind, FLOPS_ELSEWHERE)
     by_work = int(most / max(step_flops(run), 1))
@@ -341,13 +341,13 @@ def affordable(run: Run) -> int:
 
 
 def step_flops(run: Run) -> float:
-    """Of forward and backward of a batch; the backward computes twice as much as the forward."""
+    """Return FLOPs of forward and backward of a batch; backward counts twice the forward."""
     inputs, target = run.train.at(run.progress.step)
     part = rows(inputs, slice(0, 1))
     counted = 0
-    # not of a model that knows its batch size
+    # fails for a model with a fixed batch size
     with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
-        with modes.evaluation_mode(run.model):  # leaves statistics alone, and takes a single sample
+        with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
             counted = call_flops(lambda: call(run.forward, part), grad=False)
     weights = sum(parameter.numel() for parameter in run.model.parameters())
     return 3.0 * count(target) * max(counted, 2 * weights)

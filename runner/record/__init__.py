@@ -1,1 +1,1 @@
-"""What is written down of a run: rows of metrics, TensorBoard's files, pictures, log, origin."""
+"""The record of a run: metrics, TensorBoard files, plots, log, provenance."""

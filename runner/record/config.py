@@ -1,4 +1,4 @@
-"""What can be asked of the record: the `monitoring` group."""
+"""The `monitoring` config group: what is recorded and displayed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SINKS = ("mlflow", "wandb")
 
 @dataclass
 class MonitoringConfig:
-    """What is written down and shown while the run continues."""
+    """What is recorded and displayed during a run."""
 
     every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
     # seconds between readings of CPU, memory and disk

@@ -1,4 +1,4 @@
-"""What the program prints while it works: log lines on stderr and in the run's folder."""
+"""Console output during a run: log lines on stderr and in the run's folder."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 LOG = "run.log"
-NOTEBOOK = "JPY_PARENT_PID"  # a kernel of Jupyter's sets it: its cells take colours, not movements
-UNFOLDED = 100_000  # columns of what has no width
+NOTEBOOK = "JPY_PARENT_PID"  # set by Jupyter kernels: colours, but no cursor control
+UNFOLDED = 100_000  # columns, for output of unlimited width
 FILE_LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 class Screen(Console):
-    """The only console here: no text that it prints is markup, or has codes for the terminal.
+    """The program's only console; it escapes markup and control characters in all text.
 
-    A reader that has gone is an OSError, not the end of the process.
+    A closed pipe raises OSError instead of exiting the process.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A cell, a heading, a title or a caption: one line."""
+        """Render a cell, heading, title or caption on one line."""
         return super().render_str(escape_control_chars(text), **options)
 
     def render_lines(self, renderable: RenderableType, *args: Any, **options: Any) -> Any:
-        """A cell that is a Text with styles: one line, too."""
+        """Render a cell; a Text is put on one line."""
         if isinstance(renderable, Text) and CONTROL.search(renderable.plain):
             renderable = Text(escape_control_chars(renderable.plain), renderable.style)
         return super().render_lines(renderable, *args, **options)
@@ -50,26 +50,26 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape control characters in everything else that is printed."""
+        """Escape control characters in all other output."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else escape_lines(segment.text)
             yield segment if text is segment.text else Segment(text, segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Leave it to the caller; rich would exit here."""
+        """Raise instead of exiting, as Rich does."""
         raise BrokenPipeError("the reader of this output has gone")
 
 
 def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> None:
-    """Print a result, in a pipe without blanks at the ends of lines, and folded only if `fold`.
+    """Print to stdout, without trailing blanks; in a pipe, lines are folded only if `fold`.
 
-    A reader that has read enough (`| head`), or a full disk behind it, is no error.
+    A closed pipe (`| head`) or a full disk is not an error.
     """
     screen = Screen()
     if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
         screen.width = UNFOLDED
     try:
-        with screen.capture() as printed:  # which flushes the stream, too
+        with screen.capture() as printed:  # which also flushes the stream
             for part in parts:
                 screen.print(part, **options)
         lines = printed.get().split("\n")
@@ -84,26 +84,26 @@ def _console(stream: object) -> Screen:
 
 
 def console() -> Screen:
-    """The console on stderr; a live display and log lines share it, so neither tears the other."""
-    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # behind a live display's own
-    return _console(stream)  # a new one when the stream was replaced
+    """Return the console on stderr, shared by live display and log lines so that neither breaks."""
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # unwraps a live display
+    return _console(stream)  # a new one if stderr was replaced
 
 
 def takes_live_display(screen: Screen) -> bool:
-    """Whether it is a terminal on which lines can be drawn anew; a notebook's `!` is none."""
+    """Whether it is a terminal that can redraw lines; a notebook's `!` command is not."""
     return screen.is_terminal and not screen.is_dumb_terminal and NOTEBOOK not in os.environ
 
 
 def plain_text(value: object, style: str = "") -> Text:
-    """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
+    """Return one line of Text, without Rich markup or control characters.
 
-    A bare `str` in a table of rich's is markup, in which `[red]` vanishes and `[link=…]` is a link.
+    A bare `str` in a Rich table is parsed as markup: `[red]` vanishes, `[link=…]` becomes a link.
     """
     return Text(escape_control_chars(str(value)), style)
 
 
 def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Table:
-    """Names and values side by side; the third of each row is the style of its value."""
+    """Return a two-column table of names and values; rows are (name, value, style)."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=width, max_width=32, overflow="fold")
     table.add_column(overflow="fold")
@@ -114,10 +114,10 @@ def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Tab
 
 
 def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None:
-    """Log from here on at `level` to stderr, and to `run.log` in `folder` if there is one.
+    """Set up logging at `level` to stderr, and to `run.log` in `folder` if given.
 
-    Replaces what an earlier call set up, and what a config did to our own loggers. Other libraries'
-    debug messages stay out; a warning that repeats but for its numbers is logged once.
+    Replaces an earlier setup and any configuration of our loggers. Debug messages of other
+    libraries are dropped; a warning that differs only in numbers is logged once.
     """
     close_logging()
     _reset_loggers()
@@ -136,7 +136,7 @@ def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None
 
 
 def _reset_loggers() -> None:
-    """Let all records of our loggers, and Python's warnings, through to the root's handlers."""
+    """Reset our loggers and `py.warnings` so that all records reach the root's handlers."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] == "runner" or name == "py.warnings":
             logger = logging.getLogger(name)
@@ -159,8 +159,8 @@ def close_logging() -> None:
 
 
 class _RecordFactory:
-    """Makes log records of which every handler, also another library's, has the text that ours
-    have: no value of the environment, no codes for a terminal, and no error to quote them from.
+    """Creates log records that are safe for every handler, including other libraries':
+    secrets and control characters are replaced, and exceptions are kept only as such text.
     """
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
@@ -170,7 +170,7 @@ class _RecordFactory:
         record = self.make(*args, **kwargs)
         record.msg, error = _message(record), record.exc_info
         record.args, record.exc_info = (), None
-        if error and error[0] is not None:  # what formatters write below the message
+        if error and error[0] is not None:  # formatters append it to the message
             record.exc_text = _behind_bars(logging.Formatter().formatException(error))
         if record.stack_info is not None:
             record.stack_info = _behind_bars(record.stack_info)
@@ -178,7 +178,7 @@ class _RecordFactory:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The message on one line."""
+    """Return the message on one line, masked."""
     try:
         message = record.getMessage()
     except Exception as error:  # a log call with wrong arguments must not end the run
@@ -193,7 +193,7 @@ def _behind_bars(text: str) -> str:
 
 
 class _Repeats(logging.Filter):
-    """Lets a warning through once."""
+    """Passes each warning once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class _Repeats(logging.Filter):
 
 
 class _ConsoleLog(logging.Handler):
-    """Coloured on a terminal, plain elsewhere; silent for good once its reader has gone."""
+    """Logs to stderr, in colour on a terminal; disables itself once the stream is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _ConsoleLog(logging.Handler):
         self.gone = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.gone or getattr(record, "live", False):  # a live display shows such a line already
+        if self.gone or getattr(record, "live", False):  # the live display shows it
             return
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -230,7 +230,7 @@ class _ConsoleLog(logging.Handler):
 
 
 class _FileLog(logging.StreamHandler[TextIO]):
-    """`run.log`, every line with its full time; silent for good once the disk is full."""
+    """Logs to `run.log` with full timestamps; disables itself after the first write error."""
 
     def __init__(self, path: Path) -> None:
         if path.is_symlink():
@@ -247,6 +247,6 @@ class _FileLog(logging.StreamHandler[TextIO]):
     def close(self) -> None:
         try:
             self.stream.close()
-        except OSError:  # what was buffered is lost; the run continues
+        except OSError:  # buffered lines are lost; the run continues
             pass
         super().close()

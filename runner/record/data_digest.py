@@ -1,4 +1,4 @@
-"""A digest of the files that a run reads, by which other data are noticed later."""
+"""A digest of the files that a run reads, to detect later changes of the data."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-LARGEST = 2**26  # bytes in all that are read to the end
-BLOCKS, BLOCK = 1024, 2**14  # of more bytes so many blocks are read, at even distances
+LARGEST = 2**26  # total bytes up to which all are read
+BLOCKS, BLOCK = 1024, 2**14  # of larger data: this many blocks, evenly spaced
 
 
 def digest_files(paths: Iterable[str]) -> dict[str, Any]:
-    """sha256 over the names, sizes and bytes of all files in `paths`; `of` says which bytes.
+    """Return sha256 over the names, sizes and bytes of all files in `paths`.
 
-    Raises OSError.
+    `of` says which bytes were hashed. Raises OSError.
     """
     files = [file for path in paths for file in _files(Path(path).expanduser())]
     sizes = [file.stat().st_size for _, file in files]
@@ -39,7 +39,7 @@ def digest_files(paths: Iterable[str]) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """A file by its name, or those of a folder by their names in it."""
+    """Return (name, path) of a file, or of all files in a folder by relative name."""
     if path.is_file():
         return [(path.name, path)]
     inside = (file for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""What went wrong in a run, and what was done about it: `debug/history.json`."""
+"""Faults of a run and the actions taken: `debug/history.json`."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ from runner.record.text import shorten
 log = logging.getLogger("runner")
 
 FILE = "debug/history.json"
-LONGEST = 500  # different faults; what comes after is only counted
-STEPS = 20  # of one fault, that are named
+LONGEST = 500  # distinct faults; later ones are only counted
+STEPS = 20  # per fault, that are stored
 SHOWN_STEPS = 4  # of a fault, in a report
 LONGEST_MESSAGE = 90  # characters, in a report
 SHOWN_ACTIONS = 3  # of a kind of fault, in a report
-CAUSES = 256  # steps of which a cause is kept
+CAUSES = 256  # steps for which a cause is stored
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-# the digits of a name, such as `blocks.3.norm1`, are no number
+# digits within a name, such as `blocks.3.norm1`, do not match
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
 
 
 def normalize_message(text: str) -> str:
-    """What two messages share that differ in their numbers only."""
+    """Replace numbers in a message by `#`, so that repeats compare equal."""
     return NUMBER.sub("#", text)
 
 
 @dataclass
 class Fault:
-    """One thing that went wrong, as often as it did."""
+    """A distinct fault, with its steps and count."""
 
     kind: str  # non_finite | spike | weights | buffers | out_of_memory | leak | slow | …
     category: str  # numerics | memory | data | performance | resources | compile | storage
     severity: str  # info | warning | error
     message: str
-    action: str  # what was done about it
-    steps: list[int] = field(default_factory=list)  # the first twenty
+    action: str  # taken in response
+    steps: list[int] = field(default_factory=list)  # the first STEPS
     last_step: int = 0
     count: int = 0
-    traceback: str = ""  # of the first
-    capture: str = ""  # folder for job=replay, relative to the run's
+    traceback: str = ""  # of the first occurrence
+    capture: str = ""  # capture folder for job=replay, relative to the run's
 
 
 class History:
-    """Every fault of a run. One that repeats, but for its numbers, is counted and logged once."""
+    """All faults of a run. Repeats that differ only in numbers are counted and logged once."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.faults: dict[tuple[str, str, str], Fault] = {}
-        self.counts: dict[str, int] = {}  # by kind, those without a place here too
+        self.counts: dict[str, int] = {}  # by kind, including faults beyond LONGEST
         self.unwritten = False
-        self.explained: set[int] = set()  # steps of which a tool has named the fault
-        self.logged: set[tuple[str, str, str]] = set()  # faults that had their line
-        self.causes: dict[int, str] = {}  # by step, what is known of its batch; see `explain`
+        self.explained: set[int] = set()  # steps for which a tool has named the fault
+        self.logged: set[tuple[str, str, str]] = set()  # keys of logged faults
+        self.causes: dict[int, str] = {}  # step → cause; see `explain`
 
     def add(
         self,
@@ -78,7 +78,7 @@ class History:
         say: bool = True,
         count: int = 1,
     ) -> Fault:
-        """Take note, and say so the first time; nothing is written before `write`."""
+        """Count a fault and log it the first time; `write` stores it."""
         message, action = masked(message), masked(action)
         self.counts[kind] = self.counts.get(kind, 0) + count
         self.unwritten = True
@@ -102,14 +102,14 @@ class History:
         return fault
 
     def explain(self, step: int, cause: str) -> None:
-        """Keep what whoever finds that step bad should know of its batch; the newest few."""
+        """Store the cause of a bad step for tools that find it later; keeps the newest `CAUSES`."""
         self.causes[step] = cause
         self.explained.add(step)
         if len(self.causes) > CAUSES:
             del self.causes[next(iter(self.causes))]
 
     def write(self) -> None:
-        """Replace `debug/history.json`, if there is anything new; a full disk is no fault of it."""
+        """Replace `debug/history.json` if there is anything new; an OSError is only logged."""
         if not self.unwritten or self.folder is None:
             return
         path = self.folder / FILE
@@ -123,7 +123,7 @@ class History:
 
     @staticmethod
     def read(folder: Path) -> list[Fault]:
-        """The faults that a run's folder tells of; none where its file is not there or torn."""
+        """Return the recorded faults; [] if the file is missing or damaged."""
         known = {x.name for x in fields(Fault)}
         try:
             rows = json.loads(read_record(folder / FILE))["faults"]
@@ -132,12 +132,12 @@ class History:
             return []
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        causes = dict(self.causes)  # of steps whose numbers have yet to reach the host
+        """Return the state for a checkpoint."""
+        causes = dict(self.causes)  # of steps whose reports are still in flight
         return {"counts": dict(self.counts), "faults": self._rows(), "causes": causes}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state of a checkpoint."""
         self.counts = dict(state["counts"])
         rows = [Fault(**row) for row in state["faults"]]
         self.faults = {(f.kind, f.action, normalize_message(f.message)): f for f in rows}
@@ -151,9 +151,9 @@ class History:
 
 
 def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple[str, str]]:
-    """How often each kind was, its first steps, what it was and what was done.
+    """Return (kind, description) rows: count, first steps, message, actions.
 
-    Those of the recorder and the checkpointer are only in `counts`.
+    Faults of the recorder and the checkpointer appear only in `counts`.
     """
     return [
         (kind, _describe([f for f in faults if f.kind == kind], count))
@@ -163,7 +163,7 @@ def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple
 
 
 def _describe(faults: list[Fault], count: int) -> str:
-    """Faults of one kind in a line, the message that came most often first."""
+    """Describe faults of one kind in one line, by the most frequent message."""
     if not faults:
         return f"{count:,}"
     faults.sort(key=lambda fault: -fault.count)
@@ -178,7 +178,7 @@ def _describe(faults: list[Fault], count: int) -> str:
 
 
 def fault_table(faults: Iterable[Fault]) -> str:
-    """All of them, as markdown."""
+    """Return all faults as a Markdown table."""
     header = ("kind", "severity", "count", "steps", "what", "done about it", "capture")
     rows = []
     for f in faults:
@@ -188,12 +188,12 @@ def fault_table(faults: Iterable[Fault]) -> str:
 
 
 def format_steps(steps: Sequence[int], count: int) -> str:
-    """The first few of `count` steps."""
+    """Format the first few of `count` steps."""
     shown = ", ".join(f"{step:,}" for step in steps[:SHOWN_STEPS]) + ", …" * (count > SHOWN_STEPS)
     return f"steps {shown}" if len(steps) > 1 else f"step {shown}"
 
 
 def first_capture(faults: Iterable[Fault]) -> str:
-    """The folder of the first bad step that was kept, relative to the run's; "" without one."""
+    """Return the capture folder of the earliest captured fault; "" if there is none."""
     kept = [fault for fault in faults if fault.capture]
     return min(kept, key=lambda fault: fault.steps[:1]).capture if kept else ""

@@ -1,4 +1,4 @@
-"""The `.hydra` files of a run's folder, read safely: the folder may come from anywhere."""
+"""Read the `.hydra` files of a run's folder safely; the folder is untrusted."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from runner.record.storage import read_record
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"
-RESUMED = ".hydra-resumed"  # the name for Hydra until the run trains on
+RESUMED = ".hydra-resumed"  # Hydra's folder of a resumed run until training continues
 NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""What PyYAML raises for a value that is not of the type it is tagged with."""
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's: ten times as fast
-DEEPEST = 50  # nested values; ours are of six
-LARGEST = 2**18  # bytes; the overrides of two thousand jobs
+"""Exceptions that PyYAML raises for a value that does not fit its tag."""
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
+DEEPEST = 50  # nesting depth; ours is six
+LARGEST = 2**18  # bytes; enough for the overrides of two thousand jobs
 Scalar = bool | int | float | str
 SHOWN_FIRST = "data.kind model.kind optimization.level optimizer.lr training.batch_size".split()
 COLUMNS = [*SHOWN_FIRST, "seed", "model.width", "model.depth", "model.dropout", "optimizer.name"]
 COLUMNS += ["optimizer.weight_decay", "optimizer.ema", "schedule.kind", "schedule.warmup"]
 COLUMNS += ["stability.clip_norm", "training.micro_batch"]
-"""Of the whole config, what always gets a column in HParams; the rest is in the Text tab."""
+"""Config keys that always have an HParams column; the full config is in the Text tab."""
 NOT_OF_THE_RUN = ("checkpoint", "hydra", "job", "monitoring", "name", "security", "sweep")
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """The overrides that the run in `folder` was started with. StorageError if there are none."""
+    """Return the overrides that the run was started with. StorageError if there are none."""
     path = folder / OVERRIDES
     lines = read_yaml(path)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -41,7 +41,7 @@ def read_overrides(folder: Path) -> list[str]:
 
 
 def adopt_resumed_config(folder: Path) -> None:
-    """Replace the config of a run's folder by the one that it was resumed with."""
+    """Replace the config of a run's folder by the config that it was resumed with."""
     new, old = folder / RESUMED, folder / FOLDER
     if new.is_dir():
         shutil.rmtree(old, ignore_errors=True)
@@ -49,7 +49,7 @@ def adopt_resumed_config(folder: Path) -> None:
 
 
 def read_yaml(path: Path) -> Any:
-    """The values of a small YAML file. Aliases are refused: a few bytes of them make gigabytes.
+    """Load a small YAML file. Aliases are refused, since a few bytes could expand to gigabytes.
 
     Raises StorageError.
     """
@@ -62,7 +62,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_events(data: bytes) -> None:
-    """Refuse what would cost much before any value is made of it."""
+    """Raise ComposerError for aliases and deep nesting, before any value is constructed."""
     depth = 0
     for event in yaml.parse(data, LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -73,7 +73,7 @@ def check_events(data: bytes) -> None:
 
 
 def overrides_by_key(overrides: Iterable[str]) -> dict[str, str]:
-    """Overrides by key; the last one wins. `~key` is a key with the value "removed"."""
+    """Map overrides by key; the last one wins. `~key` maps to "removed"."""
     by_key = {}
     for override in overrides:
         key, equals, value = str(override).partition("=")
@@ -85,7 +85,7 @@ def overrides_by_key(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def recorded_overrides(folder: Path) -> list[str]:
-    """The overrides in a run's folder; [] where they cannot be read."""
+    """Return the overrides in a run's folder; [] if they cannot be read."""
     try:
         return read_overrides(folder)
     except StorageError:
@@ -93,7 +93,7 @@ def recorded_overrides(folder: Path) -> list[str]:
 
 
 def read_flat_config(folder: Path) -> dict[str, Any]:
-    """The config in a run's folder with dotted keys; {} where it cannot be read."""
+    """Return the config in a run's folder with dotted keys; {} if it cannot be read."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
@@ -113,10 +113,10 @@ def read_flat_config(folder: Path) -> dict[str, Any]:
 def hparam_columns(
     settings: Mapping[str, Any], typed: Mapping[str, str]
 ) -> tuple[dict[str, Scalar], list[str]]:
-    """The columns of a run's row in HParams, and which of them are shown first: what was typed.
+    """Return the HParams columns of a run, and the columns to show first (its overrides).
 
-    `settings` is its config, flat; a key that is no setting is a group, such as `optimization`,
-    and has the value that was typed. Keys without a value have no column.
+    `settings` is the flat config. A key that is not in it is a config group, such as
+    `optimization`, with the value in `typed`. Keys without a scalar value have no column.
     """
     own = [key for key in typed if key.partition(".")[0] not in NOT_OF_THE_RUN]
     values = {key: settings.get(key, typed.get(key)) for key in (*COLUMNS, *own)}

@@ -1,4 +1,4 @@
-"""Markdown from untrusted text: class names, file names, what a model wrote."""
+"""Write Markdown from untrusted text: class names, file names, model output."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ UNPRINTABLE = re.compile(
 
 
 def escape(text: object) -> str:
-    """Text that shows as it is, on one line, wherever it stands."""
+    """Escape text so that it is shown literally, on one line."""
     flat = re.sub(r"\s+", " ", UNPRINTABLE.sub(" ", str(text)))
     return SPECIAL.sub(r"\\\1", flat)
 
 
 def code(text: str, language: str = "") -> str:
-    """A fenced block; the fence is longer than any run of backticks inside."""
+    """Return a fenced block; the fence is longer than any run of backticks inside."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{UNPRINTABLE.sub('�', text.rstrip())}\n{fence}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; every cell is escaped."""
+    """Return a table with escaped cells."""
     lines = [header, ["---"] * len(header), *([escape(cell) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -1,4 +1,4 @@
-"""Gradients of all layers, drawn by matplotlib: import this only to draw."""
+"""Plot the gradients of all layers with matplotlib; import only to plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first
+SIDE, DPI = 640, 100  # pixels of width; TensorBoard shows 320 at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
 GREY = "#6c757d"
 STYLE: Any = {
@@ -37,7 +37,7 @@ STYLE: Any = {
     "xtick.color": GREY,
     "ytick.major.size": 0,
 }
-NAME = 28  # letters of a name
+NAME = 28  # maximum characters of a name
 
 
 def gradient_flow(
@@ -48,13 +48,13 @@ def gradient_flow(
     legend: Mapping[str, str],
     step: int,
 ) -> NDArray[np.uint8]:
-    """Bars for the gradient norm and the relative update of each layer, from input to output.
+    """Plot gradient norm and relative update of each layer as bars, from input to output.
 
-    RGB [height, width, 3], 640 wide. Names are shown as they are, without mathematics in them. The
-    dashed line is an update of a thousandth of the weight, the rule of thumb of CS231n.
+    Returns RGB uint8 [height, width, 3], 640 wide. Names are not parsed as mathematics. The dashed
+    line at 1e-3 is the rule of thumb of CS231n for the relative update.
     """
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about letters that the font has not
+        warnings.simplefilter("ignore")  # about glyphs missing in the font
         size = (SIDE / DPI, (170 + 32 * len(names)) / DPI)
         figure = Figure(figsize=size, dpi=DPI, layout="constrained")
         canvas: Any = FigureCanvasAgg(figure)
@@ -74,7 +74,7 @@ def gradient_flow(
 
 
 def _shorten(name: str) -> str:
-    """A name without its middle: first and last part tell modules apart."""
+    """Cut out a long name's middle, since start and end distinguish modules."""
     half = NAME // 2
     return name if len(name) <= NAME else f"{name[: half - 1]}…{name[-half:]}"
 

@@ -24,13 +24,13 @@ from runner.record.storage import read_record, replace_text
 
 PACKAGES = "torch numpy hydra-core omegaconf safetensors tensorboard triton".split()
 COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # sha1 or sha256
-REFERENCE = re.compile(r"ref: (refs(/[^./\s][^/\s]*)+)")  # no "..", so it stays in the folder
+REFERENCE = re.compile(r"ref: (refs(/[^./\s][^/\s]*)+)")  # no "..", so it stays within .git
 LARGEST_PACK = 2**26  # bytes of packed-refs
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Python, the platform and the packages a result can depend on, those that are installed."""
+    """Return versions of Python, platform, runner, and installed packages that affect results."""
     installed = {"python": platform.python_version(), "platform": platform.platform()}
     installed["runner"] = __version__
     for package in PACKAGES:
@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The shell command that starts this run again; for a job of a sweep, that job alone."""
+    """Return the shell command that repeats this run; in a sweep, that of this job alone."""
     arguments = _arguments()
     if arguments is None:
         return shlex.join(["python", *sys.argv])
@@ -48,7 +48,7 @@ def command() -> str:
 
 
 def changed_command(changes: Mapping[str, str]) -> str:
-    """The command with other values of some keys; from a program, these overrides alone."""
+    """Return the command with some keys changed; without a command line, only these overrides."""
     arguments = _arguments()
     keys = tuple(f"{key.lstrip('+')}." for key in changes)
     kept = [
@@ -61,7 +61,7 @@ def changed_command(changes: Mapping[str, str]) -> str:
 
 
 def _arguments() -> list[str] | None:
-    """What was typed after the program's name; None where a program uses the library."""
+    """Return the command-line arguments; None if a program uses the library."""
     if (job := _sweep_job()) is not None:
         return job
     script = Path(sys.argv[0] if sys.argv else "")
@@ -81,7 +81,7 @@ def _sweep_job() -> list[str] | None:
 
 
 def literal_overrides(overrides: Any) -> list[str]:
-    """Hydra's list of overrides, in which OmegaConf resolves nothing: a value may be a secret."""
+    """Return Hydra's overrides as text, without resolving: a value may be a secret."""
     from omegaconf import OmegaConf
 
     texts = OmegaConf.to_container(overrides, resolve=False)
@@ -89,7 +89,7 @@ def literal_overrides(overrides: Any) -> list[str]:
 
 
 def record(folder: Path, data: Sequence[str] = ()) -> dict[str, Any]:
-    """Write `provenance.json`; a resumed run's earlier sessions stay in it, oldest first.
+    """Append this session to `provenance.json` and return it; earlier sessions come first.
 
     `data` are the files and folders that the run reads.
     """
@@ -100,7 +100,7 @@ def record(folder: Path, data: Sequence[str] = ()) -> dict[str, Any]:
         "versions": versions(),
     }
     if data:
-        from runner.record.data_digest import digest_files  # only where there are any
+        from runner.record.data_digest import digest_files  # imported only if needed
 
         session["data"] = digest_files(data)
     path = folder / "provenance.json"
@@ -113,21 +113,21 @@ def record(folder: Path, data: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def describe_git(state: dict[str, Any]) -> str:
-    """The commit and the branch, in words."""
+    """Format commit and branch."""
     return f"{state.get('commit')} on {state.get('branch') or 'a detached HEAD'}"
 
 
 @cache
 def git_state() -> dict[str, Any] | None:
-    """The commit of the code in the current folder, as it is when first asked for."""
+    """Return the git state of the current folder; cached at the first call."""
     return read_git_state(Path.cwd())
 
 
 def read_git_state(path: Path) -> dict[str, Any] | None:
-    """`commit` and `branch` of the repository that holds `path`; no program is started.
+    """Return `commit` and `branch` of the repository that contains `path`, without running git.
 
-    None outside a repository, and for references that are not files (reftable). `branch` is None
-    where HEAD is detached, `commit` before the first one.
+    None outside a repository, or if references are not files (reftable). `branch` is None if HEAD
+    is detached, `commit` before the first commit.
     """
     with suppress(OSError, ValueError):
         for root in (path.absolute(), *path.absolute().parents):
@@ -154,7 +154,7 @@ def _read_head(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_reference(common: Path, name: str) -> str | None:
-    """The commit that a reference stands for, in a file of its own or in packed-refs."""
+    """Return the commit of a reference, from its own file or packed-refs; None if missing."""
     lines = []
     if (common / name).is_file():
         lines = [_read_line(common / name)]

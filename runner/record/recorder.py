@@ -1,4 +1,4 @@
-"""The record of a run: one line per row of metrics, and TensorBoard as the view on it."""
+"""Record a run: metrics as JSON lines, mirrored to TensorBoard and other sinks."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 METRICS = "metrics.jsonl"
-LONGEST_ROW = 2**20  # bytes; what is longer is not a row of ours
+LONGEST_ROW = 2**20  # bytes; longer lines are not ours
 TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 
 
 class Recorder:
-    """Writes rows, texts and pictures into a run's folder, and never stops the run.
+    """Writes metrics, texts and images into a run's folder; failures never stop the run.
 
-    What a full disk or a deleted folder refuses is logged once, kept in memory within bounds, and
-    tried again at the next row; `faults` counts what is not written. With `folder` None nothing is.
+    After an OSError, which is logged once, rows are kept in memory up to a limit and retried with
+    the next row; `faults` counts those not written. With `folder=None` nothing is written.
     """
 
     def __init__(self, folder: Path | None, config: MonitoringConfig) -> None:
         self.folder = folder
         self.config = config
         self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
-        self.mirrors: list[SinkWriter] = []  # `monitoring.sinks`: they get the rows as well
+        self.mirrors: list[SinkWriter] = []  # writers of `monitoring.sinks`, which receive each row
         self._rows: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
 
     def open(self, start_step: int = 0, offset: int | None = None) -> None:
-        """Begin after `start_step`, which is 0 for a fresh run.
+        """Open the files to continue after `start_step`; 0 is a new run.
 
-        At a resume `offset` is the `position` when the checkpoint was made: later rows are
-        cut off, so that no step appears twice. Where it is not known, or does not fit the file,
-        rows after `start_step` are.
+        On resume `offset` is the `position` at the time of the checkpoint: later rows are
+        truncated, so that no step occurs twice. If it is None or does not match the file, rows
+        after `start_step` are truncated instead.
         """
         if self.folder is None:
             return
         path = self.folder / METRICS
         self._rows = RetryingAppender(lambda: _cut(path, start_step, offset))
-        if self._rows.descriptor < 0:  # it is tried again
+        if self._rows.descriptor < 0:  # it is retried
             self._rows.size = offset or 0
         self._position = self._rows.size
         if self.config.tensorboard:
             try:
                 from runner.record.tensorboard import open_event_file
 
-                fresh = start_step == 0  # others are of a run that left no checkpoint
+                fresh = start_step == 0  # older files are of a run without a checkpoint
                 later = None if fresh else start_step + 1
                 self._events = open_event_file(self.folder, later, only=fresh)
-            except Exception as error:  # protobuf versions that do not fit raise all kinds
+            except Exception as error:  # incompatible protobuf versions raise many types
                 self._warn("tensorboard", error)
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """One row: a JSON line, and one event with all its values under `<split>/<name>`
+        """Write a row: a JSON line, and one TensorBoard event with tags `<split>/<name>`
         (`usage/<name>` for system rows).
 
-        JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was.
+        NaN and Inf become null in JSON, with the original value in `nonfinite`.
         """
         if self._rows is not None:
             line = _line(step, split, values)
@@ -84,19 +84,19 @@ class Recorder:
         self.show(step, "usage" if split == "system" else split, values)
 
     def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """Values for TensorBoard alone, under `<group>/<name>`: a tool has its own file."""
+        """Write values to TensorBoard only, under `<group>/<name>`."""
         self._show(lambda events: events.scalars(step, group, values))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        """A text for TensorBoard."""
+        """Write a text to TensorBoard."""
         self._show(lambda events: events.text(tag, markdown, step))
 
     def image(self, tag: str, rgb: NDArray[np.uint8], step: int) -> None:
-        """A picture [height, width, 3] for TensorBoard."""
+        """Write an image, uint8 [height, width, 3], to TensorBoard."""
         self._show(lambda events: events.image(tag, rgb, step))
 
     def save_image(self, name: str, rgb: NDArray[np.uint8]) -> None:
-        """The same picture as a PNG file, `name` being its path below the run's folder."""
+        """Save an image as PNG; `name` is the path relative to the run's folder."""
         if self.folder is None:
             return
         from PIL import Image
@@ -115,17 +115,17 @@ class Recorder:
         metrics: Sequence[str] = (),
         foremost: Sequence[str] = (),
     ) -> None:
-        """Start this run's row of TensorBoard's HParams.
+        """Start this run's row in TensorBoard's HParams tab.
 
-        `foremost` are the hyper-parameters that are shown without being asked for.
+        `foremost` are the hyper-parameters shown by default.
         """
         self._show(lambda events: events.hparams(session, values, metrics, foremost))
 
     def end(self, status: str, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
-        """End that row where the run is done or stopped; any other may be resumed.
+        """End the HParams row if the run is done or stopped; other runs may be resumed.
 
-        `metrics` are results for its columns, under `val/best/<name>`; they are no row of
-        metrics.jsonl, since summary.json has them.
+        `metrics` become its columns under `val/best/<name>`; they are not written to metrics.jsonl,
+        since summary.json has them.
         """
         if metrics:
             self.show(step, "val/best", metrics)
@@ -133,16 +133,16 @@ class Recorder:
             self._show(lambda events: events.end())
 
     def position(self) -> int:
-        """Bytes of metrics.jsonl so far, with those to come; a checkpoint keeps it, for `open`."""
+        """Return the size of metrics.jsonl in bytes, with waiting rows; saved for `open`."""
         return self._position
 
     @property
     def showing(self) -> bool:
-        """Whether texts and pictures go anywhere."""
+        """Whether texts and images are written."""
         return self._events is not None
 
     def close(self) -> None:
-        """Close the files; nothing is written afterwards."""
+        """Close all files and sinks; later writes are ignored."""
         for mirror in self.mirrors:
             mirror.close()
         self.mirrors = []
@@ -157,7 +157,7 @@ class Recorder:
             self._write("tensorboard", self._events, write)
 
     def _write(self, kind: str, file: Any, write: Callable[[Any], None]) -> None:
-        """Write to that file, and count what it does not take."""
+        """Call `write` on the file, and count what could not be written."""
         try:
             write(file)
         except OSError as error:
@@ -186,8 +186,8 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
 
 
 def _cut(path: Path, start_step: int, offset: int | None) -> Path:
-    """Drop the rows written after the checkpoint that the run continues from; returns the path."""
-    if path.is_symlink():  # a folder that is resumed may be another's work
+    """Truncate the rows after the checkpoint that the run resumes from; returns `path`."""
+    if path.is_symlink():  # a resumed folder may not be ours
         raise OSError(errno.ELOOP, "is a link, which leads elsewhere", str(path))
     if path.exists():
         with path.open("r+b") as file:
@@ -205,10 +205,10 @@ def _ends_a_line(file: BinaryIO, offset: int) -> bool:
 
 
 def _end_of(file: BinaryIO, step: int) -> int:
-    """Where the rows up to `step` end; a torn line or a later row ends them."""
+    """Return the offset after the last row up to `step`, or before a damaged row."""
     end = 0
     file.seek(0)
-    while step and (line := file.readline(LONGEST_ROW)):  # at step 0 nothing is to be kept
+    while step and (line := file.readline(LONGEST_ROW)):  # at step 0 nothing is kept
         try:
             if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: hashed while written, synced, and put in place by a rename."""
+"""Write files atomically and durably: hash while writing, fsync, rename into place."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from runner.errors import CheckpointError, StorageError
 from runner.masking import masked
 from runner.record.text import json_safe
 
-NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot fsync a folder
 NO_LINK = os.O_NOFOLLOW
-NO_WAIT = os.O_NONBLOCK  # of a pipe; of a file it changes nothing
-LARGEST = 2**28  # bytes of a record that is read whole; ours have some thousands
-OLD = ".old-"  # before the name of a folder that is being replaced
+NO_WAIT = os.O_NONBLOCK  # for pipes; no effect on files
+LARGEST = 2**28  # bytes of a record that is read at once; ours have thousands
+OLD = ".old-"  # prefix of a folder's name while it is replaced
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file must still be when it is read."""
+    """Size and sha256 of a file, to verify it when it is read."""
 
     size: int
     sha256: str
 
 
 class HashedFile:
-    """A file being written, with its digest; remembers the trouble that the disk made.
+    """A file that is hashed while it is written; `trouble` is the first OSError.
 
-    torch.save turns an OSError of the file into a RuntimeError about positions, so the cause is
-    kept here.
+    torch.save replaces an OSError of the file by a RuntimeError about positions, so the cause is
+    stored here.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -48,7 +48,7 @@ class HashedFile:
         self.trouble: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Append bytes, or anything that holds them."""
+        """Append bytes or a buffer."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -60,12 +60,12 @@ class HashedFile:
         return count
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Flush buffered bytes to the operating system."""
         self._file.flush()
 
     @property
     def written(self) -> FileDigest:
-        """Size and digest so far."""
+        """Size and digest of the bytes so far."""
         return FileDigest(self._size, self._digest.hexdigest())
 
 
@@ -73,12 +73,12 @@ MOST_WAITING = 2**24  # bytes
 
 
 class RetryingAppender:
-    """Appends records to a file; those that the disk refuses are tried again at the next write.
+    """Appends records to a file; after a failed write, records are retried at the next write.
 
-    Nothing is buffered in the process, so what is in the file survives a kill; a small write costs
-    about a microsecond. Every failure is an OSError, a deleted file included. At most
-    `MOST_WAITING` bytes wait: of more, the oldest are lost. A file that cannot be opened is tried
-    again as well; each time `place` makes its folder ready and says where it is.
+    Writes are unbuffered, so the file survives a kill; a small one takes about 1 µs. Every failure,
+    including a deleted file, is an OSError. At most `MOST_WAITING` bytes wait; beyond that the
+    oldest records are lost. A file that cannot be opened is retried as well: `place` then prepares
+    its folder and returns its path.
     """
 
     def __init__(self, place: Callable[[], Path], *, new: bool = False) -> None:
@@ -86,11 +86,11 @@ class RetryingAppender:
         self.descriptor, self.size, self.closed = -1, 0, False
         self.waiting: deque[bytes] = deque()
         self.lost = self.waiting_bytes = 0
-        with suppress(OSError):  # `write` says it
+        with suppress(OSError):  # `write` raises it
             self._open()
 
     def write(self, record: bytes) -> None:
-        """Append what waits and `record`; OSError where they wait on."""
+        """Append waiting records, then `record`. Raises OSError if any still wait."""
         self.waiting.append(record)
         self.waiting_bytes += len(record)
         while self.waiting_bytes > MOST_WAITING and len(self.waiting) > 1:
@@ -99,8 +99,8 @@ class RetryingAppender:
         self._write_waiting()
 
     def close(self) -> None:
-        """Try what waits a last time, and close the file; a second time does nothing."""
-        with suppress(OSError):  # they are counted as unwritten
+        """Retry waiting records once, and close the file; idempotent."""
+        with suppress(OSError):  # they stay counted in `unwritten`
             self._write_waiting()
         self.closed = True
         if self.descriptor >= 0:
@@ -109,12 +109,12 @@ class RetryingAppender:
 
     @property
     def unwritten(self) -> int:
-        """Records that are not in the file."""
+        """Number of records that are not in the file."""
         return self.lost + len(self.waiting)
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.new else 0)
-        flags |= NO_LINK | NO_WAIT  # a folder that is resumed may be another's work
+        flags |= NO_LINK | NO_WAIT  # a resumed folder may not be ours
         self.path = self.place()
         self.descriptor = os.open(self.path, flags, 0o644)
         self.size = os.fstat(self.descriptor).st_size
@@ -127,12 +127,12 @@ class RetryingAppender:
             self.waiting_bytes -= len(self.waiting.popleft())
 
     def _append(self, record: bytes) -> None:
-        """Write all of a record, or raise OSError and leave the file as it was."""
-        if os.fstat(self.descriptor).st_nlink == 0:  # writing to it would succeed, into nothing
+        """Write a complete record, or truncate to the old size and raise OSError."""
+        if os.fstat(self.descriptor).st_nlink == 0:  # writes to a deleted file would succeed
             raise FileNotFoundError(errno.ENOENT, "deleted while the run went on", str(self.path))
         try:
             written = os.write(self.descriptor, record)
-            while written < len(record):  # the disk took a part: the next try says what is wrong
+            while written < len(record):  # a partial write: the next one raises the reason
                 written += os.write(self.descriptor, record[written:])
         except OSError:
             with suppress(OSError):
@@ -142,7 +142,7 @@ class RetryingAppender:
 
 
 def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:
-    """Write a new file durably; `fill` gets it open. Raises OSError when the disk makes trouble."""
+    """Write a new file durably; `fill` writes its contents. Raises OSError."""
     with open(path, "xb", buffering=1 << 20, opener=for_owners) as file:
         hashed = HashedFile(file)
         try:
@@ -157,7 +157,7 @@ def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:
 
 
 def for_owners(path: str, flags: int) -> int:
-    """An opener: no file is world-writable at any umask, or reached by a planted link."""
+    """Open a file never world-writable, and never through a symlink; for `open(opener=…)`."""
     if os.path.islink(path):
         os.unlink(path)
     return _regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)
@@ -171,7 +171,7 @@ def _regular(descriptor: int, path: str | Path) -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file; NaN and Inf become null. Raises StorageError."""
+    """Replace a JSON file atomically; NaN and Inf become null. Raises StorageError."""
     text = json.dumps(json_safe(value), indent=2, default=str, allow_nan=False)
     try:
         replace_text(path, text + "\n")
@@ -180,11 +180,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a small file in the place of what is there: readers see the one or the other, whole.
+    """Replace a small text file atomically.
 
-    Lone surrogates, which names of files may bring, are written as escapes, and what the
-    environment holds by its name. What lies under the temporary name is removed. Raises OSError,
-    and leaves what was there.
+    Lone surrogates (from file names) are escaped, and secrets from the environment are replaced by
+    their names. A leftover temporary file is removed. On OSError the old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     data = masked(text).encode("utf-8", "backslashreplace")
@@ -193,7 +192,7 @@ def replace_text(path: Path, text: str) -> None:
         with open(temporary, "xb", opener=for_owners) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
+            os.fsync(file.fileno())  # else a power failure can leave an empty file
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):
@@ -202,15 +201,15 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read from. Raises OSError, also for a pipe, on which opening would wait for ever.
+    """Open a file for reading. Raises OSError, also for a pipe, which would block.
 
-    Files in folders that may be another user's are opened with this.
+    Use it for folders that may belong to another user.
     """
     return os.fdopen(_regular(os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC), path), "rb")
 
 
 def read_record(path: Path, most: int = LARGEST) -> bytes:
-    """All of a file of at most `most` bytes. Raises OSError, also where it has more."""
+    """Read a whole file. Raises OSError, also if it has more than `most` bytes."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
@@ -218,7 +217,7 @@ def read_record(path: Path, most: int = LARGEST) -> bytes:
 
 
 def read_file(path: Path) -> bytes:
-    """The same; CheckpointError says why it cannot be had."""
+    """Read a whole file. Raises CheckpointError with the reason."""
     try:
         return read_record(path)
     except FileNotFoundError:
@@ -228,7 +227,7 @@ def read_file(path: Path) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; what a rename did is not before."""
+    """fsync a folder, which makes renames in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -240,7 +239,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """All of a folder; of a link the link itself, and nothing of what it leads to."""
+    """Delete a folder; of a symlink only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -248,7 +247,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
+    """Create a folder and its missing parents, durably."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -256,9 +255,9 @@ def make_folder(folder: Path) -> None:
 
 
 def write_folder(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name; one that has the name already makes room first.
+    """Rename a finished folder to its final name, replacing an existing one.
 
-    A crash in between leaves the one before under its `.old-` name, which `recover` puts back.
+    After a crash the old folder may be left as `.old-<name>`, which `recover` restores.
     """
     old = final.parent / (OLD + final.name)
     replaces = final.exists()
@@ -277,7 +276,7 @@ def write_folder(temporary: Path, final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Finish or undo what a crash cut off in `write_folder`."""
+    """Complete or undo a `write_folder` that a crash interrupted."""
     for old in folder.glob(OLD + "*"):
         final = folder / old.name.removeprefix(OLD)
         if final.exists():
@@ -287,19 +286,19 @@ def recover(folder: Path) -> None:
 
 
 def update_link(link: Path, target: str) -> None:
-    """Make `link` lead to its neighbour `target`, at once: readers see the old or the new one."""
+    """Atomically point `link` to its sibling `target`."""
     temporary = link.with_name(f".tmp-{link.name}")
     with suppress(FileNotFoundError):
         temporary.unlink()
     try:
         temporary.symlink_to(target)
-    except (OSError, NotImplementedError):  # no symbolic links there: a text file with the name
+    except (OSError, NotImplementedError):  # no symlinks supported: a text file with the name
         temporary.write_text(target)
     os.replace(temporary, link)
 
 
 def read_link(link: Path) -> str | None:
-    """The name that `link` leads to, or None."""
+    """Return the name that `link` points to; None if it cannot be read."""
     try:
         return os.readlink(link) if link.is_symlink() else read_record(link).decode()
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,7 @@
-"""TensorBoard event files, written through tensorboard's own message types.
+"""Write TensorBoard event files with tensorboard's protobuf messages.
 
-Not through torch.utils.tensorboard, which takes over a second to import, nor tensorboard's own
-writer, which works in a thread and takes half a second to import: a record here is one write, and
-its failure is an OSError at the call.
+torch.utils.tensorboard takes over a second to import; tensorboard's own writer uses a thread and
+takes half a second. Here each event is one write, whose failure is an OSError at the call.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ if TYPE_CHECKING:
 
 PREFIX = "events.out.tfevents."
 FIRST = ("train", "val", "test", "about", "comparison", "_hparams_")
-"""Groups of tags that keep their names. TensorBoard sorts by name and opens at the first; all other
-groups (usage, gradients, memory, faults, …) are `watch_…`, below these."""
+"""Tag groups that keep their names. TensorBoard sorts by name and opens the first; all others
+(usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
 KINDS = {
     bool: (api_pb2.DATA_TYPE_BOOL, "bool_value"),
     str: (api_pb2.DATA_TYPE_STRING, "string_value"),
 }
-"""Types of HParams' columns, and the field of a protobuf `Value`; all others are numbers."""
+"""HParams column types and their protobuf `Value` fields; all other types are numbers."""
 NUMBER = (api_pb2.DATA_TYPE_FLOAT64, "number_value")
 
 
 class TensorBoard:
-    """One event file. Several of them in a run's folder, from resumes, read as one run."""
+    """One event file. TensorBoard reads several in one folder, after resumes, as one run."""
 
     def __init__(self, place: Callable[[], Path]) -> None:
         self.file = RetryingAppender(place, new=True)
         self.tags: dict[tuple[str, str], str] = {}
-        with suppress(OSError):  # what comes next says it
+        with suppress(OSError):  # the next write raises it
             self._write(file_version="brain.Event:2")
 
     def purge(self, step: int) -> None:
-        """What earlier files say about that step and later ones is void."""
+        """Invalidate earlier files' events at that step and later."""
         with suppress(OSError):
             self._write(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """All of a row's values in one event, under `<split>/<name>`."""
+        """Write all values of a row in one event, under `<split>/<name>`."""
         summary = Summary()
         for name, value in values.items():
             tag = self.tags.get((split, name))
@@ -70,11 +69,11 @@ class TensorBoard:
         self._write(step=step, summary=summary)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        """Markdown, for the Text tab."""
+        """Write Markdown for the Text tab."""
         self._tensor(step, tag, "text", _strings(_clean(markdown).encode()))
 
     def image(self, tag: str, rgb: NDArray[np.uint8], step: int) -> None:
-        """A picture [height, width, 3], as PNG, for the Images tab."""
+        """Write a uint8 image [height, width, 3] as PNG for the Images tab."""
         from PIL import Image
 
         png = BytesIO()
@@ -90,11 +89,11 @@ class TensorBoard:
         metrics: Sequence[str],
         foremost: Sequence[str] = (),
     ) -> None:
-        """Start this run's one row in the HParams tab; of a resumed run readers take the first.
+        """Start the run's row in the HParams tab; after a resume TensorBoard uses the first.
 
-        `session` names the row; rows of one name are merged. `metrics` are tags of scalars, whose
-        latest values become columns. TensorBoard shows five columns unasked: those said to differ,
-        `foremost`, come first.
+        `session` names the row; rows of equal names are merged. `metrics` are scalar tags, whose
+        latest values become columns. TensorBoard shows five columns by default: `foremost` are
+        flagged as differing, so that they come first.
         """
         kinds = {name: KINDS.get(type(value), NUMBER) for name, value in values.items()}
         infos = [
@@ -114,7 +113,7 @@ class TensorBoard:
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
-        """End the row of a run that is done. Others stay open: readers keep the first end."""
+        """End the row of a finished run. Others stay open, since TensorBoard uses the first end."""
         success = api_pb2.STATUS_SUCCESS
         end = plugin_data_pb2.SessionEndInfo(status=success, end_time_secs=time.time())
         self._hparams("session_end_info", session_end_info=end)
@@ -125,7 +124,7 @@ class TensorBoard:
 
     @property
     def unwritten(self) -> int:
-        """Events that are not in the file."""
+        """Number of events that are not in the file."""
         return self.file.unwritten
 
     def _hparams(self, name: str, **content: Any) -> None:
@@ -140,16 +139,16 @@ class TensorBoard:
         self._write(step=step, summary=Summary(value=[value]))
 
     def _write(self, **content: Any) -> None:
-        """Append a record as in TFRecord files: length, its checksum, data, its checksum."""
+        """Append a TFRecord: length, masked CRC of it, data, masked CRC of it."""
         data = Event(wall_time=time.time(), **content).SerializeToString()
         length = struct.pack("<Q", len(data))
         self.file.write(length + _checksum(length) + data + _checksum(data))
 
 
 def open_event_file(folder: Path, purge_step: int | None = None, only: bool = False) -> TensorBoard:
-    """A further event file of the run in `folder`, or the only one.
+    """Open another event file in `folder`; with `only`, delete the existing ones.
 
-    With `purge_step`, what earlier ones say about that step and later ones is void.
+    `purge_step` invalidates earlier events at that step and later.
     """
 
     def place() -> Path:
@@ -159,7 +158,7 @@ def open_event_file(folder: Path, purge_step: int | None = None, only: bool = Fa
                 path.unlink()
             elif stamp := re.match(r"\d+", path.name.removeprefix(PREFIX)):
                 last = max(last, int(stamp[0]))
-        now = max(int(time.time()), last + 1)  # readers go through the files by name
+        now = max(int(time.time()), last + 1)  # TensorBoard reads files in order of name
         return folder / f"{PREFIX}{now:010d}.{os.getpid()}"
 
     events = TensorBoard(place)
@@ -177,12 +176,12 @@ def _strings(*values: bytes, shape: Sequence[int] = ()) -> Any:
 
 
 def board_tag(tag: str) -> str:
-    """A tag as TensorBoard has it: `usage/step_ms` is `watch_usage/step_ms`."""
+    """Return the tag as stored: `usage/step_ms` becomes `watch_usage/step_ms`."""
     return _clean(tag if tag.partition("/")[0] in FIRST else f"watch_{tag}")
 
 
 def _clean(text: str) -> str:
-    """Text that protobuf takes: no lone surrogates, which file names may bring; and no secrets."""
+    """Return text that protobuf accepts, without lone surrogates and secrets."""
     return masked(text).encode("utf-8", "replace").decode()
 
 
@@ -192,7 +191,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli). 10 µs for a row of metrics, 3 ms for a picture."""
+    """Return the CRC-32C (Castagnoli). 10 µs for a row of metrics, 3 ms for an image."""
     table, crc = _crc_table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8

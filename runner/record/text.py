@@ -1,4 +1,4 @@
-"""Text for other readers: terminals, JSON, shells, Hydra; and errors in one line."""
+"""Prepare text for terminals, JSON, shells and Hydra; describe errors in one line."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from runner.errors import RunnerError
 from runner.masking import masked
 
 T = TypeVar("T")
-_types = cache(get_type_hints)  # a comparison reads hundreds of records
+_types = cache(get_type_hints)  # cached, since a comparison reads hundreds of records
 
 CONTROL = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What could end a line, move the cursor, or turn the direction of writing; lone surrogates too."""
+"""Line ends, terminal control characters, bidirectional marks, and lone surrogates."""
 INTERPOLATION = re.compile(r"(\\*)\$\{")
-PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")  # neither Hydra nor a shell reads anything into these
+PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")  # needs no quoting in Hydra or a shell
 LIBRARIES = sys.stdlib_module_names | {"runner", "torch"}
 INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
 
 
 def escape_control_chars(text: str) -> str:
-    """`text` on one line: control characters, line ends and direction marks are escaped."""
+    """Escape control characters, line ends and direction marks; returns one line."""
     return CONTROL.sub(_escape, text)
 
 
 def escape_lines(text: str) -> str:
-    """The same for a text of many lines: line ends and tabs stay."""
+    """Escape control characters, but keep line ends and tabs."""
     return CONTROL.sub(lambda match: match[0] if match[0] in "\n\t" else _escape(match), text)
 
 
@@ -48,7 +48,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """`text` on one line; one of more than `most` characters ends between two words, with ` …`."""
+    """Join `text` to one line; beyond `most` characters cut it between words, with ` …`."""
     words = " ".join(text.split())
     if len(words) <= most:
         return words
@@ -56,13 +56,13 @@ def shorten(text: str, most: int) -> str:
 
 
 def describe_error(error: BaseException) -> tuple[str, str, int]:
-    """An error in one line with its notes, and the file and line to look at.
+    """Return an error in one line with its notes, and the file and line of its cause.
 
-    That is the innermost line of the user's code, not of torch, Python or this package, and
-    rather of code that is not installed; without one, the line that raised the error.
+    That is the innermost frame of user code (not torch, Python or this package), preferably of code
+    that is not installed; without one, the frame that raised the error.
     """
     frames = list(walk_tb(error.__traceback__))
-    # by the name of the module: what torch generates lies in a cache, which may be anywhere
+    # by module name, since generated torch code lies in a cache folder
     users = [(frame, line) for frame, line in frames if _top_package(frame) not in LIBRARIES]
     own = [(frame, line) for frame, line in users if not _file(frame).startswith(INSTALLED)]
     frame, line = (own or users or frames)[-1]
@@ -71,7 +71,7 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Type and message on one line. Of ours the first line: a worker's traceback follows it."""
+    """Return type and message on one line; of a RunnerError the message's first line."""
     if isinstance(error, RunnerError):
         return str(error).partition("\n")[0]
     return " ".join(f"{type(error).__name__}: {error}".split())
@@ -86,9 +86,9 @@ def _file(frame: FrameType) -> str:
 
 
 def quote_for_hydra(text: str, mark: str = "single") -> str:
-    """The text as a value that Hydra reads back as it is; `mark` is single or double.
+    """Quote text so that Hydra reads it literally; `mark` is `single` or `double`.
 
-    It takes backslashes for escapes only before a quote, and OmegaConf only before `${`.
+    Backslashes are escapes in Hydra only before a quote, and in OmegaConf only before `${`.
     """
     from hydra.core.override_parser.types import Quote, QuotedString
 
@@ -97,7 +97,7 @@ def quote_for_hydra(text: str, mark: str = "single") -> str:
 
 
 def quote_for_shell(key: str, value: object) -> str:
-    """`key=value` with the quotes that it takes at a shell's prompt."""
+    """Return `key=value`, quoted for a shell if needed."""
     text = str(value)
     if PLAIN.fullmatch(text):
         return f"{key}={text}"
@@ -105,12 +105,12 @@ def quote_for_shell(key: str, value: object) -> str:
 
 
 def resume_argument(folder: Path) -> str:
-    """The override that resumes the run in `folder`."""
+    """Return the override that resumes the run in `folder`."""
     return quote_for_shell("checkpoint.resume", folder)
 
 
 def json_value(value: Any) -> Any:
-    """Enums as their values, and numbers that JSON does not have as text."""
+    """Convert enums to their values, and NaN and Inf to text."""
     if isinstance(value, dict):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -121,7 +121,7 @@ def json_value(value: Any) -> Any:
 
 
 def json_safe(value: Any) -> Any:
-    """Null for every number that JSON does not have; keys as text, and secrets masked."""
+    """Convert NaN and Inf to None and keys to text, and mask secrets."""
     if isinstance(value, dict):
         return {masked(str(key)): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -132,7 +132,7 @@ def json_safe(value: Any) -> Any:
 
 
 def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """A dataclass of the keys that it has; those of a newer version are left out.
+    """Build a dataclass from JSON; keys that it does not have (newer versions) are ignored.
 
     Raises ValueError or TypeError naming the value that does not fit its type.
     """
@@ -147,7 +147,7 @@ def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = ""
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """`value` as the type that the field has; a number that was not finite comes back as NaN."""
+    """Convert `value` to the field's type; null in a float field becomes NaN."""
     inner, shape = get_args(kind), get_origin(kind) or kind
     if shape is Any:
         return value
@@ -162,7 +162,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return tuple(_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if shape is tuple and isinstance(value, list) and len(value) == len(inner):
         low, high = (_convert(inner[0], item, path) for item in value)
-        return low, math.inf if math.isnan(high) else high  # an interval without an end
+        return low, math.inf if math.isnan(high) else high  # null: an unbounded interval
     if shape is list and isinstance(value, list):
         return [_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
     if shape is dict and isinstance(value, dict):

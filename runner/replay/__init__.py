@@ -1,1 +1,1 @@
-"""A bad step, made again: where it went bad, and which technique is to blame."""
+"""Repeat a captured bad step to find where it went bad, and which technique caused it."""

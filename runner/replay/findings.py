@@ -1,6 +1,6 @@
-"""What a replay finds out, in plain values, and the numbers in a tensor that it is made of.
+"""Results of a replay as plain dataclasses, and statistics of tensors.
 
-Every function that looks into a tensor makes the host wait for the device.
+Every function that reads a tensor synchronises with the device.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from runner.debug.source_line import Line
 
 FINITE, INF, NAN = 0, 1, 2
-GROWN = 1e3  # weights begin around 1, and those of a model that learns stay below 100
+GROWN = 1e3  # initial weights are around 1; those of a learning model stay below 100
 
 
 class StepPhase(Enum):
-    """The part of a step in which it went bad."""
+    """The phase of a step in which it went bad."""
 
     weights = "weights"  # before the step began
     input = "input"
     forward = "forward"
     loss = "loss"
     backward = "backward"
-    norm = "norm"  # every number is finite, and their sum of squares is not
+    norm = "norm"  # all numbers are finite, but not their sum of squares
     spike = "spike"
     exception = "exception"
     nowhere = "nowhere"  # not found
@@ -33,12 +33,12 @@ class StepPhase(Enum):
 
 @dataclass
 class TensorStats:
-    """What is in one tensor; numbers are over its finite values."""
+    """Statistics of a tensor, over its finite values."""
 
     name: str
     shape: list[int]
     dtype: str
-    not_finite: int = 0  # values that are NaN or Inf
+    not_finite: int = 0  # number of NaN and Inf values
     minimum: float | None = None
     maximum: float | None = None
     mean: float | None = None
@@ -47,7 +47,7 @@ class TensorStats:
 
 @dataclass
 class Ratio:
-    """A size in the bad step, compared with a healthy one."""
+    """A value of the bad step, compared with a healthy step."""
 
     name: str
     bad: float
@@ -55,25 +55,25 @@ class Ratio:
 
     @property
     def times(self) -> float | None:
-        """How many times as large."""
+        """The ratio of bad to healthy; None if unknown."""
         return self.bad / self.healthy if self.healthy else None
 
 
 @dataclass
 class Cause:
-    """Where a step went bad."""
+    """Where and why a step went bad."""
 
     phase: StepPhase
     cause: str  # one sentence
-    module: str = ""  # dotted name; empty: the model as a whole, or none
+    module: str = ""  # dotted name; empty: the root model, or none
     kind: str = ""  # the module's class
     operation: str = ""
     line: Line | None = None
     inputs: list[TensorStats] = field(default_factory=list)  # of the module
     outputs: list[TensorStats] = field(default_factory=list)  # of the operation, or a gradient's
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
-    grown: str = ""  # a weight far larger than any that a model begins with, in words
-    samples: list[int] = field(default_factory=list)  # of the batch; 0 is the first
+    grown: str = ""  # an unusually large weight, as text
+    samples: list[int] = field(default_factory=list)  # indices within the batch
     gradients: list[Ratio] = field(default_factory=list)  # norms by parameter, largest first
     losses: list[Ratio] = field(default_factory=list)  # per sample, largest first
     notes: list[str] = field(default_factory=list)
@@ -81,15 +81,15 @@ class Cause:
 
 @dataclass
 class Attempt:
-    """The step, made once."""
+    """One repetition of the step."""
 
     loss: float | None = None
     grad_norm: float | None = None
-    error: str = ""  # type and message of what it raised
+    error: str = ""  # type and message of its exception
     bad: bool = False
-    techniques: list[str] = field(default_factory=list)  # that took, by name
-    notes: dict[str, str] = field(default_factory=dict)  # a technique's choice, such as a type
-    failed: str = ""  # why the step could not be made at all
+    techniques: list[str] = field(default_factory=list)  # names of applied techniques
+    notes: dict[str, str] = field(default_factory=dict)  # a technique's choice, such as its dtype
+    failed: str = ""  # why the step could not be made
 
 
 @dataclass
@@ -102,47 +102,47 @@ class ReplayTrial:
 
 @dataclass
 class Blame:
-    """The smallest set of techniques without which the step is good."""
+    """The smallest set of techniques that must be off for the step to be good."""
 
     verdict: str  # in words
     techniques: list[str] = field(default_factory=list)
-    needed: list[str] = field(default_factory=list)  # those that must be on for it to be bad
+    needed: list[str] = field(default_factory=list)  # that must all be on for it to be bad
     trials: list[ReplayTrial] = field(default_factory=list)
 
 
 @dataclass
 class Replay:
-    """All that became known of one captured step."""
+    """All results for one captured step."""
 
     capture: str  # its folder
     run: str  # name of the run
     step: int
     kind: str
     message: str
-    loss: float | None  # as the run recorded them
+    loss: float | None  # as recorded by the run
     grad_norm: float | None
-    attempt: Attempt  # as it was, with every technique
+    attempt: Attempt  # with all techniques
     reproduced: bool
-    same: bool  # in the same numbers too
+    same: bool  # with the same numbers
     found: Cause
-    seen: str = ""  # the techniques of the run that was traced, in words
-    blame: Blame | None = None  # None: not looked for
-    script: str = ""  # reproduce.py, relative to the folder of the replay
-    samples: list[int] = field(default_factory=list)  # of the data set, for found.samples
+    seen: str = ""  # techniques of the traced run, as text
+    blame: Blame | None = None  # None: not searched
+    script: str = ""  # reproduce.py, relative to the replay's folder
+    samples: list[int] = field(default_factory=list)  # indices in the data set of found.samples
     advice: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
-        """In one sentence."""
+        """The cause and its line, in one sentence."""
         where = f" ({self.found.line})" if self.found.line else ""
         return f"{self.found.cause}{where}"
 
 
-# -- the numbers in a tensor ------------------------------------------------------------------
+# -- statistics of a tensor -------------------------------------------------------------------
 
 
 def level(tensor: Tensor) -> int:
-    """FINITE, INF or NAN; whole numbers are always finite."""
+    """Return FINITE, INF or NAN; integers are always finite."""
     values = _values(tensor)
     if values is None or bool(torch.isfinite(values).all()):
         return FINITE
@@ -150,7 +150,7 @@ def level(tensor: Tensor) -> int:
 
 
 def stats(name: str, tensor: Tensor) -> TensorStats:
-    """Its shape and type, and the range of its finite values."""
+    """Return shape, dtype, and statistics of the finite values."""
     result = TensorStats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     values = _values(tensor)
     if values is None:
@@ -168,7 +168,7 @@ def stats(name: str, tensor: Tensor) -> TensorStats:
 
 
 def size(tensor: Tensor) -> float:
-    """The root of the mean square; 0 of whole numbers."""
+    """Return the root mean square; 0 for integers."""
     values = _values(tensor)
     if values is None or not values.numel():
         return 0.0
@@ -176,7 +176,7 @@ def size(tensor: Tensor) -> float:
 
 
 def bad_samples(tensor: Tensor) -> list[int]:
-    """The rows in which a value is not finite."""
+    """Return the indices of rows with non-finite values."""
     values = _values(tensor)
     if values is None or values.ndim == 0 or tensor.is_sparse or not len(values):
         return []
@@ -184,9 +184,9 @@ def bad_samples(tensor: Tensor) -> list[int]:
 
 
 def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
-    """Parameters and buffers with NaN or Inf: its name, the module's name, and its numbers.
+    """Return (name, module name, statistics) of parameters and buffers with NaN or Inf.
 
-    A buffer whose only such values are -Inf is a mask, and healthy, but for a norm's.
+    A buffer with only -Inf is a mask and healthy, except in a norm layer.
     """
     bad = []
     for owner, module in model.named_modules():
@@ -202,23 +202,23 @@ def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
 
 
 def largest_weight(model: nn.Module) -> str:
-    """The largest weight, where it is larger than any a model begins with; else empty."""
+    """Describe the largest weight if it exceeds `GROWN`; else ""."""
     largest, text = GROWN, ""
     for name, parameter in model.named_parameters():
         values = _values(parameter)
         most = 0.0 if values is None or not values.numel() else float(values.abs().max())
-        if most > largest:  # NaN is not
+        if most > largest:  # False for NaN
             largest, text = most, f"{name} is up to {most:.2g}"
     return text
 
 
 def _values(tensor: Tensor) -> Tensor | None:
-    """What may be NaN in it, detached; None where nothing can."""
+    """Return the values that may be NaN, detached; None if none can be."""
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if tensor.is_sparse:
         return tensor.detach().coalesce().values()
     if tensor.layout != torch.strided:
         return None
-    # eight-bit types have no arithmetic
+    # 8-bit floats do not support arithmetic
     return tensor.detach().float() if tensor.element_size() < 2 else tensor.detach()

@@ -1,4 +1,4 @@
-"""A run put together again from a capture, right before the bad step."""
+"""Rebuild a run from a capture, in its state right before the bad step."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ log = logging.getLogger("runner")
 
 
 class _SkipSteps(Hook):
-    """Vetoes again the updates that the run did not make, whoever had asked for that."""
+    """Skips the updates that the original run skipped."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.steps = frozenset(steps)
 
     def due(self, step: int) -> bool:
-        """Only those: any other may be made in one graph."""
+        """Return True only for those steps, so that others may run as one graph."""
         return step in self.steps
 
     def on_gradients(self, run: Run, step: Step) -> Verdict:
-        """Not this one."""
+        """Skip the update."""
         return Verdict.SKIP
 
 
 def config_of(capture: Capture, trusted: Sequence[str] = ()) -> RunConfig:
-    """The config of the run that it is from; whom to trust is for the one who asks to say."""
+    """Return the config of the captured run; `trusted` is never taken from the capture."""
     return from_plain(capture.manifest.config, trusted)
 
 
@@ -62,13 +62,12 @@ def reopened(
     trusted: Sequence[str] = (),
     given: Components | None = None,
 ) -> Iterator[tuple[Run, Batch]]:
-    """The run right before the bad step, and the step's batch on its device; nothing is written.
+    """Yield the run right before the bad step, and its batch on the device; nothing is written.
 
-    `forward_backward(run, batch)` computes the loss and the gradients that the run had computed, in
-    the same bits on the same machine, as long as nothing is drawn from python's or numpy's
-    generator in between. Techniques named in `without` are off; the weights are still those that
-    the run had with all of them. `given` is what the run's program had made itself. Raises what
-    `build` does, and CheckpointError.
+    `forward_backward(run, batch)` computes the original loss and gradients, bit-equal on the same
+    machine if Python's and NumPy's generators are not used in between. Techniques in `without` are
+    off; the weights are those from training with all of them. `given` are components that the
+    original program created. Raises CheckpointError, and errors of `build`.
     """
     missing = [name for name in capture.manifest.given if getattr(given, name, None) is None]
     if missing:
@@ -89,9 +88,9 @@ def reopened(
 
 
 def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) -> Capture:
-    """The same bad step with its weights as they were, so that opening it runs no steps again.
+    """Return the capture with the weights before the step, so that opening it repeats no steps.
 
-    Where these are not in `capture`, one that has them is written below `folder`. Raises OSError.
+    If `capture` lacks them, a complete one is written below `folder`. Raises OSError.
     """
     if capture.as_it_was or capture.manifest.checkpoint is None:
         return capture
@@ -104,16 +103,16 @@ def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) ->
 def _built(
     capture: Capture, config: RunConfig, given: Components | None
 ) -> AbstractContextManager[Run]:
-    """The run with the choices made then, and nothing to show, to write or to start from."""
+    """Build the run with its recorded choices, without output or initial weights."""
     config = quiet(config)
     config.checkpoint.resume = "none"
     config.model.weights, config.model.weights_except = None, []  # the capture has its own
-    choices = {"data.split": "random", **capture.manifest.choices}  # it is older where it lacks it
+    choices = {"data.split": "random", **capture.manifest.choices}  # default of older captures
     return build(config, given=replace(given or Components(), choices=choices))
 
 
 def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) -> Capture:
-    """With all that the step began with, if need be by making the steps before it again."""
+    """Return the capture in the state before the step, repeating earlier steps if needed."""
     if capture.as_it_was or capture.manifest.checkpoint is None:
         if not capture.as_it_was:
             reason = "weights or random state of a later step, and no checkpoint from before it"
@@ -129,7 +128,7 @@ def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) ->
         run.progress = Progress(**state["progress"])
         run.guardian.load(state["stability"], checkpoint.step)  # a lowered learning rate
         if run.inputs is not None and state.get("inputs") is not None:
-            run.inputs.load(state["inputs"])  # which samples are left out
+            run.inputs.load(state["inputs"])  # which samples are excluded
         set_random(state["random"])
         if run.trials is not None:
             run.trials.enter(run, checkpoint.step + 1)
@@ -145,21 +144,21 @@ def _run_steps(run: Run, capture: Capture) -> None:
     run.model.train()
     batches, hooks = run.train.batches(run.progress.step), [_SkipSteps(capture.skipped)]
     while run.progress.step < capture.step - 1:
-        run.update.set_limits(math.inf, math.inf)  # what was a spike is among those left out
+        run.update.set_limits(math.inf, math.inf)  # spikes are among the recorded skips
         make_step(run, next(batches), hooks)
         run.progress.step += 1
         run.guardian.apply_limits(run.progress.step)
-        # it draws from the global generators what the model draws, and nothing else is left
+        # validation uses the global generators like the model; only its draws have to be repeated
         if not capture.random_then and run.progress.step % run.validate_every == 0:
             evaluate(run)
 
 
 def _load_state(run: Run, capture: Capture) -> None:
-    """Weights, buffers, optimizer and random state as the step found them; in train mode."""
+    """Load weights, buffers, optimizer and random state before the step; set train mode."""
     if capture.model is None or capture.update is None:
         raise CheckpointError(f"{capture.path}: has neither weights nor a checkpoint")
     run.model.train()
-    # copied, since an optimizer continues in the tensors that it loads
+    # copied, since an optimizer updates loaded tensors in place
     own = Copier(reuse=False).take(dict(capture.model), {"update": dict(capture.update)})
     update = own.state["update"]
     if run.update.scale is None:  # without amp there is no loss scale

@@ -1,7 +1,7 @@
-"""A step that is finite and far too large: what grew, against a healthy batch, and which samples.
+"""Explain a spike: what grew compared with a healthy batch, and for which samples.
 
 Both batches are computed with the same weights. Modules are compared by the root mean square of
-their outputs, parameters by the norm of their gradient.
+their outputs, parameters by their gradient norm.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from runner.replay.trace import batch_tensors, label, leave, watch_gradients
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
-JUMP = 3.0  # times more than its input grew
+JUMP = 3.0  # ratio above which growth beyond the input's is reported
 LISTED = 10
-SAMPLES = 4096  # the most whose losses are computed one by one
+SAMPLES = 4096  # above this number, losses per sample are not computed
 
 
 class _Sizes:
-    """Of outputs and inputs in order of execution, of gradients in order of the backward."""
+    """Sizes of inputs and outputs in order of execution, and gradients in backward order."""
 
     def __init__(self, run: Run, batch: Batch) -> None:
         self.inputs: dict[str, float] = {}
@@ -60,9 +60,9 @@ class _Sizes:
 
 
 def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
-    """What is larger in `batch` than in `healthy`, and where that begins.
+    """Find what is larger in `batch` than in `healthy`, and where the growth starts.
 
-    Without a healthy batch parameters and samples are ranked, and no beginning is named.
+    Without a healthy batch, parameters and samples are only ranked.
     """
     bad = _Sizes(run, batch)
     good = None if healthy is None else _Sizes(run, healthy)
@@ -80,7 +80,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
 
 
 def _in_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
-    """Whether the batch itself is too large; that is then the cause."""
+    """Whether an input or target tensor is too large, which is then the cause."""
     usual = batch_tensors(healthy)
     for name, tensor in batch_tensors(batch).items():
         times = _times(size(tensor), size(usual[name])) if name in usual else 1.0
@@ -105,7 +105,7 @@ def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool
             growth += f", of an input {_two_digits(before)} times as large"
             break
     else:
-        for name, gradient in bad.gradients.items():  # in the order of the backward
+        for name, gradient in bad.gradients.items():  # in backward order
             times = _times(gradient, good.gradients.get(name, 0.0))
             if times > JUMP:
                 cause.module, cause.parameters = name.rpartition(".")[0], [name]
@@ -121,14 +121,14 @@ def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool
 
 
 def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
-    """The loss of each sample alone, from one forward over all of them; empty where it has none."""
+    """Return the loss per sample, from one forward; {} if it cannot be computed."""
     samples, losses = count(batch[1]), dict[int, float]()
     if samples > SAMPLES:
         return {}
     run.device.reseed(mix(run.seed, run.progress.step + 1))
-    run.update.begin()  # remembers the buffers
+    run.update.begin()  # saves the buffers
     try:
-        with torch.no_grad(), ExitStack() as stack, suppress(Exception):  # losses without samples
+        with torch.no_grad(), ExitStack() as stack, suppress(Exception):  # needs all samples
             for context in run.contexts:
                 stack.enter_context(context())
             output = call(run.forward, batch[0])
@@ -146,7 +146,7 @@ def _largest(values: Mapping[Any, float]) -> list[tuple[Any, float]]:
 
 
 def _outliers(values: dict[int, float]) -> list[int]:
-    """Samples whose value is far above the others' median, the largest first."""
+    """Return samples with values far above the median, largest first."""
     if not values:
         return []
     middle = median(values.values())

@@ -1,13 +1,13 @@
 """Record where each NaN and Inf of a step was made: operation, module and line.
 
-A dispatch mode sees every operation of forward and backward. A value that is not finite carries the
-event that made it through views, in-place writes and the backward pass. An operation in the
-backward belongs to the module that made its autograd node, the gradient of a parameter to the
-module that owns it, and a tensor hook to the module that registered it. What a node returns is
-checked too: a gradient may be made by code that dispatches nothing, such as numpy.
+A dispatch mode observes every operation of forward and backward. A non-finite value keeps the
+event that made it through views, in-place writes and the backward pass. A backward operation
+belongs to the module that made its autograd node, a parameter's gradient to the module that owns
+it, and a tensor hook to the module that registered it. Results of nodes are checked as well, since
+a gradient may be made by code that dispatches nothing, such as numpy.
 
-An Inf written as a constant in the forward may be a mask, so its event is `weak`: blamed only if it
-reaches the loss as it is, or breaks an operation that no mask is for. No gradient is a mask.
+A constant Inf in the forward may be a mask, so its event is `weak`: it is blamed only if it reaches
+the loss unchanged, or breaks an operation that masks are not for. Gradients are never masks.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from runner.models import modes
 from runner.replay.findings import FINITE, INF, NAN, TensorStats, bad_samples, level, stats
 
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
-"""Operations whose result is uninitialised memory."""
+"""Operations that return uninitialised memory."""
 WRITTEN_OVER = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
-"""Operations that replace all of their first argument."""
+"""Operations that overwrite their first argument completely."""
 MASKED = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub", "exp")
-"""Prefixes of operations that -Inf masks are meant for: NaN of nothing but -Inf is their doing."""
+"""Prefixes of operations that take -Inf masks; NaN from only -Inf is attributed to them."""
 UNSEEN = "code that torch does not see"
-OWNER = "runner.replay"  # key in the metadata of an autograd node
+OWNER = "runner.replay"  # metadata key of an autograd node
 
 Owner = tuple["Frame | None", Place | None]
-"""The module call and the line that something belongs to; no call: the objective."""
+"""The module call and source line of an operation; no call: the objective."""
 
 
 @dataclass
 class Frame:
-    """One call of a module."""
+    """A call of a module."""
 
-    name: str  # dotted; empty for the model itself
+    name: str  # dotted; "" for the root model
     module: nn.Module
     inputs: list[TensorStats]
-    node: Any = None  # autograd node that the call is a recomputation for
+    node: Any = None  # autograd node that the call recomputes for
 
 
 @dataclass
 class Event:
-    """An operation that made NaN or Inf of finite values, or NaN of Inf."""
+    """An operation that made NaN or Inf from finite values, or NaN from Inf."""
 
-    operation: str  # empty: it was there before the step
-    frame: Frame | None  # None: outside the model, so the objective
+    operation: str  # empty: existed before the step
+    frame: Frame | None  # None: outside the model, i.e. the objective
     place: Place | None
     backward: bool = False
-    seed: str = ""  # name of the batch tensor that it came with
-    parent: Event | None = None  # event of its own operand
+    seed: str = ""  # name of the batch tensor that contained it
+    parent: Event | None = None  # event of its operand
     outputs: list[TensorStats] = field(default_factory=list)
     made: str = "NaN"  # NaN | Inf
     of: str = "finite numbers"
-    samples: list[int] = field(default_factory=list)  # rows of the output that hold it
-    weak: bool = False  # a mask, perhaps, or recomputed outside of any module
+    samples: list[int] = field(default_factory=list)  # affected rows of the output
+    weak: bool = False  # possibly a mask, or recomputed outside any module
 
     def root(self) -> Event:
-        """The first event of the chain."""
+        """Return the first event of the chain."""
         event = self
         while event.parent is not None:
             event = event.parent
@@ -80,7 +80,7 @@ class Event:
 
 @dataclass
 class _Operands:
-    """What is not finite among the arguments of an operation."""
+    """The non-finite arguments of an operation."""
 
     level: int = FINITE  # of its tensors
     constant: int = FINITE  # of its Python numbers
@@ -89,29 +89,29 @@ class _Operands:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it around a step, within `watching`; `batch` is what the step is made of, by name."""
+    """Dispatch mode to enter around a step, within `watching`; `batch` maps names to tensors."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.stack: list[Frame] = []
-        self.raised: tuple[Exception, Frame] | None = None  # by the innermost module
-        self.backward_of: Frame | None = None  # whose node runs, or ran last in this backward
+        self.raised: tuple[Exception, Frame] | None = None  # by the innermost module that raised
+        self.backward_of: Frame | None = None  # of the current or last node in this backward
         self.calls: dict[str, Frame] = {}  # the last call of each module
         self.origins: dict[object, Event] = {}  # by storage
         self.parameters = {id(p): name for name, p in model.named_parameters()}
-        # by thread, since autograd numbers the nodes of each thread: at which number a frame began
+        # thread → [(autograd sequence number, frame from there on)]; numbers are per thread
         self.turns: dict[int, list[tuple[int, Frame | None]]] = {}
-        self.places: dict[tuple[int, int], Place | None] = {}  # by thread and number of a node
-        self.stated: Owner | None = None  # see `at`
-        for buffer in model.buffers():  # `bad_weights` has checked them: what is left is a mask
+        self.places: dict[tuple[int, int], Place | None] = {}  # (thread, sequence number) → line
+        self.stated: Owner | None = None  # set by `at`
+        for buffer in model.buffers():  # checked by `bad_weights`; non-finite ones are masks
             self.origins[_storage(buffer)] = Event("", None, None, weak=True)
         for name, tensor in batch.items():
             if level(tensor) != FINITE:
                 self.origins[_storage(tensor)] = Event("", None, None, seed=name)
 
     def origin(self, tensor: Tensor) -> Event | None:
-        """The event that its NaN or Inf began with."""
+        """Return the first event behind the tensor's NaN or Inf; None if there is none."""
         event = self.origins.get(_storage(tensor)) if level(tensor) != FINITE else None
         root = None if event is None else event.root()
         return root if root is not None and (root.operation or root.seed) else None
@@ -121,7 +121,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute it, and record what is not finite in the result."""
+        """Execute the operation, and record non-finite results."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         operation = str(func).removeprefix("aten.").removesuffix(".default")
@@ -151,7 +151,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operands
 
     def _record(self, operation: str, operands: _Operands, output: Tensor) -> None:
-        """Give an output that is not finite the event of its operands, or a new one."""
+        """Assign to a non-finite output the event of its operands, or a new one."""
         after, event = level(output), operands.event
         is_view = event is not None and event is self.origins.get(_storage(output))
         if after == FINITE or (is_view and after <= operands.level):
@@ -180,7 +180,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parent: Event | None = None,
         weak: bool = False,
     ) -> Event:
-        """A new event of the running operation; the host waits."""
+        """Create an event for the running operation; synchronises."""
         node, backward = _current_node(), self._in_backward()
         frame, place = self._owner()
         event = Event(operation, frame, place, parent=parent, of=of, weak=weak)
@@ -193,17 +193,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return event
 
     def _unseen(self, tensor: Tensor, operation: str) -> Event:
-        """The event of a tensor that no operation made; the host waits."""
+        """Create an event for a value that no traced operation made; synchronises."""
         amount = level(tensor)
         weak = amount == INF and not self._in_backward()
         of = f"{_name(amount)} that no operation made"
         event = self.origins[_storage(tensor)] = self._event(operation, tensor, of, weak=weak)
         return event
 
-    # -- what belongs to whom ------------------------------------------------------------------
+    # -- ownership -----------------------------------------------------------------------------
 
     def _in_backward(self) -> bool:
-        """Whether a gradient is computed, and no forward once more for it."""
+        """Whether a gradient is being computed, rather than a forward recomputed."""
         node = _current_node()
         return node is not None and not (torch.is_grad_enabled() or self._is_recomputed(node))
 
@@ -211,7 +211,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(self.stack) and self.stack[-1].node is node
 
     def _owner(self) -> Owner:
-        """Of the operation that runs."""
+        """Return the owner of the running operation."""
         node = _current_node()
         if self.stated is not None:
             frame, place = self.stated
@@ -222,7 +222,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frame, current_place() or place
 
     def _owner_of(self, node: Any) -> Owner:
-        """Of an autograd node: the call that made it, or has its parameter."""
+        """Return the owner of an autograd node: the call that made it, or owns its parameter."""
         name = self.parameters.get(id(getattr(node, "variable", None)))
         if name is None:
             owner: Owner = node.metadata.get(OWNER, (None, None))
@@ -231,7 +231,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.calls.get(name) or self.frame(name), None
 
     def _tag_nodes(self, leaves: list[Any]) -> None:
-        """Note the owner of each new node, and have what it will return checked."""
+        """Record the owner of each new node, and hook its results for checking."""
         thread, current = threading.get_ident(), _current_node()
         turns = self.turns.get(thread) or [(0, None)]
         if current is None or torch.is_grad_enabled():
@@ -245,7 +245,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = node._sequence_nr()
             frame = turns[max(0, bisect_right(turns, number, key=lambda turn: turn[0]) - 1)][1]
             place = self.places.get((thread, number))
-            if frame is None and current is not None:  # in a recomputation outside of any module
+            if frame is None and current is not None:  # recomputed outside any module
                 frame = self._owner_of(current)[0]
             node.metadata[OWNER] = frame, place
             node.register_prehook(partial(self._begin, frame))
@@ -257,7 +257,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_returned(
         self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
     ) -> None:
-        """Give values that are not finite an event of this owner, where no operation did."""
+        """Create events of this owner for non-finite values that have none yet."""
         with _disable_current_modes(), self.at(frame, place), torch.no_grad():
             for value in values:
                 if isinstance(value, Tensor) and level(value) != FINITE:
@@ -269,12 +269,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow which of the model's modules runs, and which registers a tensor hook."""
+        """Track which module runs, and which registers a tensor hook."""
         with ExitStack() as stack:
             for name, module in modes.hookable(self.model):
                 before = module._compiled_call_impl
                 call = partial(self._call, name, before or module._call_impl)
-                module._compiled_call_impl = call  # around all hooks of the module, unlike a hook
+                module._compiled_call_impl = call  # runs around all hooks of the module
                 stack.callback(setattr, module, "_compiled_call_impl", before)
             register = Tensor.register_hook
 
@@ -314,7 +314,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def frame(self, name: str, inputs: dict[str, Any] | None = None) -> Frame:
-        """The call of a module with inputs, by name."""
+        """Return the call of a module, with statistics of its inputs."""
         with _disable_current_modes():
             numbers = [stats(n, t) for n, t in named_leaves(inputs or {})]
         return Frame(name, self.model.get_submodule(name), numbers)
@@ -323,13 +323,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.stack[-1] if self.stack else None
 
     def _mark(self, frame: Frame | None) -> None:
-        """Nodes made from now on are of `frame`."""
+        """Assign autograd nodes created from now on to `frame`."""
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self.turns.setdefault(threading.get_ident(), [(0, None)]).append((number, frame))
 
     @contextmanager
     def at(self, frame: Frame | None, place: Place | None) -> Iterator[None]:
-        """Operations within belong to `frame`, and to `place` where it is known."""
+        """Assign operations within to `frame`, and to `place` if known."""
         before, self.stated = self.stated, (frame, place)
         self._mark(frame)
         try:
@@ -340,7 +340,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def named(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name or position."""
+    """Return call arguments by name; positional ones are input, input2, …"""
     places = {"input" if i == 0 else f"input{i + 1}": value for i, value in enumerate(args)}
     return {**places, **kwargs}
 
@@ -358,10 +358,10 @@ def _name(amount: int) -> str:
 
 
 def _storage(tensor: Tensor) -> object:
-    """Its storage as a key that no later storage shares."""
+    """Return a key for the tensor's storage that is not reused by later storages."""
     if tensor.is_sparse:
         tensor = tensor._values()
     try:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    except (NotImplementedError, RuntimeError):  # it has none
+    except (NotImplementedError, RuntimeError):  # no storage
         return id(tensor)

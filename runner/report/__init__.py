@@ -1,1 +1,1 @@
-"""What people look at afterwards: of one run, and of many side by side."""
+"""Reports on one run, and comparisons of several runs, sweeps or a benchmark."""

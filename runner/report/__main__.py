@@ -1,4 +1,4 @@
-"""`python -m runner.report DIR…`: a comparison of the runs in finished folders."""
+"""`python -m runner.report DIR…`: compare finished runs, or start TensorBoard on them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _arguments(typed: list[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if not (arguments.folders or arguments.tensorboard):
         parser.error("the following arguments are required: DIR")
-    arguments.options = others  # TensorBoard's own: --port=6007
+    arguments.options = others  # passed to TensorBoard, e.g. --port=6007
     return arguments
 
 
 def main(typed: list[str] | None = None) -> int:
-    """Do what the command line asks for; the exit codes are those of `runner.errors`."""
-    with current_folder_last():  # what lies there must not stand in for an installed package
+    """Run the command line; returns an exit code as in `runner.errors`."""
+    with current_folder_last():  # the current folder must not shadow an installed package
         from runner.record.console import close_logging
         from runner.record.text import escape_control_chars
 

@@ -1,7 +1,7 @@
-"""TensorBoard with runs named by what differs between them, not by their folders.
+"""Start TensorBoard with runs named by the overrides in which they differ.
 
-TensorBoard calls a run by its folder's path below the log folder. So the log folder is one of links
-in a temporary place: `digits-mlp/lr=0.01 seed=2` leads to the run's folder, which stays as it is.
+TensorBoard names a run by its path below the log folder. So the log folder is a temporary one of
+symlinks: `digits-mlp/lr=0.01 seed=2` points to the run's folder, which is not changed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from runner.report.naming import names
 EVENTS = "events.out.tfevents."
 PASSED_OVER = {"checkpoints", "debug", "ranks", "exports"}
 LONGEST = 120  # characters of a name
-EVERY_S = 5.0  # between two searches for new runs
+EVERY_S = 5.0  # between searches for new runs
 
 
 def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
-    """Start TensorBoard on these folders until it ends; `options` are its own.
+    """Run TensorBoard on these folders until it exits; `options` are passed to it.
 
-    Runs that begin meanwhile are added. Raises UsageError where a folder is missing; returns
-    TensorBoard's exit code.
+    Runs that start meanwhile are added. Returns TensorBoard's exit code. Raises UsageError if a
+    folder does not exist.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -52,7 +52,7 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
 
 
 def link_runs(folders: Sequence[Path], home: Path) -> list[str]:
-    """Make the links in `home` those of the runs that there are now; return their names."""
+    """Update the symlinks in `home` to the runs that exist now. Returns the runs' names."""
     wanted = _named(sorted({path for folder in folders for path in _runs(folder.absolute())}))
     for path, below, links in os.walk(home, topdown=False):
         for name in (*below, *links):
@@ -70,7 +70,7 @@ def link_runs(folders: Sequence[Path], home: Path) -> list[str]:
 
 
 def _runs(folder: Path) -> Iterator[Path]:
-    """The folders that hold event files."""
+    """Yield the folders that hold event files."""
     for path, below, files in os.walk(folder):
         below[:] = [name for name in below if name not in PASSED_OVER and name[0] != "."]
         if any(name.startswith(EVENTS) for name in files):
@@ -78,7 +78,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _named(runs: Sequence[Path]) -> dict[str, Path]:
-    """A name for each run: that of its experiment, and below it what differs."""
+    """Name each run by its experiment and, below it, the overrides in which it differs."""
     groups: dict[Path, list[Path]] = {}
     for run in runs:
         own = run.name != BOARD and not run.name[:1].isdigit()  # hydra.run.dir=outputs/tuned
@@ -97,7 +97,7 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _labels(members: Sequence[Path]) -> dict[Path, str]:
-    """What differs between the runs of an experiment; "" for one by itself."""
+    """Label the runs of an experiment by their differing overrides; "" for a single run."""
     rest = [run for run in members if run.name != BOARD]
     typed = [
         [text for text in recorded_overrides(run) if _group(text) not in NOT_OF_THE_RUN]

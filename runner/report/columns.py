@@ -1,4 +1,4 @@
-"""The columns of a comparison: the title of each, its text, and the number that sorts it."""
+"""The columns of a comparison: title, text, and the number to sort by."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from runner.report import format
 from runner.report.comparison import BEST, METRIC, Comparison, Row, number
 
-METRICS = 6  # of a run, beside the monitored one; comparison.json has them all
-LEARNING = (BEST, "step_ms", "samples_per_second")  # first where rows differ in what they learn
+METRICS = 6  # beside the monitored one; comparison.json has all
+LEARNING = (BEST, "step_ms", "samples_per_second")  # first if rows differ in what they learn
 Read = Callable[[Row], float | None]
 
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """One column: the number that sorts it, None where a row has nothing in it, and its text."""
+    """One column: the number to sort by (None where the cell is empty), and the cell's text."""
 
     key: str
     title: str
@@ -26,7 +26,7 @@ class ReportColumn:
 def _column(
     key: str, title: str, show: Callable[[float | None], str], read: Read | None = None
 ) -> ReportColumn:
-    """A column of a number; of the mean of several runs, with its interval."""
+    """Return a numeric column; for rows of several runs it shows the mean with its interval."""
     find = read or (lambda row: row.number(key))
 
     def text(row: Row) -> str:
@@ -37,20 +37,20 @@ def _column(
 
 
 def _processes(row: Row) -> float | None:
-    """That trained it together; one that says nothing of them is by itself."""
+    """Return the number of processes that trained the run; 1 if its summary does not say."""
     return (number(row.summary, "distributed", "world_size") or 1.0) if row.summary else None
 
 
 def _break_even_text(row: Row) -> str:
-    """After how many steps compiling is paid back."""
+    """Return the number of steps after which compiling is paid back, as text."""
     measured = row.measured
     if measured is None or measured.speedup is None or (measured.compile_seconds or 0.0) < 0.1:
-        return format.NONE  # nothing was paid
+        return format.NONE  # it did not compile
     return "never" if measured.break_even_steps is None else f"{measured.break_even_steps:,}"
 
 
 def _parity_text(row: Row) -> str:
-    """Whether it is the same training, in a word or two."""
+    """Return the parity verdict, shortened for a table cell."""
     text = row.parity or format.NONE
     if text == "explained by precision":
         text = row.low_precision or "rounding"
@@ -82,11 +82,11 @@ COLUMNS = (
     _column("data_wait", "waits for data", format.share),
     _column("processes", "processes", format.rate, _processes),
 )
-"""By what they are worth: where there is no room, the last ones go. Metrics follow."""
+"""Most important first: the last ones are dropped where there is no room. Metrics follow."""
 
 
 def columns(comparison: Comparison) -> list[ReportColumn]:
-    """The columns that at least one row has something in, the most telling first."""
+    """Return the columns that are not empty, most important first."""
     rows, chosen = comparison.rows, list(COLUMNS)
     if any(row.speedup_interval for row in rows):
         titles = {"speedup": "speed-up (95 %)"}

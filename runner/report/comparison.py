@@ -1,4 +1,4 @@
-"""Runs side by side: the data under every table, page and chart of them, and their files."""
+"""The data of a comparison of runs, from which all tables, pages and charts are made."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ log = logging.getLogger("runner")
 FILE, DOCUMENT, PAGE = "comparison.json", "comparison.md", "comparison.html"
 BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
-"""How a job ends that did what it was asked to; any other status is a failure with a reason."""
-METRIC = "metric:"  # before a metric's name, in the key of a column
-BEST = f"{METRIC}best"  # of the monitored one
-DEEPEST = 50  # lists in lists of a record; ours are of five
+"""Statuses of a job that ended normally; any other is a failure with a reason."""
+METRIC = "metric:"  # prefix of a metric's name in a column's key
+BEST = f"{METRIC}best"  # best value of the monitored metric
+DEEPEST = 50  # nesting accepted in a record; ours have five levels
 OF_SUMMARY = {
     "samples_per_second": ("throughput", "samples_per_second"),
     "step_ms": ("throughput", "step_ms", "p50"),
     "peak_process_bytes": ("memory", "peak_process_bytes"),
     "peak_device_bytes": ("memory", "peak_device_bytes"),
 }
-"""Where a summary has the numbers that a benchmark measures, too."""
+"""Paths in summary.json of the numbers that a benchmark measures too."""
 
 
 def read_json(path: Path) -> Any:
-    """The values in a record; None where it is damaged, or deeper than any of ours."""
+    """Read a JSON record; None if it is damaged or nested deeper than `DEEPEST`."""
     try:
         tree = json.loads(read_record(path))
     except (OSError, ValueError, RecursionError):
@@ -56,74 +56,74 @@ def _is_shallow(value: Any, levels: int) -> bool:
 
 
 def value_at(tree: Any, *path: str) -> Any:
-    """The value at a path into nested mappings; None where there is none."""
+    """Return the value at a path of keys in nested dicts; None if missing."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def number(tree: Any, *path: str) -> float | None:
-    """The number at a path; None where there is no finite one."""
+    """Return the finite number at a path; None if there is none."""
     return finite(value_at(tree, *path))
 
 
 def text(tree: Any, *path: str) -> str:
-    """The text at a path; "" where there is none."""
+    """Return the string at a path; "" if there is none."""
     value = value_at(tree, *path)
     return value if isinstance(value, str) else ""
 
 
 @dataclass
 class Row:
-    """One job of a sweep or arm of a benchmark, failed ones too. The first fields are a contract
-    with other tools: `overrides, status, reason, summary, speedup, speedup_interval, parity,
-    command`. Properties are None where the value is missing or damaged.
+    """One job of a sweep or arm of a benchmark, failed or not. Other tools rely on the first
+    fields: `overrides, status, reason, summary, speedup, speedup_interval, parity, command`.
+    Properties are None where the value is missing or damaged.
     """
 
     overrides: list[str]
     status: str  # done stopped interrupted failed killed timeout oom skipped
     reason: str = ""
-    summary: dict[str, Any] = field(default_factory=dict)  # summary.json, {} where there is none
-    speedup: float | None = None  # of a sweep: ratio of samples/s to the run of the same seed
-    speedup_interval: tuple[float, float] | None = None  # of a benchmark only
-    parity: str | None = None  # of a benchmark only
+    summary: dict[str, Any] = field(default_factory=dict)  # summary.json, {} if missing
+    speedup: float | None = None  # in a sweep: ratio of samples/s to the run of the same seed
+    speedup_interval: tuple[float, float] | None = None  # only in a benchmark
+    parity: str | None = None  # only in a benchmark
     command: str = ""
-    name: str = ""  # what sets it apart: `ultra`, or `optimization=ultra seed=1`
+    name: str = ""  # how it differs: `ultra`, or `optimization=ultra seed=1`
     folder: str = ""  # relative to the comparison's
-    measured: ArmResult | None = None  # of a benchmark
-    judged_on: str = ""  # data, and for a loss its objective: metrics of others do not compare
-    work: str = ""  # device, data and model: only runs of the same work have a ratio
-    # of a configuration that ran several times; see `Comparison.by_configuration`
-    over: str = ""  # of what it is the mean: `3 seeds`
+    measured: ArmResult | None = None  # in a benchmark
+    judged_on: str = ""  # data (and objective): metrics are comparable only if equal
+    work: str = ""  # device, data and model: ratios are taken only if equal
+    # for a configuration that ran several times; see `Comparison.by_configuration`
+    over: str = ""  # what the mean is taken over: `3 seeds`
     members: list[str] = field(default_factory=list)  # names of its runs
-    estimates: dict[str, MeanEstimate] = field(default_factory=dict)  # by the key of a column
+    estimates: dict[str, MeanEstimate] = field(default_factory=dict)  # by column key
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end as it should, or had been measured when Ctrl-C came."""
+        """Whether it ended normally, or was measured before a Ctrl-C."""
         measured = self.measured is not None and self.measured.blocks > 0
         return self.status in FINISHED or (self.status == "interrupted" and measured)
 
     @property
     def sound(self) -> bool:
-        """Whether its speed is that of the same training."""
+        """Whether its speed counts: finished, no parity failure, and it learns."""
         return self.finished and self.parity != "FAIL" and not self.problems
 
     @property
     def problems(self) -> list[str]:
-        """Signs that it does not train."""
+        """Signs that the model does not learn."""
         return self.measured.problems if self.measured else []
 
     @property
     def other_work(self) -> list[str]:
-        """In what it trains something else than the reference."""
+        """The parts in which it trains something else than the reference."""
         return self.measured.other_work if self.measured else []
 
     def number(self, key: str) -> float | None:
-        """What the benchmark measured of its arm, else what the run's summary has; 0 is none there.
+        """Return a number of the row: as measured by the benchmark, else from the summary.
 
-        `samples_per_second`, `step_ms`, `peak_process_bytes`, `peak_device_bytes` (None on a CPU)
-        and the other fields of `ArmResult`; `metric:best`, and `metric:` before a metric's name.
+        Keys: `samples_per_second`, `step_ms`, `peak_process_bytes`, `peak_device_bytes`, other
+        fields of `ArmResult`, `metric:best`, and `metric:<name>`. A 0 in a summary counts as None.
         """
         if key in self.estimates:
             return self.estimates[key].mean
@@ -136,19 +136,19 @@ class Row:
 
     @property
     def monitor(self) -> str:
-        """The metric that its checkpoints are judged by."""
+        """The metric by which its best checkpoint is chosen."""
         return text(self.summary, "monitor")
 
     @property
     def best(self) -> float | None:
-        """The best value of that metric."""
+        """The best value of the monitored metric."""
         if "metric:best" in self.estimates:
             return self.estimates["metric:best"].mean
         return number(self.summary, "best")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The final metrics, those that are finite."""
+        """The final metrics with finite values."""
         final = self.summary.get("metrics")
         values = (
             {str(key): finite(x) for key, x in final.items()} if isinstance(final, dict) else {}
@@ -157,14 +157,14 @@ class Row:
 
     @property
     def techniques(self) -> dict[str, dict[str, Any]]:
-        """Each technique's entry in the summary."""
+        """The techniques' entries in the summary, by name."""
         entries = self.summary.get("techniques")
         named = [(text(x, "name"), x) for x in (entries if isinstance(entries, list) else [])]
         return {name: entry for name, entry in named if name}
 
     @property
     def low_precision(self) -> str:
-        """`bf16` or `fp16`, where products came out in it; else ""."""
+        """`bf16` or `fp16` if the amp technique used it, else ""."""
         amp = self.techniques.get("amp", {})
         evidence = str(amp.get("evidence")) if amp.get("engaged") else ""
         return "bf16" if "bfloat16" in evidence else "fp16" if "float16" in evidence else ""
@@ -172,63 +172,63 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What is compared, and what to say about it."""
+    """The rows of a comparison, and notes on them."""
 
     title: str
     rows: list[Row]
-    kind: str = "sweep"  # sweep (one run each, unpaired) | benchmark | runs (put together by hand)
+    kind: str = "sweep"  # sweep (one run each, unpaired) | benchmark | runs (of several folders)
     reference: str = ""  # name of the row that speedups are against
     notes: list[str] = field(default_factory=list)
     command: str = ""
     benchmark: BenchmarkResult | None = None  # control, load, attribution, machine
-    search: SearchRecord | None = None  # of hyper-parameters, whose trials the rows are
-    home: Path | None = None  # what the rows' folders are relative to; `write` moves it
+    search: SearchRecord | None = None  # the search whose trials the rows are
+    home: Path | None = None  # rows' folders are relative to it; see `moved`
     schema: int = 1
 
     @property
     def failures(self) -> list[Row]:
-        """The rows that did not come to their end."""
+        """The rows that did not finish."""
         return [row for row in self.rows if not row.finished]
 
     @property
     def devices(self) -> list[str]:
-        """The devices that the rows ran on."""
+        """The distinct devices that the rows ran on."""
         entries = [row.summary.get("device") for row in self.rows]
         names = [text(entry, "name") or text(entry, "kind") for entry in entries]
         return list(dict.fromkeys(filter(None, names)))
 
     @cached_property
     def about_learning(self) -> bool:
-        """Whether what sets the rows apart is what they learn, not how they compute it."""
+        """Whether the rows differ in what they learn, rather than in how they compute it."""
         return self.kind != "benchmark" and not about_speed(row.overrides for row in self.rows)
 
     @cached_property
     def by_configuration(self) -> Comparison:
-        """One row for the seeds and folds of each configuration; itself where none ran twice."""
+        """The comparison with replicates merged into one row each; itself if there are none."""
         from runner.report.replicates import merge_replicates
 
         return merge_replicates(self)
 
     @property
     def replicated(self) -> bool:
-        """Whether a configuration ran with several seeds or folds."""
+        """Whether any configuration ran with several seeds or folds."""
         return self.by_configuration is not self
 
     @property
     def row_title(self) -> str:
-        """What a row is: arm, configuration or run."""
+        """What a row stands for: arm, configuration or run."""
         several = any(row.over for row in self.rows)
         return "arm" if self.kind == "benchmark" else "configuration" if several else "run"
 
     @property
     def monitor(self) -> str:
-        """The metric that all finished rows are judged by; "" where they differ or have none."""
+        """The monitored metric, if all finished rows share one; else ""."""
         names = {row.monitor for row in self.rows if row.finished and row.summary}
         return names.pop() if len(names) == 1 else ""
 
 
 def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
-    """A benchmark's arms; `folder` is the benchmark's, where it has one."""
+    """Return the comparison of a benchmark's arms; `folder` is the benchmark's, if any."""
     rows = [
         Row(
             list(arm.overrides),
@@ -259,7 +259,7 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
 
 
 def moved(comparison: Comparison, folder: Path) -> Comparison:
-    """The same with the rows' folders relative to `folder`."""
+    """Return the comparison with the rows' folders relative to `folder`."""
     folder = folder.absolute()
     home = comparison.home or folder
     rows = [
@@ -270,17 +270,17 @@ def moved(comparison: Comparison, folder: Path) -> Comparison:
 
 
 def as_json(comparison: Comparison) -> str:
-    """All of it; the rows say no number twice, NaN is null, and no path is of this machine."""
+    """Return the comparison as JSON, without duplicates or absolute paths, with NaN as null."""
     benchmark = comparison.benchmark
     tree = asdict(replace(comparison, home=None, benchmark=None))
     tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
     unneeded = ((tree, "home"), (tree["benchmark"] or {}, "arms"), (tree["search"] or {}, "trials"))
-    for part, key in unneeded:  # the trials are in search.json
+    for part, key in unneeded:  # trials are in search.json
         part.pop(key, None)
     merged = {name: row for row in comparison.by_configuration.rows for name in row.members}
     finished = {row.name for row in comparison.rows if row.finished}
     for row, entry in zip(comparison.rows, tree["rows"], strict=True):
-        for key in ("work", "over", "members", "estimates"):  # of rows of several runs
+        for key in ("work", "over", "members", "estimates"):  # only for merged rows
             del entry[key]
         (entry["measured"] or {}).pop("summary", None)
         configuration = merged.get(row.name) if row.finished else None
@@ -289,7 +289,7 @@ def as_json(comparison: Comparison) -> str:
 
 
 def _replicates_entry(row: Row, finished: set[str]) -> dict[str, Any] | None:
-    """Mean, spread and interval of a configuration's metrics and speed; None where it ran once."""
+    """Return mean, spread and interval of metrics and speed; None if it ran once."""
     if not row.estimates:
         return None
     estimates = {key: asdict(estimate) for key, estimate in row.estimates.items()}
@@ -307,10 +307,10 @@ def _replicates_entry(row: Row, finished: set[str]) -> dict[str, Any] | None:
 
 
 def write(comparison: Comparison, folder: Path) -> list[Path]:
-    """comparison.json, comparison.md, comparison.html and the TensorBoard run `comparison`;
-    what was written. A disk that does not take it is a warning, not an error.
+    """Write comparison.json, .md and .html and the TensorBoard run `comparison`.
 
-    SecurityError where that would be through a link that leads out of the folder.
+    Returns the paths that were written; an OSError is logged as a warning. Raises SecurityError if
+    a link leads out of the folder.
     """
     from runner.report import page
 
@@ -323,7 +323,7 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
         BOARD: lambda path: _write_board(page.document(comparison), path),
     }
     written = []
-    with suppress(OSError):  # each file says it by itself
+    with suppress(OSError):  # each write reports it
         folder.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():
         try:
@@ -335,7 +335,7 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _write_board(document: str, folder: Path) -> None:
-    """The document as a text in TensorBoard; it replaces an earlier one."""
+    """Write the document as a TensorBoard text, replacing an earlier one."""
     from runner.record.tensorboard import PREFIX, open_event_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run's curves, read from its metrics, and drawn as a file of their own."""
+"""Read a run's curves from its metrics file and draw them as an SVG file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from runner.report.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw
 
 Curve = list[tuple[float, float]]
 
-POINTS = 240  # of a curve; a phone is 360 wide
-BYTES = 256 << 20  # of a record: what lies beyond is not read
+POINTS = 240  # per curve; a phone is 360 px wide
+BYTES = 256 << 20  # of a metrics file; the rest is not read
 LONGEST = 1 << 20  # bytes of a line
 GREY = "#6b7280"
 LOSSES = ("train/loss", "val/loss")
 
 
 def read_curves(folder: Path, names: Sequence[str] = LOSSES[:1]) -> dict[str, Curve]:
-    """The finite values by step of those metrics (`train/loss`); damaged lines are left out.
+    """Read the finite values of those metrics (e.g. `train/loss`) by step; skip damaged lines.
 
-    A step that comes twice, in a run that was rolled back or resumed, counts as it was last.
+    If a step occurs twice, after a rollback or resume, the last value counts.
     """
     curves: dict[str, dict[float, float]] = {name: {} for name in names}
     splits = [(f'"{split}"'.encode(), split) for split in {x.partition("/")[0] for x in names}]
@@ -57,7 +57,7 @@ def _read_row(line: bytes, split: str, curves: dict[str, dict[float, float]]) ->
 
 
 def thin_curve(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:
-    """At most `most` points: the lowest and highest of each stretch, so that no spike is lost."""
+    """Return at most `most` points: the lowest and highest of each segment, to keep spikes."""
     if len(curve) <= most:
         return list(curve)
     bounds = [i * len(curve) // (most // 2) for i in range(most // 2 + 1)]
@@ -67,9 +67,9 @@ def thin_curve(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curv
 
 
 def draw_run(folder: Path, monitor: str) -> str:
-    """An SVG file: the losses of training and validation, and the monitored metric beside them.
+    """Return an SVG of training and validation loss, with the monitored metric beside it.
 
-    "" where the record has no curve of two points.
+    "" if no curve has two points.
     """
     names = list(dict.fromkeys([*LOSSES, monitor or LOSSES[1]]))
     curves = {name: x for name, x in read_curves(folder, names).items() if len(x) > 1}
@@ -93,7 +93,7 @@ def draw_run(folder: Path, monitor: str) -> str:
 
 
 def _title(plot: Sequence[Series]) -> Markup:
-    """The names of the curves, in their colours."""
+    """Return the names of the curves, in their colours."""
     font = {"font_size": 14, "font_weight": 600}
     return join(
         *(

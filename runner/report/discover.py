@@ -1,6 +1,6 @@
-"""What lies in finished folders, as rows: a run, a sweep, a benchmark, or runs and sweeps.
+"""Read finished folders into rows: a run, a sweep, a benchmark, or folders of runs and sweeps.
 
-A folder may be damaged, another user's, or from anywhere: its row says so.
+Folders are untrusted: one that is damaged or unreadable becomes a row with the reason.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SWEEP = "sweep.json"
 RATE = "samples_per_second"
 DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
 NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
-SHORTEST = 10  # steps of a run whose speed says something; the first three are not counted
+SHORTEST = 10  # minimum steps for a speed-up; the first three are not timed
 ENDS = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", "skipped")
-"""What the status of a row can be, beside `running`."""
+"""The statuses of a row, besides `running`."""
 TROUBLE = (OSError, ValueError, AttributeError, RecursionError)
-"""What reading an untrusted folder may raise."""
+"""Exceptions that reading an untrusted folder may raise."""
 ONE_RUN_EACH = "one run each, not interleaved: read it as a hint; job=benchmark measures"
 IN_PAIRS = (
     "speed-ups are of runs of the same seed or fold, which were not interleaved: whatever the "
@@ -47,10 +47,10 @@ IN_PAIRS = (
 
 
 def of_folders(folders: Sequence[Path]) -> Comparison:
-    """A benchmark, a sweep, or all runs and sweeps in several folders; none is trusted to be whole.
+    """Return the comparison of a benchmark, a sweep, or all runs and sweeps in several folders.
 
-    Raises UsageError where there is nothing to compare, StorageError for a damaged benchmark; a
-    damaged summary is a row that says so.
+    Raises UsageError if there is nothing to compare, StorageError for a damaged benchmark; a
+    damaged run becomes a row with the reason.
     """
     for folder in folders:
         try:
@@ -89,9 +89,9 @@ def _is_sweep(folder: Path) -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether it is one that trains or evaluates: other jobs leave no summary, nor need to.
+    """Whether it is a run that trains or evaluates; other jobs write no summary.
 
-    Another user's may be one: its row says that it cannot be read.
+    A folder without read permission counts as one, so that its row reports that.
     """
     try:
         if (folder / SUMMARY).exists():
@@ -104,9 +104,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
-    """The rows of `folder`, or else of what is in it."""
+    """Yield the rows of `folder` or, if it is neither run nor sweep, of its subfolders."""
     try:
-        os.listdir(folder)  # says why it cannot be read
+        os.listdir(folder)  # raises if it cannot be read
         if (folder / BENCHMARK).exists():
             notes.append(f"{folder.name} is a benchmark, which is compared by itself: left out")
         elif _is_sweep(folder):
@@ -122,14 +122,14 @@ def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in it, numbered ones in the order of their numbers."""
+    """Return the subfolders that may hold runs, numbered ones in numeric order."""
     inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     visible = [p for p in inside if not p.name.startswith(".") and p.name not in NOT_RUNS]
     return sorted(visible, key=lambda p: (len(p.name) if p.name.isdigit() else 99, p.name))
 
 
 def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """Its jobs in their order; those that never began are rows as well."""
+    """Yield a sweep's jobs in order, including those that never started."""
     state = read_json(folder / SWEEP)
     jobs = state.get("jobs") if isinstance(state, dict) else None
     if state is None and (folder / SWEEP).exists():
@@ -145,7 +145,7 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
 
 
 def _run_row(folder: Path) -> Row:
-    """A run's folder; one whose record is missing or damaged says so."""
+    """Return the row of a run's folder; if unreadable, a failed row with the reason."""
     typed = recorded_overrides(folder)
     return _guarded(folder, typed, lambda: _read_run(folder, typed))
 
@@ -161,7 +161,7 @@ def _guarded(folder: Path, typed: list[str], make: Callable[[], Row]) -> Row:
 
 
 def _job_row(index: int, job: dict[str, Any], sweep: Path) -> Row:
-    """A job as its sweep tells of it, with what its run says."""
+    """Return the row of a sweep's job, from the sweep's record and the run's."""
     listed = job.get("overrides")
     typed = [str(item) for item in listed] if isinstance(listed, list) else []
     name = text(job, "folder") or str(index)
@@ -183,7 +183,7 @@ def _read_job(sweep: Path, name: str, job: dict[str, Any], typed: list[str]) -> 
         row = Row(typed, status or "skipped", reason or "never begun", folder=str(folder))
         return replace(row, command=_command(typed))
     row = _read_run(folder, typed)
-    if row.finished and status == "killed":  # the sweep ended before it could note the job's end
+    if row.finished and status == "killed":  # the sweep ended before it recorded the job's end
         return row
     if status and status not in ("running", row.status):
         row = replace(row, status=status, reason=reason or row.reason)
@@ -197,7 +197,7 @@ def _read_run(folder: Path, typed: list[str]) -> Row:
             return replace(row, status="running", reason="it has not come to a summary yet")
         return replace(row, status="killed", reason=f"no {SUMMARY}: it ended before it wrote one")
     try:
-        Summary.read(folder)  # says what is wrong with it
+        Summary.read(folder)  # raises with what is wrong
     except StorageError as error:
         return replace(row, reason=str(error).replace(str(folder) + "/", ""))
     summary = read_json(folder / SUMMARY)
@@ -223,7 +223,7 @@ def _read_run(folder: Path, typed: list[str]) -> Row:
 
 
 def _judged_on(settings: Mapping[str, Any], monitor: str) -> str:
-    """What is the same for runs whose monitored metrics can be compared."""
+    """Return a key that is equal for runs whose monitored metrics can be compared."""
 
     def chosen(group: str) -> Any:
         named = (settings.get(f"{group}.{key}") for key in ("_target_", "kind"))
@@ -238,7 +238,7 @@ def _judged_on(settings: Mapping[str, Any], monitor: str) -> str:
 
 
 def _work(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """What there was to compute: samples of something else take another time."""
+    """Return a key that is equal for runs whose speeds can be compared."""
     device = text(summary, "device", "kind"), text(summary, "device", "name")
     parts = {
         key: str(value)
@@ -253,7 +253,7 @@ def _command(overrides: Sequence[str]) -> str:
 
 
 def _named(rows: list[Row], home: Path) -> list[Row]:
-    """Rows with their names, and folders relative to `home`."""
+    """Return the rows with names, and with folders relative to `home`."""
     places = [os.path.relpath(row.folder, home) if row.folder else "" for row in rows]
     made = names([row.overrides for row in rows], places)
     return [
@@ -263,19 +263,19 @@ def _named(rows: list[Row], home: Path) -> list[Row]:
 
 
 def _with_ratios(rows: list[Row], notes: list[str]) -> tuple[str, list[Row]]:
-    """The row that others are compared with, and the rows with their ratios to it.
+    """Set the rows' speed-ups and return the reference's name with the rows.
 
-    The plain one if there is one, else the first that is done. Only runs of the same data, model
-    and device have a ratio, and only those that were long enough. Where configurations ran with
-    several seeds or folds, the ratio is to the reference's run of the same ones.
+    The reference is the first run with `optimization=none`, else the first run. Only runs of the
+    same data, model and device with enough steps have a ratio. Where configurations ran with
+    several seeds or folds, it is to the reference's run of the same seed and fold.
     """
     timed = [row for row in rows if row.finished and row.number(RATE)]
     long = [row for row in timed if (number(row.summary, "steps") or 0) >= SHORTEST]
     groups: dict[str, list[Row]] = {}
     for row in long:
         groups.setdefault(row.work, []).append(row)
-    same = max(groups.values(), key=len, default=[])  # of several, the first
-    if len({configuration(row) for row in same}) < 2:  # other seeds alone are no other speed
+    same = max(groups.values(), key=len, default=[])  # the first of several equally large
+    if len({configuration(row) for row in same}) < 2:  # no speed-up between seeds
         return "", rows
     plain = [row for row in same if overrides_by_key(row.overrides).get("optimization") == "none"]
     reference = (plain or same)[0]

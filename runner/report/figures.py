@@ -1,6 +1,6 @@
-"""The figures of a comparison: bars with intervals, points and curves, and the text above each.
+"""The figures of a comparison: bars with intervals, points and curves, with descriptions.
 
-Numbers are text as well, so nothing depends on a colour or a length alone.
+All numbers are given as text too, so nothing depends on colour or length alone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from runner.report.svg import (
     tick_label,
 )
 
-DIVERGED = 100  # times as high as where the runs begin
-MOST_CURVES = 12  # at once: more cannot be told apart
-ALIKE = 1.05  # peaks of memory that differ by less say nothing
-MOST_BARS = 40  # of a chart of rows: the fastest and the slowest
-BAR_HEIGHT = 34  # pixels, with the room around it
+DIVERGED = 100  # times the usual initial loss, above which a curve diverged
+MOST_CURVES = 12  # per plot: more cannot be distinguished
+ALIKE = 1.05  # smaller ratios of peak memory are not plotted
+MOST_BARS = 40  # of a chart; the fastest and the slowest are kept
+BAR_HEIGHT = 34  # pixels, including margins
 HIDDEN = {"aria_hidden": "true", "focusable": "false"}
 KINDS = {
     "reference": "reference",
@@ -43,12 +43,12 @@ KINDS = {
     "PARITY FAIL": "fail",
     "does not train": "fail",
 }
-"""How a bar is filled, by the row's verdict."""
+"""A bar's fill, by verdict."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A section of the page: a heading, what it shows, and charts below headings of their own."""
+    """A section of the page: a heading, a description, and charts with their own headings."""
 
     heading: str
     about: str
@@ -57,17 +57,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: where it ends, the interval around that, and the text beside it."""
+    """A bar: its end, the interval around it, and the text beside it."""
 
     label: str
     value: float | None
     ends: tuple[float, float] | None
     text: str
-    kind: str = "plain"  # reference | faster | slower | plain | hint | unclear | fail: its fill
+    kind: str = "plain"  # fill: reference | faster | slower | plain | hint | unclear | fail
 
 
 def figures(comparison: Comparison) -> dict[str, list[Figure]]:
-    """By section name, the figures that there are numbers for."""
+    """Return the figures that there are data for, by section name."""
     floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
     search = comparison.search  # whose trials differ in what they train
     return {
@@ -80,9 +80,9 @@ def figures(comparison: Comparison) -> dict[str, list[Figure]]:
 
 
 def draw_bars(bars: Sequence[Bar], start: float, described: str, floor: float = 0.0) -> Markup:
-    """Ratios as bars from `start`, with their intervals; a line at 1, and 1 ± `floor` is shaded.
+    """Draw ratios as bars from `start` with intervals, a line at 1, and 1 ± `floor` shaded.
 
-    Positions are per cent: charts stretch with the page.
+    Positions are percentages, so that charts stretch with the page.
     """
     values = [x for bar in bars for x in (*(bar.ends or ()), bar.value) if x is not None]
     values = [x for x in values if x < 1e6]
@@ -132,7 +132,7 @@ def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
 def draw_series(
     series: Sequence[Series], x_title: str, y_title: str, scales: tuple[Scale, Scale]
 ) -> Markup:
-    """Curves and points, told apart by colour, dashes and shape, and a legend below."""
+    """Draw curves and points, distinguished by colour, dashes and shape, with a legend."""
     described = "; ".join(f"{one.label}: {one.text}" for one in series)
     about = {"role": "img", "aria_label": described, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
     plot = tag("svg", draw_plot(series, scales, (y_title, x_title)), class_="plot", **about)
@@ -203,7 +203,7 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
 
 
 def _validation(comparison: Comparison) -> Iterator[Figure]:
-    """The monitored metric by step; of several seeds or folds the mean, and a band around it."""
+    """Yield the monitored metric by step; of replicates the mean, with a band."""
     monitor, home = comparison.monitor, comparison.home
     if not monitor or home is None:
         return
@@ -230,7 +230,7 @@ def _about_series(series: Sequence[Series]) -> str:
 
 
 def _series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]:
-    """A curve for each row, or for each configuration that ran with several seeds or folds."""
+    """Return a curve per row, or per configuration if it ran with several seeds or folds."""
     series = []
     for style, row in enumerate(comparison.by_configuration.rows):
         points, band = average_curves([curves[x] for x in row.members or [row.name] if x in curves])
@@ -241,9 +241,9 @@ def _series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]
 
 
 def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, float, float]]]:
-    """The mean of curves at the steps that all have, and a band from lowest to highest.
+    """Return the mean of the curves at shared steps, and a band from lowest to highest.
 
-    One curve is itself, without a band. Both are empty where fewer than two steps are shared.
+    A single curve is returned without a band. Both are empty if fewer than two steps are shared.
     """
     if len(curves) == 1:
         return thin_curve(curves[0]), []
@@ -274,7 +274,7 @@ def _losses(comparison: Comparison) -> Iterator[Figure]:
 
 
 def read_losses(comparison: Comparison) -> dict[str, Curve]:
-    """The training loss by step, for each row that has one of two steps or more."""
+    """Return the training loss by step of each row that has two points or more."""
     curves = {row.name: _row_curve(row, comparison.home) for row in comparison.rows}
     return {name: curve for name, curve in curves.items() if len(curve) > 1}
 
@@ -288,7 +288,7 @@ def _row_curve(row: Row, home: Path | None) -> Curve:
 
 
 def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
-    """The highest loss of the curves that did not diverge; infinite where none did."""
+    """Return the highest loss of curves that did not diverge; inf if none did."""
     sound = {row.name for row in comparison.rows if row.sound}
     starts = sorted(abs(curve[0][1]) for name, curve in curves.items() if name in sound)
     if not starts:
@@ -319,7 +319,7 @@ def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
 
 
 def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
-    """What a technique is worth, `side` being added or removed."""
+    """Return the bar of a technique's speedup; `side` is `added` or `removed`."""
     value, ends = getattr(effect, side), getattr(effect, f"{side}_interval")
     outside = ends is not None and abs(value - 1) > floor and (ends[0] > 1 or ends[1] < 1)
     kind = "unclear" if not outside else "faster" if value > 1 else "slower"

@@ -1,4 +1,4 @@
-"""Numbers, times and names as text, the same in every table and on every page."""
+"""Format numbers, times and names consistently for tables and pages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.report.replicates import MeanEstimate
 
-NONE = "–"  # where there is no number
-MOST_NAMES = 4  # in a sentence; what is beyond is counted
+NONE = "–"  # shown where there is no number
+MOST_NAMES = 4  # in a sentence; the rest is counted
 
 
 def finite(value: Any) -> float | None:
-    """A finite number of a record; None for anything else."""
+    """Return a finite int or float as float; None for any other value."""
     try:
         return float(value) if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:  # an integer of hundreds of digits
@@ -28,19 +28,19 @@ def _none_as_dash(show: Callable[[float], str]) -> Callable[[float | None], str]
 
 @_none_as_dash
 def times(ratio: float) -> str:
-    """A ratio, as `1.83×`."""
+    """Format a ratio, as `1.83×`."""
     return f"{_digits(ratio)}×"
 
 
 def _digits(ratio: float) -> str:
-    """Two digits after the point; three significant ones of a ratio near 0."""
+    """Format with two decimals; three significant digits below 0.1."""
     if 0 < ratio < 0.1:
         return f"{ratio:.3g}"
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def interval(ends: tuple[float, float] | None) -> str:
-    """The two ends of a ratio's interval, as `1.79 to 1.86`."""
+    """Format a ratio's interval, as `1.79 to 1.86`."""
     if ends is None:
         return ""
     low, high = ends
@@ -50,25 +50,25 @@ def interval(ends: tuple[float, float] | None) -> str:
 
 
 def times_interval(ratio: float | None, ends: tuple[float, float] | None) -> str:
-    """A ratio with its interval, as `1.83× (1.79 to 1.86)`."""
+    """Format a ratio with its interval, as `1.83× (1.79 to 1.86)`."""
     return f"{times(ratio)} ({interval(ends)})" if ratio is not None and ends else times(ratio)
 
 
 @_none_as_dash
 def rate(value: float) -> str:
-    """Samples a second or milliseconds, three digits or more."""
+    """Format samples per second or milliseconds, with three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def estimate(value: MeanEstimate, show: Callable[[float | None], str]) -> str:
-    """A mean with its 95 % interval, as `0.9710 (0.9650 to 0.9770)`."""
+    """Format a mean with its 95 % interval, as `0.9710 (0.9650 to 0.9770)`."""
     low, high = value.interval
     return f"{show(value.mean)} ({show(low)} to {show(high)})"
 
 
 @_none_as_dash
 def size(count: float) -> str:
-    """Bytes, as KiB, MiB or GiB."""
+    """Format bytes in KiB, MiB or GiB."""
     for unit, bytes_, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 0), ("KiB", 2**10, 0)):
         if abs(count) >= bytes_:
             return f"{count / bytes_:.{digits}f} {unit}"
@@ -77,7 +77,7 @@ def size(count: float) -> str:
 
 @_none_as_dash
 def seconds(value: float) -> str:
-    """A duration in seconds, minutes or hours."""
+    """Format a duration in seconds, minutes or hours."""
     if value < 60:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -87,18 +87,18 @@ def seconds(value: float) -> str:
 
 @_none_as_dash
 def metric(value: float) -> str:
-    """A loss or an accuracy."""
+    """Format a loss or an accuracy."""
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
 
 
 @_none_as_dash
 def share(value: float) -> str:
-    """A part of one, in per cent."""
+    """Format a share as a percentage."""
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b and c`, and how many more there are."""
+    """Join names as `a, b and c`; beyond `MOST_NAMES` the rest is counted."""
     shown = list(names[:MOST_NAMES])
     if len(names) > MOST_NAMES:
         return ", ".join(shown) + f" and {len(names) - MOST_NAMES} more"
@@ -106,13 +106,13 @@ def listed(names: Sequence[str]) -> str:
 
 
 def short_path(folder: Path) -> str:
-    """A folder as one would type it in the current one."""
+    """Return the path relative to the current folder if it lies in it, else absolute."""
     path, here = folder.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def technique_status(entry: Mapping[str, Any]) -> str:
-    """A technique's status from its entry in a summary, also one of an older version.
+    """Return a technique's status from its summary entry, also of older versions:
 
     not requested, engaged, not applicable, skipped, failed, fell back or unknown.
     """

@@ -1,4 +1,4 @@
-"""What to call rows: by what differs between them, and by nothing else."""
+"""Name rows by the overrides in which they differ."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from runner.overrides.groups import without_arguments
 from runner.record.hydra_files import overrides_by_key
 
 DEFAULT = "default"
-"""A row in which the one key that others set is not set."""
+"""The name of a row that does not set the one key that the others set."""
 
 
 def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
-    """A name for each row of overrides, unlike the others' names.
+    """Return a distinct name for each row of overrides.
 
-    Where one key differs, its value (`ultra`), or `lr=0.1` where a value alone says nothing; else
-    `lr=0.1 seed=2` for each key that does, by its last part if that is of one key alone. Rows that
-    are alike are told apart by `places`, their folders.
+    If one key differs, its value (`ultra`), or `lr=0.1` if a value is not a word. If several
+    differ, `lr=0.1 seed=2`, with a key's last part if that is unambiguous. Rows with equal
+    overrides are distinguished by `places`, their folders.
     """
     typed = [overrides_by_key([without_arguments(override) for override in row]) for row in rows]
     varied = varied_keys(typed)
@@ -45,7 +45,7 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
 
 
 def about_speed(rows: Iterable[Sequence[str]]) -> bool:
-    """Whether what sets rows of overrides apart is how they compute, not what they train."""
+    """Whether the rows differ in how they compute (or not at all), not only in what they train."""
     varied = varied_keys([overrides_by_key(row) for row in rows])
     return not varied or any(
         key.partition(".")[0] in ("optimization", "device")
@@ -55,19 +55,19 @@ def about_speed(rows: Iterable[Sequence[str]]) -> bool:
 
 
 def varied_keys(typed: Sequence[Mapping[str, str]]) -> list[str]:
-    """The keys in which rows differ, as first typed."""
+    """Return the keys in which rows differ, in order of first occurrence."""
     keys = dict.fromkeys(key for row in typed for key in row)
     return [key for key in keys if len({row.get(key) for row in typed}) > 1]
 
 
 def _names_by_value(key: str, values: Sequence[str | None]) -> list[str]:
-    """Words speak for themselves, numbers do not."""
+    """Return the bare values if all are words, else `key=value`."""
     bare = all(value is None or _is_word(value) for value in values)
     return [DEFAULT if value is None else value if bare else f"{key}={value}" for value in values]
 
 
 def _is_word(value: str) -> bool:
-    """Whether it is not a number, a boolean or nothing, as YAML has them."""
+    """Whether YAML would not read it as a number, a boolean or null."""
     try:
         float(value)
     except ValueError:
@@ -76,7 +76,7 @@ def _is_word(value: str) -> bool:
 
 
 def _shortest_ends(places: Sequence[str]) -> list[str]:
-    """The shortest ends of paths that tell them apart."""
+    """Return the shortest path suffixes that distinguish the paths."""
     parts = [place.rstrip("/").split("/") for place in places]
     for length in range(1, max(map(len, parts), default=0) + 1):
         ends = ["/".join(part[-length:]) for part in parts]

@@ -1,6 +1,6 @@
-"""`comparison.html` and `comparison.md`, from the templates beside this module.
+"""Render `comparison.html` and `comparison.md` from templates.
 
-The page is one file that needs no network, no script and no colour to be read.
+The HTML page is a single file that works without network, scripts or colour.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runner.report.svg import printable
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
 STATUS = {"arm": "verdict", "configuration": "runs", "run": "status"}
-MOST_ARMS = 40  # side by side in the table of techniques
+MOST_ARMS = 40  # columns of the table of techniques, at most
 STATISTICS = (
     "In each block every arm had one turn, in random order, and what is compared is the time per "
     "sample of its median step (with data workers the mean one) as a ratio to the reference's in "
@@ -56,7 +56,7 @@ PAIRS = (
 
 
 def html(comparison: Comparison) -> str:
-    """`comparison.html`."""
+    """Return the text of `comparison.html`."""
     style, script = (
         (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
@@ -74,12 +74,12 @@ def html(comparison: Comparison) -> str:
 
 
 def document(comparison: Comparison) -> str:
-    """`comparison.md`, with tables as GitHub shows them."""
+    """Return the text of `comparison.md`, with GitHub tables."""
     return _environment().get_template("comparison.md").render(**_context(comparison))
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing may be fetched or sent, and only this very style and script count."""
+    """Return a CSP that allows only this style and script, and no network access."""
     digests = [hashlib.sha256(part.encode()).digest() for part in (style, script)]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     return (
@@ -90,7 +90,7 @@ def _policy(style: str, script: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Every text of a page passes `printable` and is escaped; one of a document, `markdown`."""
+    """Return the Jinja environment; all text passes `printable`, and HTML is escaped."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(["html"]),
@@ -114,13 +114,13 @@ def _environment() -> Environment:
 
 
 def _keep_units(text: str) -> str:
-    """Text in which a number and its unit stay on one line."""
+    """Insert no-break spaces between numbers and units."""
     return re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", text)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, what sorts the column, and a number that refers to a reason."""
+    """A table cell: its text, sort key, and the number of a footnote."""
 
     text: str
     sort: float | str | None = None
@@ -133,7 +133,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table under its heading; `kind` is how the page shows it."""
+    """A table with its heading; `kind` is its CSS class."""
 
     heading: str
     header: list[str]
@@ -142,7 +142,7 @@ class PageTable:
 
 
 def _context(comparison: Comparison) -> dict[str, Any]:
-    """What both templates show."""
+    """Return the variables of both templates."""
     grouped, search = comparison.by_configuration, comparison.search
     attribution = comparison.benchmark.attribution if comparison.benchmark else None
     commands = [(row.name, row.command) for row in comparison.rows if row.command]
@@ -193,7 +193,7 @@ def _trials(search: SearchRecord) -> PageTable:
 
 
 def _effects(attribution: Attribution) -> PageTable:
-    """What each technique is worth."""
+    """Return the table of the techniques' speedups and memory."""
     header = ["technique", "added alone", "within the level", "interaction"]
     lines = []
     for effect in attribution.effects:
@@ -208,7 +208,7 @@ def _effects(attribution: Attribution) -> PageTable:
 
 
 def _about(comparison: Comparison) -> list[str]:
-    """How much was compared, on what, when and for how long."""
+    """Return how much was compared, on which devices, when and for how long."""
     benchmark = comparison.benchmark
     if benchmark is None:
         what = "trials of this process" if comparison.search else "runs"
@@ -219,7 +219,7 @@ def _about(comparison: Comparison) -> list[str]:
 
 
 def _minute(moment: str) -> str:
-    """An ISO 8601 time, to the minute."""
+    """Format an ISO 8601 time to the minute."""
     try:
         return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
     except ValueError:
@@ -227,7 +227,7 @@ def _minute(moment: str) -> str:
 
 
 def _engagement(rows: Sequence[Row]) -> dict[str, Any]:
-    """Techniques by arm; the reason why one did not engage is numbered and stands below, once."""
+    """Return the table of techniques by arm; reasons are numbered and listed once below."""
     arms = [(row.name, row.techniques) for row in rows if row.techniques][:MOST_ARMS]
     names = dict.fromkeys(name for _, states in arms for name in states)
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -256,7 +256,7 @@ def _engagement(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _machine(comparison: Comparison) -> list[tuple[str, str]]:
-    """The machine, how busy it was, and how long it was measured."""
+    """Return facts about the machine, its load, and the measurement."""
     result = comparison.benchmark
     if result is None:
         return [("device", ", ".join(comparison.devices))] if comparison.devices else []

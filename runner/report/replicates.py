@@ -1,4 +1,4 @@
-"""Seeds and folds as replicates: metrics and speed of a configuration as mean and interval."""
+"""Merge seeds and folds of a configuration into means with intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.report.comparison import METRIC, OF_SUMMARY, Comparison, Row
 from runner.report.naming import names
 
 KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
-"""What sets the runs of one configuration apart, and what one value of it is called."""
+"""Override keys that only distinguish replicates, and the noun for each."""
 
 
 @dataclass(frozen=True)
@@ -25,35 +25,35 @@ class MeanEstimate:
 
     @classmethod
     def of(cls, values: list[float]) -> MeanEstimate:
-        """Of at least two values, by Student's t."""
+        """Estimate from at least two values, by Student's t."""
         center, spread = mean(values), stdev(values)
         half_width = t_quantile(len(values) - 1, 1 - CONFIDENCE) * spread / math.sqrt(len(values))
         return cls(center, spread, (center - half_width, center + half_width))
 
     @classmethod
     def of_positive(cls, values: list[float]) -> MeanEstimate:
-        """Of times and rates: the geometric mean, whose interval does not reach 0."""
+        """Estimate for positive values (times, rates): geometric mean, interval above 0."""
         logs = cls.of([math.log(value) for value in values])
         low, high = (math.exp(end) for end in logs.interval)
         return cls(math.exp(logs.mean), stdev(values), (low, high))
 
 
 def configuration(row: Row) -> tuple[str, ...]:
-    """The overrides that a run shares with those that differ in seed or fold alone."""
+    """Return the overrides except seed and fold keys; equal for replicates."""
     typed = overrides_by_key(row.overrides)
     return tuple(f"{key}={value}" for key, value in typed.items() if key not in KEYS)
 
 
 def replicate(row: Row) -> tuple[str | None, ...]:
-    """What tells a run from others of its configuration: only runs that share it are a pair."""
+    """Return the values of the seed and fold keys; runs are paired if they are equal."""
     typed = overrides_by_key(row.overrides)
     return tuple(typed.get(key) for key in KEYS)
 
 
 def merge_replicates(comparison: Comparison) -> Comparison:
-    """The same with one row for each configuration; itself where none ran more than once.
+    """Return the comparison with one row per configuration; itself if none ran more than once.
 
-    A row has the means of its runs, with their intervals in `estimates`.
+    Merged rows have the means of their runs, with intervals in `estimates`.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in comparison.rows:
@@ -71,7 +71,7 @@ def merge_replicates(comparison: Comparison) -> Comparison:
 
 
 def _merge(name: str, shared: tuple[str, ...], runs: list[Row]) -> Row:
-    """One row for the runs of a configuration: of several that finished, their means."""
+    """Return one row for the runs of a configuration, with the means of those that finished."""
     finished = [row for row in runs if row.finished]
     over = _over(finished)
     row = replace((finished or runs)[0], name=name, overrides=list(shared), folder="")
@@ -87,7 +87,7 @@ def _merge(name: str, shared: tuple[str, ...], runs: list[Row]) -> Row:
 
 
 def _over(rows: list[Row]) -> str:
-    """What sets the rows apart, such as `3 seeds`; "" of one, or where two are the same run."""
+    """Describe what the rows vary over, as `3 seeds`; "" for one row or if two are the same run."""
     typed = [overrides_by_key(row.overrides) for row in rows]
     counts = {key: len({row.get(key) for row in typed}) for key in (*KEYS, "data.folds")}
     varied = [key for key in KEYS if counts[key] > 1]
@@ -98,7 +98,7 @@ def _over(rows: list[Row]) -> str:
 
 
 def _estimates(rows: list[Row]) -> dict[str, MeanEstimate]:
-    """By the key of a column, of what every row has; of speed-ups, of those that there are."""
+    """Return estimates by column key, of values that all rows have; of any speed-ups."""
     estimates = {}
     for key in OF_SUMMARY:
         values = [value for row in rows if (value := row.number(key) or 0.0) > 0]

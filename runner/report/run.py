@@ -1,4 +1,4 @@
-"""The end of a run: a table for the terminal, `report.md` for the folder."""
+"""The report at the end of a run: a table in the terminal, and `report.md`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from runner.training.summary import Summary
 log = logging.getLogger("runner")
 
 Rows = list[tuple[str, str]]
-MIN_NAME, MAX_NAME = 14, 32  # columns of a name
-MANY = 3  # techniques that never ran share a line in the terminal
-USEFUL = ("result", "test set", "faults", "debug tools", "files")  # of a run that failed
+MIN_NAME, MAX_NAME = 14, 32  # width of the name column
+MANY = 3  # techniques that did not engage share a line from this many on
+USEFUL = ("result", "test set", "faults", "debug tools", "files")  # sections shown for a failed run
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
 CURVES = "curves.svg"
 CHOSEN = "new data may do worse: these samples chose the checkpoint"
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
-"""What was done, of jobs that do not train."""
+"""What jobs that do not train did."""
 
 
 class EndTable:
-    """The end of a run: result, speed, what engaged, where; the rest is in report.md.
+    """Rich renderable of a run's end: result, speed, techniques, files.
 
-    `verbose`: every technique's evidence and every choice as well. Made for 80 columns, fits fewer;
-    a value is folded at the console's width, a command never.
+    `verbose` adds every technique's evidence and every choice. Designed for 80 columns or fewer;
+    values are folded at the console's width, commands never.
     """
 
     def __init__(self, summary: Summary, folder: Path | None, verbose: bool = False) -> None:
@@ -81,7 +81,7 @@ class EndTable:
 
 
 def markdown(summary: Summary, folder: Path | None = None) -> str:
-    """The same as a document, with every reason."""
+    """Return the report as Markdown, with every technique's reason."""
     faults = History.read(folder) if folder is not None else []
     reason = f": {md.escape(summary.reason)}" if summary.reason else ""
     parts = [f"# {md.escape(summary.name or 'run')}", f"**{md.escape(summary.status)}**{reason}"]
@@ -107,7 +107,7 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
 
 
 def write(summary: Summary, folder: Path) -> None:
-    """Write `report.md` and its curves; a disk that refuses them does not fail the run."""
+    """Write `report.md` and its curves; an OSError is logged, not raised."""
     try:
         if drawing := draw_run(folder, summary.monitor):
             replace_text(folder / CURVES, drawing)
@@ -117,7 +117,7 @@ def write(summary: Summary, folder: Path) -> None:
 
 
 def write_recorded(folder: Path) -> None:
-    """The same of the summary there; where that cannot be read, the run ends as it would have."""
+    """Write the report of a recorded summary; one that cannot be read is logged."""
     try:
         write(Summary.read(folder), folder)
     except StorageError as error:
@@ -127,8 +127,8 @@ def write_recorded(folder: Path) -> None:
 def _sections(
     summary: Summary, folder: Path | None, faults: list[Fault], full: bool
 ) -> Iterator[tuple[str, Rows]]:
-    """The rows below each heading; those that say nothing are left out."""
-    full_reasons = full or folder is None  # there is no report.md that would have them
+    """Yield each section's heading and its rows without the empty ones."""
+    full_reasons = full or folder is None  # there is no report.md to refer to
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
     sections: dict[str, Rows] = {
         "result": _result(summary, full),
@@ -148,14 +148,14 @@ def _sections(
 
 
 def _replay(folder: Path, faults: list[Fault]) -> str:
-    """What to type to look into the first bad step that was kept, if one was."""
+    """Return the command that replays the first captured step; "" if there is none."""
     first = history.first_capture(faults)
     where = shlex.quote(f"replay.path={short_path(folder / first)}")
     return f"python -m runner job=replay {where}" if first else ""
 
 
 def _tool(cost: Cost, summary: Summary) -> str:
-    """A debug tool's finding and cost."""
+    """Format a debug tool's finding and cost."""
     looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
     share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
     took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
@@ -163,9 +163,9 @@ def _tool(cost: Cost, summary: Summary) -> str:
 
 
 def _techniques(summary: Summary, full: bool) -> Rows:
-    """Those that were requested, the engaged ones first; in short, a line for each of both kinds.
+    """Return rows for the requested techniques, engaged ones first; if not `full`, merged.
 
-    One that was tried and failed has its reason in either case.
+    One that failed always has its own row with the reason.
     """
     requested = [row for row in summary.techniques if row.requested]
     states = {row.name: technique_status(vars(row)) for row in requested}
@@ -183,7 +183,7 @@ def _techniques(summary: Summary, full: bool) -> Rows:
 
 
 def _evidence(row: TechniqueStatus) -> str:
-    """The facts that show that it engaged."""
+    """Format the evidence that the technique engaged."""
     facts = []
     for name, value in row.evidence.items():
         if isinstance(value, dict):
@@ -197,7 +197,7 @@ def _evidence(row: TechniqueStatus) -> str:
 
 
 def _result(summary: Summary, full: bool) -> Rows:
-    """The metrics, the monitored one first; those of single classes in full or as a range."""
+    """Return the metrics, monitored one first; per-class metrics in full or as a range."""
     validated = {name: x for name, x in summary.metrics.items() if not name.startswith("test/")}
     classes = {name: x for name, x in validated.items() if name.count("/") > 1}
     values = {name: metric(x) for name, x in validated.items() if full or name not in classes}
@@ -230,14 +230,14 @@ def _in_a_row(values: Mapping[str, str]) -> str:
 
 
 def _column_kinds(summary: Summary) -> str:
-    """How many columns were taken for what: `5 numbers, 1 date`."""
+    """Count the columns by kind: `5 numbers, 1 date`."""
     kinds = Counter(row.taken_for.partition(":")[0] for row in summary.columns)
     more = {"category": "categories", "left out": "left out"}
     return ", ".join(f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items())
 
 
 def _test(summary: Summary, full: bool) -> Rows:
-    """The metrics of the test set, and of which weights they are."""
+    """Return the test metrics, and which weights they are of."""
     if not summary.tested:
         return []
     step = summary.tested["step"]
@@ -258,7 +258,7 @@ def _class_range(classes: dict[str, float]) -> tuple[str, str]:
 
 
 def _model_check(check: dict[str, Any]) -> str:
-    """The counts, and the worst finding."""
+    """Format the counts and the worst finding of the model check."""
     counts = [f"{check.get(name, 0):,} {name}" for name in ("faults", "warnings")]
     worst: dict[str, str] = next(iter(check.get("worst", ())), {})
     where = f"{worst['where']}: " if worst.get("where") else ""
@@ -286,7 +286,7 @@ def _speed(summary: Summary) -> Rows:
 
 
 def _processes(facts: dict[str, Any]) -> str:
-    """Of a distributed run: how many processes, and what they lost by waiting."""
+    """Format the number of processes of a distributed run, and its waiting time."""
     parts = [f"{facts['world_size']:,} ({facts['kind']}, {facts['backend']})"]
     if facts.get("ranks"):
         each = [rank["communication"] for rank in facts["ranks"]]
@@ -346,7 +346,7 @@ def _exported(facts: dict[str, Any]) -> Rows:
 
 
 def _board(folder: Path) -> str:
-    """TensorBoard with names, on `outputs` where the run lies in one, so as to compare runs."""
+    """Return the TensorBoard command, for `outputs` if the run lies in it, to compare runs."""
     parents = [folder.absolute(), *folder.absolute().parents]
     place = short_path(next((path for path in parents if path.name == "outputs"), folder))
     return f"python -m runner.report --tensorboard {shlex.quote(place)}"

@@ -1,4 +1,4 @@
-"""A search of hyper-parameters as its folder records it."""
+"""The record of a hyper-parameter search: `search.json`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ RUNNING = "running"
 
 
 def label(key: str) -> str:
-    """A parameter's key for people."""
+    """Return a parameter's key without arguments and `+`, for display."""
     return without_arguments(key).lstrip("+")
 
 
 @dataclass(frozen=True)
 class SearchTrial:
-    """One trial, of whichever process."""
+    """One trial of the study, from any process."""
 
     number: int
     status: str  # done | pruned | failed | running
-    value: float | None = None  # of the metric; of a pruned one, the last
+    value: float | None = None  # of the metric; if pruned, the last one
     values: dict[str, Any] = field(default_factory=dict)  # by parameter
     reason: str = ""
     command: str = ""
@@ -33,13 +33,13 @@ class SearchTrial:
 
     @property
     def title(self) -> str:
-        """Its values, as they are typed."""
+        """Its parameter values as overrides."""
         return " ".join(f"{label(key)}={value}" for key, value in self.values.items())
 
 
 @dataclass(frozen=True)
 class SearchParameter:
-    """A key that was varied, over what, and its share of what the metric varied by."""
+    """A varied key, its range as text, and its importance (share of the metric's variance)."""
 
     key: str
     text: str
@@ -48,7 +48,7 @@ class SearchParameter:
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """All trials of the study, those of other processes too."""
+    """All trials of the study, including those of other processes."""
 
     metric: str
     direction: str  # maximize | minimize
@@ -61,24 +61,24 @@ class SearchRecord:
 
     @property
     def best(self) -> SearchTrial | None:
-        """The trial with the best value; of equal ones the first."""
+        """The trial with the best value; the first of equal ones."""
         done = [t for t in self.trials if t.status == "done" and t.value is not None]
         sign = 1 if self.direction == "maximize" else -1
         return max(done, key=lambda t: sign * (t.value or 0.0), default=None)
 
     def count(self, status: str) -> int:
-        """How many trials are of that status."""
+        """Return the number of trials with that status."""
         return sum(trial.status == status for trial in self.trials)
 
     @property
     def facts(self) -> str:
-        """How many trials there are, by how they ended."""
+        """The number of trials by status, as text."""
         states = {status: self.count(status) for status in ("done", "pruned", "failed", RUNNING)}
         return ", ".join(f"{count} {status}" for status, count in states.items() if count)
 
 
 def read_search(folder: Path) -> SearchRecord | None:
-    """The record in a sweep's folder; None where there is none, or it is damaged."""
+    """Read the search record of a sweep's folder; None if missing or damaged."""
     path = folder / FILE
     try:
         return dataclass_from_json(SearchRecord, read_json(path)) if path.is_file() else None

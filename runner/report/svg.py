@@ -1,6 +1,6 @@
-"""Charts as SVG: elements, scales, and the plot of curves and points that files and pages share.
+"""Draw charts as SVG: elements, scales, and plots of curves and points.
 
-Colours are attributes, which a page's own style replaces; `color` of a series is that of its curve.
+Colours are attributes, which a page's CSS overrides; a series sets `color` for its group.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from markupsafe import Markup, escape
 
 from runner.record.text import CONTROL
 
-WIDTH, HEIGHT = 400, 348  # pixels of a plot, with its axes and its title
-LEFT, ABOVE, ROOM, PLOT_HEIGHT = 58, 48, 322, 260  # of the axis, the title, and within the axes
+WIDTH, HEIGHT = 400, 348  # pixels of a plot, including axes and title
+LEFT, ABOVE, ROOM, PLOT_HEIGHT = 58, 48, 322, 260  # left margin, top margin, plot area
 COLOURS = ("#0b5cad", "#b3420e", "#00725a", "#84439c", "#6f5a00", "#b0206f", "#45606f")
 DASHES = (None, "7 4", "2 3", "10 3 2 3")
 MARKERS = (
@@ -24,33 +24,33 @@ MARKERS = (
     "M0-7.5 7.5 0 0 7.5-7.5 0Z",
     "M-2-7H2V-2H7V2H2V7H-2V2H-7V-2H-2Z",
 )
-"""Several shapes, so that colour is not needed; drawn around 0 and moved to their point."""
-LARGEST, LEAST = 1e300, 1e-290  # on an axis: beyond, sums are not finite and parts are nothing
+"""Paths around (0, 0); shapes differ so that colour is not needed."""
+LARGEST, LEAST = 1e300, 1e-290  # limits of an axis, so that arithmetic stays finite and non-zero
 VOID = {"line", "rect", "path", "polyline", "polygon"}
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve, or points by themselves; `style` is its colour, and its dashes or shape."""
+    """A curve or points; `style` selects the colour, and the dashes or marker."""
 
     label: str
     points: Sequence[tuple[float, float]]
     style: int = 0
-    text: str = ""  # beside its name
+    text: str = ""  # shown after its label
     band: Sequence[tuple[float, float, float]] = ()  # x, lowest, highest: shaded behind a curve
-    scattered: bool = False  # points
+    scattered: bool = False  # points instead of a curve
 
     @property
     def colour(self) -> dict[str, str]:
-        """The attributes that give a group its colour."""
+        """The attributes that set a group's colour."""
         number = self.style % len(COLOURS)
         return {"class_": f"c{number}", "color": COLOURS[number]}
 
 
 def printable(value: object) -> str:
-    """Anything as text for a page: control characters and direction marks become blanks.
+    """Return text without control characters and direction marks (replaced by blanks).
 
-    Markup stays as it is; the caller escapes the rest.
+    Markup is returned unchanged; other text is not escaped here.
     """
     if isinstance(value, Markup):
         return value
@@ -58,7 +58,7 @@ def printable(value: object) -> str:
 
 
 def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
-    """An element. `class_` is `class`, other underscores are hyphens; None leaves one out."""
+    """Return an element. `class_` becomes `class`, other `_` become `-`; None is omitted."""
     listed = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(printable(value))}"'
         for key, value in attributes.items()
@@ -70,19 +70,19 @@ def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
 
 
 def join(*parts: object) -> Markup:
-    """Elements and text in a row."""
+    """Concatenate elements and escaped text."""
     return Markup("").join(escape(printable(part)) for part in parts)
 
 
 def tick_label(value: float) -> str:
-    """A tick's label."""
+    """Format a tick's label."""
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 class Scale:
-    """From values to 0 … 1, evenly or by their logarithm."""
+    """Maps values to [0, 1], linearly or logarithmically."""
 
     def __init__(self, low: float, high: float, log: bool = False) -> None:
         low, high = (min(max(end, -LARGEST), LARGEST) for end in (low, high))
@@ -94,12 +94,12 @@ class Scale:
         self.start, self.length = ends[0], ends[1] - ends[0]
 
     def __call__(self, value: float) -> float:
-        """The position of the value; values outside lie on the edge."""
+        """Return the value's position; values outside are clamped."""
         value = min(max(value, self.low), self.high)
         return ((math.log(value) if self.log else value) - self.start) / self.length
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round values for the axis, at most about so many."""
+        """Return about `most` round values for the axis."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             powers = [10.0**e for e in range(first, last + 1)]
@@ -113,7 +113,7 @@ class Scale:
 
 
 def curve_scales(series: Sequence[Series], top: float = math.inf) -> tuple[Scale, Scale]:
-    """For the axes of curves: from 0 unless that is far away, by logarithm over two decades."""
+    """Return x and y scales; y starts at 0 if that is near, and is logarithmic for wide ranges."""
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points if y <= top]
     ys += [y for one in series for _, *ends in one.band for y in ends if y <= top]
@@ -127,7 +127,7 @@ def curve_scales(series: Sequence[Series], top: float = math.inf) -> tuple[Scale
 def draw_plot(
     series: Sequence[Series], scales: tuple[Scale, Scale], titles: tuple[object, str], left: int = 0
 ) -> Markup:
-    """A group `WIDTH` × `HEIGHT`, `left` pixels from the left; titles: the plot's, and of x."""
+    """Draw a `WIDTH` × `HEIGHT` plot at x = `left`; titles: of the plot and the x axis."""
     x_scale, y_scale = scales
     grid = []
     for value in y_scale.ticks():
@@ -170,13 +170,13 @@ def _line_style(one: Series) -> dict[str, object]:
 
 
 def draw_marker(one: Series, **place: object) -> Markup:
-    """The shape of a series of points, around 0."""
+    """Draw the marker of a series at the origin."""
     shape = MARKERS[one.style % len(MARKERS)]
     return tag("path", d=shape, class_="marker", fill="currentColor", stroke="#fff", **place)
 
 
 def draw_key(one: Series) -> Markup:
-    """A sample of a series, for a legend."""
+    """Draw the legend sample of a series."""
     sample = tag("line", x1=-18, x2=18, **_line_style(one))
     mark = draw_marker(one) if one.scattered else sample
     size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}

@@ -1,4 +1,4 @@
-"""A comparison on the terminal: made for 80 columns, says more where there are more."""
+"""A comparison in the terminal: designed for 80 columns, with more columns if it is wider."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
-MOST_ROWS = 60  # on a terminal; the page has all of them
-NAME = 24  # characters of a row's name that other columns leave it; longer ones are folded
-REASON = 300  # characters of a failure's reason: the page has all of it
+MOST_ROWS = 60  # in the terminal; the page has all
+NAME = 24  # minimum width of the name column; longer names are folded
+REASON = 300  # maximum characters of a failure's reason
 
 
 def terminal(comparison: Comparison) -> RenderableType:
-    """What the comparison came to, the conclusion first."""
+    """Return the comparison as a Rich renderable, conclusion first."""
     return _Screen(comparison)
 
 
@@ -50,7 +50,7 @@ class _Screen:
 
 
 def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
-    """As many columns as fit; a name that is too long is folded, never cut."""
+    """Return a table of as many columns as fit; long names are folded, never cut."""
     chosen = columns(comparison)
     while True:
         table = _table(comparison, chosen, NAME)
@@ -85,7 +85,7 @@ def _cell(column: ReportColumn, row: Row) -> Text:
 
 
 def _reasons(comparison: Comparison) -> Iterator[Text]:
-    """Those that did not finish, with the reason; one that several share is said once."""
+    """Yield the failed rows with their reasons; equal reasons are shown once."""
     shared: dict[tuple[str, str], list[str]] = {}
     for row in comparison.failures:
         shared.setdefault((row.status, row.reason), []).append(row.name)
@@ -105,7 +105,7 @@ def _notes(comparison: Comparison) -> list[Text]:
 
 
 def _files(comparison: Comparison) -> Iterator[Text]:
-    """Where the files are; commands are not broken over lines, so that they can be copied."""
+    """Yield file paths and commands; commands are not wrapped, so that they can be copied."""
     home = comparison.home
     if home is None or not (home / FILE).exists():
         return

@@ -1,4 +1,4 @@
-"""What a comparison comes to, in sentences. They follow from the claims, and from nothing else."""
+"""State a comparison's conclusions in sentences, based only on its claims."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from runner.report.format import MOST_NAMES, interval, listed, metric, seconds, 
 from runner.report.naming import about_speed
 from runner.report.search import SearchRecord, label
 
-WIDE = 0.05  # a noise floor above it belongs beside every ratio
-BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
-NEAR = 0.05  # single runs that differ by less are not told apart
-UNCLEAR = "no clear difference"  # in speed: not said where rows differ in what they learn
+WIDE = 0.05  # a noise floor above this is mentioned in the headline
+BUSY = 0.1  # so is a larger share of the CPUs used by other processes
+NEAR = 0.05  # single runs that differ by less count as equally fast
+UNCLEAR = "no clear difference"  # in speed; omitted where rows differ in what they learn
 NOT_COMPARED = "the runs' metrics are not compared."
 CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """Something to say, and how loud: `plain`, `warning` or `shout`."""
+    """A sentence and its tone: `plain`, `warning` or `shout`."""
 
     text: str
     tone: str = "plain"
 
 
 def verdict(row: Row, comparison: Comparison) -> str:
-    """What a row is to be taken for: a claim, the reference, or how it ended."""
+    """Return the row's verdict: a claim, the reference, or its status if it did not finish."""
     if not row.finished:
         return row.status
     if row.parity == "FAIL":
@@ -45,7 +45,7 @@ def verdict(row: Row, comparison: Comparison) -> str:
 
 
 def _of_pairs(row: Row) -> str:
-    """What the mean ratio of runs of the same seeds comes to; "" of a single run."""
+    """Return the verdict on the mean ratio of paired runs; "" for a single run."""
     if row.speedup_interval is None:
         return ""
     low, high = row.speedup_interval
@@ -53,7 +53,7 @@ def _of_pairs(row: Row) -> str:
 
 
 def status_or_verdict(row: Row, comparison: Comparison) -> str:
-    """The verdict, or of a single run how it ended: what a table has room for."""
+    """Return the verdict, preceded by the status for runs of a sweep."""
     text = verdict(row, comparison)
     if row.measured is not None or not row.finished:
         return text
@@ -62,7 +62,7 @@ def status_or_verdict(row: Row, comparison: Comparison) -> str:
 
 
 def conclusion(comparison: Comparison) -> list[Sentence]:
-    """What a person should take away, the main thing first, then what must not be overlooked."""
+    """Return the conclusions, most important first, then warnings."""
     return [*_main(comparison), *_warnings(comparison), *_other_measurements(comparison)]
 
 
@@ -127,7 +127,7 @@ def _of_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[st
     if not faster:
         that = " that trains the same" if others else ""
         return [f"No arm{that} is measurably faster than {reference}{caveat}.", *rest]
-    # the first typed of those that no other is measurably faster than: levels are typed in order
+    # the first of those that no other is measurably faster than: levels are in increasing order
     chosen = next(row for row in faster if not any(_beyond(other, row) for other in faster))
     even = [row.name for row in faster if row is not chosen and not _beyond(chosen, row)]
     numbers = "its numbers not compared"
@@ -157,7 +157,7 @@ def _exactness(row: Row) -> str:
 
 
 def _other_work(row: Row, reference: str) -> str:
-    """Of an arm that cannot stand in for the reference: its numbers are right by its own lights."""
+    """Describe an arm that trains something else: its parity is against its own plain run."""
     speed = f"it is {_as_fast(row, reference)} per sample"
     if _claim(row) not in ("faster", "slower"):
         speed = "a sample takes no measurably different time"
@@ -169,7 +169,7 @@ def _other_work(row: Row, reference: str) -> str:
 
 
 def _beyond(one: Row, other: Row) -> bool:
-    """Whether `one` is measurably faster: their intervals do not touch."""
+    """Whether `one` is measurably faster than `other`: the intervals do not overlap."""
     if one.speedup_interval is None or other.speedup_interval is None:
         return False
     return one.speedup_interval[0] > other.speedup_interval[1]
@@ -186,7 +186,7 @@ def _not_faster(benchmark: BenchmarkResult, rows: list[Row], reference: str) -> 
 
 
 def _of_runs(comparison: Comparison) -> list[str]:
-    """Of runs: what is best by the monitored metric, and which went fastest."""
+    """Return sentences on the best monitored metric and on the fastest runs."""
     if comparison.search is not None:
         return _of_search(comparison.search)
     grouped = comparison.by_configuration
@@ -216,7 +216,7 @@ def _of_search(search: SearchRecord) -> list[str]:
 
 
 def _fastest_of_pairs(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
-    """The configuration with the largest mean ratio to the reference, seed by seed."""
+    """Name the configuration with the largest mean paired ratio to the reference."""
     paired = [row for row in rows if row.speedup_interval and row.name != reference]
     if not paired:
         return []
@@ -232,10 +232,9 @@ def _fastest_of_pairs(rows: list[Row], reference: str, about_speed: bool) -> lis
 
 
 def _best(comparison: Comparison) -> list[str]:
-    """The metric that the runs' checkpoints are judged by, with whose is lowest and highest.
+    """Name the runs with the lowest and highest best value of the monitored metric.
 
-    Which of them is better, a summary does not say. Runs on other data, or judged by something
-    else, are not compared with each other.
+    The summary does not say which is better. Runs on other data or metrics are not compared.
     """
     judged = [
         row for row in comparison.rows if row.finished and row.monitor and row.best is not None
@@ -260,9 +259,9 @@ def _best(comparison: Comparison) -> list[str]:
 
 
 def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
-    """The monitored metric as mean and spread, lowest and highest, and what tells them apart.
+    """Describe the lowest and highest configuration by mean, spread and interval.
 
-    A configuration that ran once is not compared: which seed it had may be all that it shows.
+    A configuration that ran once is not compared, since its seed may explain its value.
     """
     named = {x.name: x.estimates[BEST] for x in grouped.rows if BEST in x.estimates}
     if not named:
@@ -284,7 +283,7 @@ def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
 
 def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
-    """The fastest runs: those that one run cannot tell from the very fastest."""
+    """Name the fastest runs: all within `NEAR` of the fastest."""
     if len(rows) < 2:
         return []
     fastest = max(row.speedup or 0.0 for row in rows)
@@ -300,20 +299,20 @@ def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
 
 
 def measured(benchmark: BenchmarkResult) -> str:
-    """How much was measured."""
+    """Format how many blocks were measured, and how long it took."""
     count = f", {benchmark.processes} processes of each arm," if benchmark.processes > 1 else ""
     return f"{benchmark.blocks} blocks{count} in {seconds(benchmark.seconds)}"
 
 
 def unclaimed(benchmark: BenchmarkResult) -> str:
-    """Within what nothing is claimed, as a part of a sentence."""
+    """Format the range of ratios within which nothing is claimed."""
     if benchmark.noise_floor is None:
         return "nothing is claimed: the noise floor is not known"
     return f"nothing within ± {share(benchmark.unclaimed)} is claimed"
 
 
 def _unsteady(benchmark: BenchmarkResult) -> str:
-    """How unsteady the machine was, as a part of a headline; "" if it was steady."""
+    """Format how noisy the machine was, for a headline; "" if it was quiet."""
     parts = []
     if (benchmark.load.others or 0.0) > BUSY:
         parts.append(f"other processes took {share(benchmark.load.others)} of the CPUs")

@@ -1,1 +1,1 @@
-"""Which names in a config may become objects, and which files may be read."""
+"""Allow lists for names in configs, and checks of files before they are loaded."""

@@ -1,4 +1,4 @@
-"""The command line, as far as security asks: only what is typed may allow anything more."""
+"""Parse the command line for security: only typed overrides may relax it."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ FILE_KEYS = (
     *("hydra.job.name", "hydra.job.chdir", "hydra.sweeper.params", "hydra.sweeper.n_trials"),
     *("hydra.sweeper.direction", "hydra.sweeper.max_batch_size"),
 )
-"""All that a config file sets of Hydra's own part."""
+"""Hydra keys that a config file may set."""
 TYPED_KEYS = (
     *FILE_KEYS,
     *("hydra.launcher", "hydra.sweeper", "hydra.searchpath", "hydra.mode", "hydra.verbose"),
 )
-"""All that may be typed of it; options of its groups (`hydra/launcher=…`) are another matter."""
+"""Hydra keys that may be typed; options of its groups (`hydra/launcher=…`) are separate."""
 FACTORIES = ("_target_", "custom_search_space")
-"""Keys whose value Hydra or a plugin of it imports and calls."""
+"""Keys with a value that Hydra or one of its plugins imports and calls."""
 
 
 @dataclass(frozen=True)
 class CliOverrides:
-    """What was typed; `values` are those of its keys, the last one of each."""
+    """The typed overrides; `values` has the last value of each key."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
     def off(self) -> bool:
-        """Whether names and files of other people are not checked."""
+        """Whether foreign names and files are not checked."""
         return self.security.level is SecurityLevel.off
 
     @property
     def strict(self) -> bool:
-        """Whether no config of other people is read."""
+        """Whether foreign configs are refused."""
         return self.security.level is SecurityLevel.strict
 
     @property
     def searchpath(self) -> list[str]:
-        """Folders with more config groups, as Hydra names them."""
+        """Additional config folders, in Hydra's notation."""
         folders = self.values.get("hydra.searchpath")
         return [str(one) for one in folders] if isinstance(folders, list) else []
 
@@ -63,10 +63,10 @@ class CliOverrides:
 
 
 def read_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
-    """Read what was typed; `conf` is the folder of our own configs.
+    """Parse the typed overrides; `conf` is the folder of our own configs.
 
-    Raises SecurityError for what no command line may ask for. An override that cannot be parsed is
-    left for others to report.
+    Raises SecurityError for overrides that are never allowed. An override that cannot be parsed is
+    ignored here; Hydra reports it.
     """
     parsed = [one for text in overrides if (one := parse(text)) is not None]
     check_job_count(parsed)
@@ -82,7 +82,7 @@ def read_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
 
 
 def parse(text: str) -> Override | None:
-    """An override taken apart, or None where it cannot be parsed."""
+    """Parse an override; None if it cannot be parsed."""
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError):
@@ -90,12 +90,12 @@ def parse(text: str) -> Override | None:
 
 
 def is_below(key: str, keys: Sequence[str]) -> bool:
-    """Whether the dotted key is one of `keys` or lies below one of them."""
+    """Whether the dotted key equals or lies below one of `keys`."""
     return any(f"{key}.".startswith(f"{one}.") for one in keys)
 
 
 def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key; of a mapping or list all values in it."""
+    """Yield every leaf value of nested mappings and lists, with its dotted key."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from leaves(value, f"{key}.{name}" if key else str(name))
@@ -107,7 +107,7 @@ def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_hydra_key(override: Override) -> None:
-    """Raise SecurityError for a key of Hydra's that may not be typed, ConfigError for a typo."""
+    """Raise SecurityError for a Hydra key that may not be typed, ConfigError for a typo."""
     key, value, package = override.key_or_group, override.value(), override.package or ""
     if "hydra" in package.split("."):
         raise SecurityError(f"{key}: is refused: its package is Hydra's own part")
@@ -131,7 +131,7 @@ def _check_hydra_key(override: Override) -> None:
 
 
 def check_folders(flags: dict[str, str | None], typed: CliOverrides, conf: Path) -> dict[str, str]:
-    """The folders that Hydra's flags name, made absolute; under strict only ours."""
+    """Return the folders of Hydra's flags as absolute paths; under strict only ours pass."""
     folders = {flag: text for flag, text in flags.items() if text is not None}
     for flag, text in folders.items():
         _check_folder(flag, text, typed, conf)
@@ -151,7 +151,7 @@ def _check_folder(key: str, text: str, typed: CliOverrides, conf: Path) -> None:
 
 
 def check_job_count(parsed: Sequence[Override], key: str = "") -> None:
-    """Raise SecurityError for a sweep of more than MOST_JOBS jobs; no range is expanded."""
+    """Raise SecurityError for a sweep of more than MOST_JOBS jobs, without expanding ranges."""
     jobs = 1
     for one in parsed:
         jobs *= max(1, _count(one))
@@ -167,7 +167,7 @@ def _count(override: Override) -> int:
     if isinstance(value, ChoiceSweep):
         return len(value.list)
     if not isinstance(value, RangeSweep):
-        return 1  # a glob has no more values than there are files
+        return 1  # a glob has at most as many values as there are files
     start, stop, step = (
         float("nan" if number is None else number)
         for number in (value.start, value.stop, value.step)
@@ -180,13 +180,13 @@ def _count(override: Override) -> int:
 
 
 def security_of_overrides(overrides: Sequence[str]) -> SecurityConfig:
-    """What these overrides say about security, wherever they come from."""
+    """Return the security settings in these overrides."""
     parsed = (parse(text) for text in overrides if "security" in text)
     return _read_security([one for one in parsed if one is not None])
 
 
 def _read_security(parsed: Sequence[Override]) -> SecurityConfig:
-    """The `security` group as typed, on top of its defaults."""
+    """Return the `security` group as typed, on top of its defaults."""
     config = OmegaConf.structured(SecurityConfig)
     for one in parsed:
         key = one.key_or_group
@@ -210,4 +210,4 @@ def _update(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, name, value, merge=False)
     except (OmegaConfBaseException, ValueError, TypeError):
-        pass  # composing says what is wrong
+        pass  # composing the config reports it

@@ -1,4 +1,4 @@
-"""What is trusted, what may be read, and how much may be taken: the `security` group."""
+"""The `security` config group: trusted code, readable files, resource limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class SecurityLevel(Enum):
-    """How much is taken on trust."""
+    """How much unknown code and files are trusted."""
 
     off = "off"  # nothing is checked, and a warning says so
     standard = "standard"  # unknown files are examined in a sandbox, with a warning
@@ -24,7 +24,7 @@ class SecurityLevel(Enum):
 
 @dataclass
 class LimitsConfig:
-    """What a run may take before it is stopped, a checkpoint written; None: as much as there is."""
+    """Resource limits of a run, which saves and stops when it reaches one; None: no limit."""
 
     memory_mb: float | None = bounded(None, above=0)  # of this process and its workers
     device_memory_mb: float | None = bounded(None, above=0)  # of the accelerator
@@ -36,13 +36,13 @@ class LimitsConfig:
 
     @property
     def any(self) -> bool:
-        """Whether there is a limit."""
+        """Whether any limit is set."""
         return any(value is not None for value in vars(self).values())
 
 
 @dataclass
 class SecurityConfig:
-    """Whose code may run, which files may be read, and how much a run may take."""
+    """Trusted packages, readable files and variables, and resource limits."""
 
     level: SecurityLevel = SecurityLevel.standard
     trusted: list[str] = field(default_factory=list)  # packages of yours, e.g. [my_package]
@@ -53,12 +53,12 @@ class SecurityConfig:
 
     @property
     def names(self) -> list[str]:
-        """Packages that a config may name classes of; `*` where nothing is looked at."""
+        """Packages from which a config may name classes; `*` if names are not checked."""
         return ["*"] if self.level is SecurityLevel.off else list(self.trusted)
 
     @property
     def readable(self) -> list[str] | None:
-        """Variables of the environment that a config may read; None: any."""
+        """Environment variables that a config may read; None: any."""
         return None if self.level is SecurityLevel.off else list(self.environment)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,8 @@
-"""What config files may do, checked for as long as this process is at work.
+"""Check config files and composed configs while Hydra is in use.
 
-Whatever has a config composed (a run, each job of a sweep, an arm, a help text of Hydra's), a file
-of another folder is checked before it is parsed, every config before it is used, and every job
-before its folder is made. Names of classes are answered by `registry.permit` as a `RunConfig` is
-made.
+Whenever a config is composed (for a run, a sweep job, an arm, or Hydra's help), each foreign file
+is checked before it is parsed, each config before it is used, and each job before its folder is
+created. Class names are checked by `registry.permit` when a `RunConfig` is made.
 """
 
 from __future__ import annotations
@@ -46,25 +45,25 @@ from runner.security.config import NAME, SecurityConfig, SecurityLevel
 from runner.security.paths import check_below, check_place
 
 FILE_BYTES = 1 << 16
-RESOLUTIONS = 5_000  # references that are followed while one config is resolved
+RESOLUTIONS = 5_000  # interpolations resolved per config
 RESOLVED_LETTERS = 1 << 20
-LEVELS = list(SecurityLevel)  # from the least to the most
+LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
 CONTINUED = ("checkpoint.resume", "sweep.resume", "replay.path")
 
 
 @dataclass
 class ConfigFiles:
-    """`ours` are folders whose files are not checked."""
+    """Checks of Hydra's config files; files in the folders `ours` are not checked."""
 
     ours: Sequence[Path]
     typed: CliOverrides = field(default_factory=CliOverrides)
-    continued: list[Path] = field(default_factory=list)  # folders of runs to go on with
-    others: list[str] = field(default_factory=list)  # files of other folders that were read
+    continued: list[Path] = field(default_factory=list)  # folders of runs to resume
+    others: list[str] = field(default_factory=list)  # foreign files read so far
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While entered, Hydra reads no file, composes no config and begins no job unchecked."""
+        """Patch Hydra so that reading, composing and starting a job are checked."""
         sources = cast(list[type[ConfigSource]], Plugins.instance().discover(ConfigSource))
         source: Any = next(one for one in sources if one.scheme() == "file")
         loader: Any = ConfigLoaderImpl
@@ -84,7 +83,7 @@ class ConfigFiles:
                 config: DictConfig = compose(loader, *args, **named)
             except (RunnerError, HydraException, OmegaConfBaseException, YAMLError):
                 raise
-            except Exception as error:  # Hydra takes it for granted that its own part is whole
+            except Exception as error:  # Hydra assumes that its own config node is intact
                 raise self._not_composed(error) from error
             check_level(config, self.typed.security)
             check_parameters(config)
@@ -92,7 +91,7 @@ class ConfigFiles:
             return config
 
         def set_config(job: Any, config: DictConfig) -> None:
-            if not OmegaConf.is_missing(config.hydra.runtime, "output_dir"):  # about to be made
+            if not OmegaConf.is_missing(config.hydra.runtime, "output_dir"):  # it will be created
                 self.check_folders(config, config.hydra.mode is RunMode.MULTIRUN)
             begin(job, config)
 
@@ -104,7 +103,7 @@ class ConfigFiles:
             source.load_config, loader.load_configuration, job.set_config = read, compose, begin
 
     def check_folders(self, config: DictConfig, sweeps: bool) -> None:
-        """Raise SecurityError for a folder of Hydra's outside of outputs that was not typed."""
+        """Raise SecurityError if a Hydra folder lies outside the output roots and was not typed."""
         keys = ["hydra.sweep.dir", "hydra.sweep.subdir"] if sweeps else ["hydra.run.dir"]
         home, *below = (secrets.place(config, key) for key in keys)
         if self.typed.strict or not self.typed.has(keys[0]):
@@ -120,13 +119,13 @@ class ConfigFiles:
 
     def _not_composed(self, error: Exception) -> ConfigError:
         fix = "is the part below hydra one that Hydra knows, and whole?"
-        if isinstance(error, ValueError):  # of the list of defaults
+        if isinstance(error, ValueError):  # in the defaults list
             fix = "mend what it names"
         where = ", ".join(self.others) or "the command line"
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
     def _read(self, source: Any, path: str, config_path: str) -> ConfigResult:
-        """A file that is not ours: checked as text, then parsed from that very text."""
+        """Check a foreign file as text, then parse the same text."""
         path = os.path.realpath(path)
         self.others.append(path)
         if self.typed.strict:
@@ -152,10 +151,10 @@ class ConfigFiles:
 
 
 def check_file(path: str, group: str, package: str, config: Any) -> None:
-    """Raise SecurityError for a file that sets more of Hydra's part than FILE_KEYS.
+    """Raise SecurityError if a config file sets Hydra keys other than FILE_KEYS.
 
-    `group` is its path in the folder of configs. A group and a package of Hydra's are refused; in
-    its defaults a file may choose options that are installed.
+    `group` is its path in the config folder. Groups and packages of Hydra's are refused; its
+    defaults list may select installed options.
     """
     tree: Any = OmegaConf.to_container(config, resolve=False)
     tree = tree if isinstance(tree, dict) else {}
@@ -175,7 +174,7 @@ def check_file(path: str, group: str, package: str, config: Any) -> None:
 
 
 def check_level(config: DictConfig, typed: SecurityConfig) -> None:
-    """Raise SecurityError for a `security` group that allows more than was typed."""
+    """Raise SecurityError if the `security` group allows more than was typed."""
     if "security" not in config:
         return
     tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
@@ -198,7 +197,7 @@ def _not_typed(key: str, value: str) -> SecurityError:
 
 
 def check_parameters(config: DictConfig) -> None:
-    """Raise SecurityError for parameters of a sweep that set what only may be typed."""
+    """Raise SecurityError if a sweep's parameters set keys that may only be typed."""
     parameters = OmegaConf.select(config, "hydra.sweeper.params")
     tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
     parsed = []
@@ -216,11 +215,11 @@ def check_parameters(config: DictConfig) -> None:
 
 
 def check_continued(config: DictConfig, typed: CliOverrides) -> None:
-    """Raise SecurityError for a run elsewhere that a file says is to be continued or replayed."""
+    """Raise SecurityError if a config file names a run outside the output roots to resume."""
     for key in CONTINUED:
         try:
             value = OmegaConf.select(config, key)
-        except OmegaConfBaseException:  # reported where the config is made
+        except OmegaConfBaseException:  # reported when the config is made
             continue
         if value not in (None, "", "None", "none", "auto") and not typed.has(key):
             check_place(key, value)
@@ -247,7 +246,7 @@ def _parsed(path: str, text: str) -> Any:
             f"{path}:{line}: {error.problem} are refused: write values out"
         ) from None
     except YAMLError:
-        pass  # reported by the reader
+        pass  # the reader reports it
     try:
         return OmegaConf.load(io.StringIO(text))
     except YAMLError as error:
@@ -255,25 +254,25 @@ def _parsed(path: str, text: str) -> Any:
         raise ConfigError(path, reason, "mend that file") from error
     except OmegaConfBaseException:  # some are a ValueError too
         raise
-    except NO_VALUE as error:  # `0x_`, which YAML takes for a number by its looks
+    except NO_VALUE as error:  # e.g. `0x_`, which YAML resolves as a number
         raise ConfigError(path, f"has a value that cannot be read: {error}", "mend it") from error
-    except OSError as error:  # a number, or a flag
+    except OSError as error:  # a number or a boolean
         raise ConfigError(path, "is no group of settings", "write them as key: value") from error
 
 
 class _Followed:
-    """How many references were followed since a config was composed, and to how much text."""
+    """Counters of resolved interpolations and their characters since the last composition."""
 
     count = letters = 0
 
 
 def restart_reference_count() -> None:
-    """Count from zero: a config is about to be resolved."""
+    """Reset the interpolation counters before a config is resolved."""
     _Followed.count = _Followed.letters = 0
 
 
 def bound_references() -> None:
-    """Let OmegaConf follow so many references and no more: ten lines can make 10**10 values."""
+    """Limit how many interpolations OmegaConf resolves: ten lines can make 10**10 values."""
     original: Any = Container._resolve_interpolation_from_parse_tree
     if getattr(original, "bounded", False):
         return

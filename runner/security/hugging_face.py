@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format: transformers works offline, and runs no code of theirs."""
+"""Load Hugging Face folders with transformers: offline, without running their code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from runner.record.text import shorten
 T = TypeVar("T")
 
 VOCABULARY = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
-"""What says which id a text has; the first pattern that is there is enough where it is JSON."""
+"""Files that map text to ids; if tokenizer.json exists, it alone counts."""
 REMOTE = ("trust_remote_code", "custom code", "auto_map")
 
 
 def import_transformers(key: str) -> Any:
-    """The package, told not to use the network; ConfigError where it is not installed."""
+    """Import transformers in offline mode; ConfigError if it is not installed."""
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
         raise ConfigError(key, "needs transformers, not installed", install_command("hf"))
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read at its import
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns after each fork
+    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read on import
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns after every fork
     return import_module("transformers")
 
 
 @contextmanager
 def silenced(transformers: Any) -> Iterator[None]:
-    """Without its progress bars and its report of what was loaded, which ours replaces."""
+    """Suppress its progress bars and loading report."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -46,16 +46,16 @@ def silenced(transformers: Any) -> Iterator[None]:
 
 
 def load_from(folder: Path, key: str, loader: Callable[..., T], **options: Any) -> T:
-    """What a `from_pretrained` of transformers makes of the folder's JSON files, without weights.
+    """Call a `from_pretrained` of transformers on the folder, without remote code.
 
-    Never with code out of the folder. Raises ConfigError with the first line of what is wrong.
+    Raises ConfigError with the first line of the error.
     """
     if not (folder / "config.json").is_file():
         fix = "name a folder with config.json and the tokenizer, as save_pretrained writes it"
         raise ConfigError(key, f"{folder} has no config.json", fix)
     try:
         return loader(str(folder), local_files_only=True, trust_remote_code=False, **options)
-    except Exception as error:  # a tokenizer's library may raise anything on what it cannot read
+    except Exception as error:  # tokenizers may raise any type
         text = shorten(" ".join(str(error).split()), 300)
         if any(word in text for word in REMOTE):
             problem = f"{folder} needs code of its own (trust_remote_code), which is never run"
@@ -66,7 +66,7 @@ def load_from(folder: Path, key: str, loader: Callable[..., T], **options: Any) 
 
 
 def vocabulary_digest(folder: Path) -> str:
-    """One sha256 of the files that say which ids texts have; "" where there are none."""
+    """Return one sha256 of the vocabulary files; "" if there are none."""
     files = [*folder.glob(VOCABULARY[0])]
     files = files or sorted(file for pattern in VOCABULARY[1:] for file in folder.glob(pattern))
     whole = hashlib.sha256()

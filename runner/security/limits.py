@@ -1,4 +1,4 @@
-"""How much a run has taken of what `security.limits` allows: memory, disk and time."""
+"""Compare a run's memory, disk and time with `security.limits`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Exceeded:
-    """A limit that was reached, and what to do about it."""
+    """A limit that was reached, with the usage and a way out."""
 
     key: str  # below security.limits
-    taken: str  # and of how much
+    taken: str  # used, of how much
     way_out: str
 
 
 def over_memory(limit_mb: float) -> Exceeded | None:
-    """Whether this process and its workers hold more; 4 µs, and 0.1 ms a worker."""
+    """Check the memory of this process and its workers; 4 µs, plus 0.1 ms per worker."""
     used = memory_bytes()
     if used <= limit_mb * MB:
         return None
@@ -35,10 +35,10 @@ def over_memory(limit_mb: float) -> Exceeded | None:
 
 
 def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
-    """Whether `folder` has grown so much that two more checkpoints would be too much.
+    """Check whether `folder` has grown so much that two more checkpoints would exceed the limit.
 
-    One comes before the next look, and one is the last that the run writes, so the limit holds;
-    what else is written between two looks (logs, traces) is small, and is not foreseen.
+    One may be written before the next check, and one is the run's last. Other files written between
+    two checks (logs, traces) are small and ignored.
     """
     grown = folder_bytes(folder) - before
     last = max((folder_bytes(p) for p in folder.glob(f"{CHECKPOINTS}/step_*")), default=0)
@@ -50,7 +50,7 @@ def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
 
 
 def over_time(limit_hours: float, seconds: float) -> Exceeded | None:
-    """Whether the run has had its time."""
+    """Check the run's wall time."""
     if seconds < limit_hours * 3600:
         return None
     taken = f"{seconds / 3600:.3g} hours have passed of {limit_hours:.3g}"
@@ -58,7 +58,7 @@ def over_time(limit_hours: float, seconds: float) -> Exceeded | None:
 
 
 def over_device(limit_mb: float, used: int) -> Exceeded | None:
-    """Whether the allocator holds more of the accelerator."""
+    """Check the allocator's bytes on the accelerator."""
     if used <= limit_mb * MB:
         return None
     taken = f"{used / MB:,.0f} MB of the device's memory are held, of {limit_mb:,.0f}"
@@ -66,22 +66,22 @@ def over_device(limit_mb: float, used: int) -> Exceeded | None:
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process and of its data workers, shared memory counted once."""
+    """Return the resident bytes of this process and its workers; shared memory counts once."""
     own, workers = memory.process_bytes(), multiprocessing.active_children()
     processes = [os.getpid(), *(child.pid for child in workers)] if workers else []
     return max(own, sum(_share(pid) for pid in processes if pid is not None))
 
 
 def _share(pid: int) -> int:
-    """A process's part of the memory that several share (PSS); 0 once it has ended."""
+    """Return a process's proportional set size (PSS); 0 if it has ended."""
     try:
-        return int(getattr(psutil.Process(pid).memory_full_info(), "pss", 0))  # Linux alone
+        return int(getattr(psutil.Process(pid).memory_full_info(), "pss", 0))  # Linux only
     except psutil.Error:
         return 0
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes on the disk of all files in a folder; a hard-linked one counts once. 8 µs a file."""
+    """Return the bytes of all files in a folder, hard links counted once. 8 µs per file."""
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,6 +1,6 @@
-"""Where a run may write: under the output roots unless another place is typed.
+"""Restrict where a run may write: under the output roots unless another path is typed.
 
-Also who else on this machine may read and change what a run writes.
+Also restricts who else on this machine may read and change its files.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import NamedTuple
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 
-ROOTS = ("outputs", "multirun")  # the second one is Hydra's own, for configs that name no other
+ROOTS = ("outputs", "multirun")  # the second is Hydra's default
 OTHERS_WRITE = 0o002
 ALL_BUT_MINE = 0o077
 
 
 class _Started(NamedTuple):
     resumed: Path | None
-    chosen: bool  # whether somebody typed the folder to write to
-    own: list[Path]  # output roots, as seen from where the command was typed
+    chosen: bool  # whether the output folder was typed
+    own: list[Path]  # output roots, relative to the original current folder
 
 
 _started: ContextVar[_Started | None] = ContextVar("_started", default=None)
 
 
 def roots() -> list[Path]:
-    """The output roots of the current folder, links followed."""
+    """Return the resolved output roots of the current folder."""
     return [Path(os.path.realpath(name)) for name in ROOTS]
 
 
 @contextmanager
 def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
-    """While entered, `folder` is the one of a run that is resumed, and vouches for nothing.
+    """While entered, `folder` is that of a resumed run, which is not trusted.
 
-    Nor does the folder of a job whose sweep is resumed: it was not `chosen`. The output roots are
-    those of now, even if a job changes the current folder.
+    `chosen=False`: nor is the folder of a resumed sweep's job. The output roots are resolved now,
+    in case a job changes the current folder.
     """
     token = _started.set(_Started(folder and folder.resolve(), chosen, roots()))
     try:
@@ -50,11 +50,11 @@ def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
 
 
 def own_trees(folder: Path | None) -> list[Path]:
-    """The folders of this run tree: what lies there was written by us.
+    """Return the folders of this run tree, in which files count as written by us.
 
-    These are the output roots, and for a run in a folder that somebody chose, the nearest `outputs`
-    above it, or itself. A run or sweep that is resumed by its path may be anybody's, and is none of
-    them.
+    These are the output roots and, for a run in a typed folder, the nearest `outputs` above it, or
+    the folder itself. A run or sweep resumed by path may be anyone's, so its folder is not
+    included.
     """
     started = _started.get() or _Started(None, True, roots())
     if folder is None or not started.chosen or folder.resolve() == started.resumed:
@@ -66,7 +66,7 @@ def own_trees(folder: Path | None) -> list[Path]:
 def check_place(
     key: str, value: object, allowed: Sequence[Path] = (), strict: bool = False
 ) -> None:
-    """Raise SecurityError for a path outside the output roots and `allowed`, links followed."""
+    """Raise SecurityError if the resolved path lies outside the output roots and `allowed`."""
     text = str(value)
     try:
         path = Path(os.path.realpath(text))
@@ -83,7 +83,7 @@ def check_place(
 
 
 def check_below(key: str, inner: str, folder: Path) -> None:
-    """Raise SecurityError for a path in a folder that leads out of it, or is the folder itself."""
+    """Raise SecurityError unless the resolved path `inner` lies strictly below `folder`."""
     home, path = (os.path.realpath(one) for one in (folder, folder / inner))
     if home not in (str(parent) for parent in Path(path).parents):
         raise SecurityError(
@@ -93,7 +93,7 @@ def check_below(key: str, inner: str, folder: Path) -> None:
 
 @contextmanager
 def own_files() -> Iterator[None]:
-    """While entered, no new file is world-writable, at any umask."""
+    """While entered, new files are not world-writable, whatever the umask."""
     before = os.umask(OTHERS_WRITE)
     os.umask(before | OTHERS_WRITE)
     try:
@@ -103,10 +103,10 @@ def own_files() -> Iterator[None]:
 
 
 def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
-    """Under strict, make a run's folder and its content readable for its owner alone (0700).
+    """Under strict, restrict a run's folder and its content to the owner (0700).
 
-    Else the umask decides, and warnings come back. SecurityError under strict for a folder in which
-    others can replace what a run wrote.
+    Otherwise return warnings for folders in which others can replace the run's files; under strict
+    these raise SecurityError.
     """
     if level is SecurityLevel.off:
         return []
@@ -131,9 +131,9 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
 def keep_within(folder: Path, *names: str) -> None:
     """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
 
-    Also for special files, since reading one may never end. With `names` only links count: those
-    in the paths of these names below the folder, and in what is there. A folder to continue in may
-    be another's work, and files in it are written, renamed and deleted by name.
+    Also for special files, since reading one may block. With `names` only links count: those on the
+    paths of these names below the folder, and in their content. A resumed folder may be another
+    user's, and files in it are written, renamed and deleted by name.
     """
     home = folder.resolve()
     for path in _named_in(folder, names) if names else _files_in(folder):
@@ -160,7 +160,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _parents_of_ours(folder: Path) -> list[Path]:
-    """The folder and those above it that are ours: up to the current one, else one further."""
+    """Return the folder and its parents below the current one; outside it, folder and parent."""
     folder, current = folder.absolute(), Path.cwd()
     if not folder.is_relative_to(current):
         return [folder, folder.parent]
@@ -168,7 +168,7 @@ def _parents_of_ours(folder: Path) -> list[Path]:
 
 
 def _others_may_replace(place: Path) -> bool:
-    """In a folder with the sticky bit, such as /tmp, only owners rename and remove."""
+    """Whether it is world-writable without the sticky bit, so that others may rename files."""
     try:
         mode = place.stat().st_mode
     except OSError:

@@ -1,6 +1,6 @@
-"""Objects for a process of our own: copied, where a pipe would share the memory of their tensors.
+"""Pickle objects for processes of our own, copying tensors instead of sharing their memory.
 
-What is read was written by a process of our own: the parent, or a worker for its parent.
+Only data written by our own parent or worker is unpickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runner.record.text import shorten
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:
-    """All of them; what they have in common stays so. UsageError names the one that cannot."""
+    """Pickle all parts together, keeping shared objects. UsageError names a part that fails."""
     parcel = _dumps(dict(parts))
     if isinstance(parcel, bytes):
         return parcel
@@ -32,12 +32,12 @@ def packed(parts: Mapping[str, Any]) -> bytes:
 def _dumps(value: Any) -> bytes | Exception:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever a `__reduce__` of the user's raises
+    except Exception as error:  # any exception of a user's `__reduce__`
         return error
 
 
 def opened(parcel: bytes) -> dict[str, Any]:
-    """What `packed` was given. UsageError where its classes cannot be imported here."""
+    """Unpickle the parts of `packed`. UsageError if a class cannot be imported."""
     try:
         parts: dict[str, Any] = pickle.loads(parcel)  # noqa: S301  # our own parent's
     except (AttributeError, ImportError) as error:
@@ -49,7 +49,7 @@ def opened(parcel: bytes) -> dict[str, Any]:
 
 
 def dumps_outline(value: Any, outline: Callable[[Any], Any]) -> bytes:
-    """`value` for `loads_outline`; what `outline` returns, unless None, stands for an object."""
+    """Pickle for `loads_outline`; a non-None result of `outline` replaces an object."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.persistent_id = outline  # type: ignore[method-assign]
@@ -58,7 +58,7 @@ def dumps_outline(value: Any, outline: Callable[[Any], Any]) -> bytes:
 
 
 def loads_outline(parcel: bytes, fill: Callable[[Any], Any]) -> Any:
-    """The value that a process of ours pickled; `fill` makes the objects that were outlined."""
+    """Unpickle a value of `dumps_outline`; `fill` restores the replaced objects."""
     unpickler = pickle.Unpickler(io.BytesIO(parcel))  # noqa: S301  # our own
     unpickler.persistent_load = fill  # type: ignore[method-assign]
     return unpickler.load()

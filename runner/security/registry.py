@@ -1,6 +1,6 @@
 """The allow list of names in a config: which dotted names may become objects, and how.
 
-Deny by default, and refuse before importing, because an import already runs code. What passes is
+Deny by default, and refuse before importing, since an import already runs code. Allowed are:
 
 - a public class or function that the source files of torch named in `SOURCES` define, by its exact
   name (`torch.nn.Linear`, `torch.nn.functional.relu`); the files are read as text;
@@ -37,7 +37,7 @@ SOURCES = {
         for name in ("dataset", "dataloader", "distributed", "sampler", "_utils/collate")
     ),
 }
-"""Public places of torch, and the files (below torch/) that define what is found there."""
+"""Public torch modules, and the files (below torch/) that define their names."""
 DEFINED = re.compile(
     r"^(?:class|def) ([A-Za-z]\w*)|^([a-z]\w*) = (?:_add_docstr|boolean_dispatch|_\w+)\b",
     re.MULTILINE,
@@ -47,15 +47,15 @@ NEVER_TRUSTED = sys.stdlib_module_names | {
     *("test", "torch", "yaml"),
 }
 EVERYTHING = "*"
-"""In place of a package, under security=off: any name passes."""
+"""As a trusted package, under security=off: any name is allowed."""
 INSTANTIATE = ("_target_", "_args_", "_partial_", "_convert_")
-"""Keys of Hydra's instantiate; values are plain containers here, whatever `_convert_` says."""
+"""Keys of Hydra's instantiate; `_convert_` is ignored, since values are plain containers."""
 
 
 @cache
 def torch_names() -> frozenset[str]:
-    """Every name of torch that passes, in its public place and in the module that defines it."""
-    spec = find_spec("torch")  # does not import it
+    """Return the allowed torch names, by public module and by defining module."""
+    spec = find_spec("torch")  # without importing it
     folder = Path((spec and spec.origin) or "absent").parent
     names: set[str] = set()
     for place, patterns in SOURCES.items():
@@ -67,7 +67,7 @@ def torch_names() -> frozenset[str]:
 
 
 def nearest_name(target: str) -> str:
-    """The name of torch that was probably meant, or nothing."""
+    """Return the torch name that was probably meant, or ""."""
     last = target.rpartition(".")[2]
     same_ending = [known for known in sorted(torch_names()) if known.endswith(f".{last}")]
     similar = get_close_matches(target, torch_names(), 1, 0.85)
@@ -75,7 +75,7 @@ def nearest_name(target: str) -> str:
 
 
 def permit(target: str, key: str, trusted: Sequence[str]) -> str:
-    """The package that `target` may be imported from. Raises SecurityError, imports nothing."""
+    """Return the package to import `target` from. Raises SecurityError; imports nothing."""
     for package in trusted:
         if package != EVERYTHING:
             _check_trusted(package)
@@ -84,7 +84,7 @@ def permit(target: str, key: str, trusted: Sequence[str]) -> str:
     packages = [package for package in trusted if inside(target, package)]
     if packages:
         return min(packages, key=len)
-    if target.startswith("torch.") and target in torch_names():  # files are read for such a name
+    if target.startswith("torch.") and target in torch_names():  # only then read torch's files
         return "torch"
     if EVERYTHING in trusted:
         return target.partition(".")[0]
@@ -92,14 +92,14 @@ def permit(target: str, key: str, trusted: Sequence[str]) -> str:
 
 
 def resolve(target: str, key: str, trusted: Sequence[str]) -> Any:
-    """The class or function that `target` names, imported only once it is known to be allowed.
+    """Import and return the class or function named `target`, if it is allowed.
 
-    `key` is the config key it stands in, for the messages. Raises SecurityError for a name that is
-    not allowed and ConfigError for one that is allowed but does not exist.
+    `key` is its config key, for messages. Raises SecurityError if the name is not allowed and
+    ConfigError if it does not exist.
     """
     package = permit(target, key, trusted)
     if package != "torch":
-        append_current_folder()  # the user's own code may lie there
+        append_current_folder()  # user code may be there
     value = _follow(target, package, key)
     if package == "torch" or EVERYTHING in trusted:
         return value
@@ -119,14 +119,14 @@ def construct(
     key: str,
     positional: Sequence[Any] = (),
 ) -> Any:
-    """Call `factory` with `arguments` and those of `sizes` that its signature names.
+    """Call `factory` with `arguments` and those of `sizes` that its signature accepts.
 
-    `key` is the config group, such as `model`. An argument that is unknown or missing is a
-    ConfigError; what the constructor itself raises passes through, with a note of the keys.
+    `key` is the config group, such as `model`. Raises ConfigError for unknown or missing arguments;
+    exceptions of the factory pass through, with a note naming the keys.
     """
     try:
         parameters = inspect.signature(factory).parameters
-    except ValueError:  # written in C without a signature: it checks for itself
+    except ValueError:  # a C function without a signature checks its own arguments
         return factory(*positional, **arguments)
     named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     keywords = {p.name: p for p in named[len(positional) :]}
@@ -155,9 +155,9 @@ def construct(
 
 
 def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
-    """The arguments with each `{_target_: …}` in them made, innermost first, if it is allowed.
+    """Return the arguments with each nested `{_target_: …}` constructed, if allowed.
 
-    `_args_` are positional arguments, and `_partial_: true` makes a `functools.partial`.
+    `_args_` are positional arguments; `_partial_: true` makes a `functools.partial`.
     """
     if isinstance(arguments, Mapping):
         whole = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
@@ -175,12 +175,12 @@ def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> A
 
 
 def inside(name: str, package: str) -> bool:
-    """Whether the dotted `name` is `package` or lies in it."""
+    """Whether the dotted `name` equals `package` or lies in it."""
     return name == package or name.startswith(f"{package}.")
 
 
 def append_current_folder() -> None:
-    """Make modules in the current folder importable, after everything that is installed."""
+    """Append the current folder to sys.path, after all installed packages."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
@@ -201,7 +201,7 @@ def _check_trusted(package: str) -> None:
 
 
 def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
-    """`source` is the module that would have to be trusted."""
+    """Return the error; `source` is the module that would have to be trusted."""
     top, near = source.partition(".")[0], nearest_name(target)
     way = f"if you trust that code, add security.trusted=[{top}]"
     if top in NEVER_TRUSTED or not top:
@@ -212,7 +212,7 @@ def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
 
 
 def _follow(target: str, root: str, key: str) -> Any:
-    """Import `root`, then follow the names; what is imported on the way lies below `root`."""
+    """Import `root`, then resolve the remaining names; imports only submodules of `root`."""
     value: Any = _import(root, key, target)
     path = root
     for part in target[len(root) + 1 :].split(".") if target != root else []:

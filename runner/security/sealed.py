@@ -1,6 +1,6 @@
-"""Small records with a digest of their own, so that no flipped bit in them goes unseen.
+"""Small JSON records that contain their own digest, to detect damage.
 
-The digest shows damage and not who wrote it: anybody can make one that fits.
+The digest does not authenticate the author: anyone can compute it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from runner.record.storage import read_file
 
 
 def sealed(body: dict[str, Any]) -> bytes:
-    """Plain values as JSON, with the digest of it all."""
+    """Return plain values as JSON bytes, masked, with their digest."""
     body = masked_all(body)
     return _text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()})
 
 
 def read_sealed(path: Path, newest: int) -> dict[str, Any]:
-    """What was `sealed` in that file, of the format `newest`.
+    """Read and verify a record of format `newest`.
 
-    CheckpointError says in what way it is not good.
+    Raises CheckpointError with the reason.
     """
     data = read_file(path)
     try:

@@ -1,8 +1,8 @@
-"""Which environment variables a config may read, and what is written in their place.
+"""Control which environment variables a config may read, and mask their values in output.
 
-`${oc.env:NAME}` reads a variable only if `security.environment` names it, as it is typed: a file
-that could say so for itself would need no leave. Its value is for the memory of the run alone.
-What is written down, logged or shown has `${oc.env:NAME}` there.
+`${oc.env:NAME}` reads a variable only if the typed `security.environment` names it; a config file
+cannot permit itself. The value exists only in memory: files, logs and console show
+`${oc.env:NAME}`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from runner.record.storage import read_record, replace_text
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
-ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # keys whose value goes to a call
+ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # mappings that become arguments
 
 
 @dataclass
 class EnvironmentAccess:
-    """Which variables a config may read; `names` None: all, under security=off."""
+    """The variables that a config may read; `names=None`: all, under security=off."""
 
     names: frozenset[str] | None = frozenset()
-    shows: bool = False  # the config is only printed: with names in place of values
+    shows: bool = False  # the config is only printed, with names in place of values
     reads: int = 0
 
 
 _access: EnvironmentAccess | None = None
-_values: dict[str, str] = {}  # values that a config read, whatever their length, and their names
-_shown: dict[str, tuple[str, str]] = {}  # by key: the text of such a value, and what is written
+_values: dict[str, str] = {}  # values read by a config, of any length → variable name
+_shown: dict[str, tuple[str, str]] = {}  # config key → (value as text, masked text)
 
 
 @contextmanager
 def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iterator[None]:
-    """While entered, a config reads the variables of these names, and no others; None: any.
+    """While entered, a config may read only the variables `names`; None: any.
 
-    What a config is refused is raised as it is, a SecurityError, and not as OmegaConf wraps it.
+    Refusals are raised as SecurityError or ConfigError, unwrapped from OmegaConf's error.
     """
     global _access
     for name in names or ():
         if not NAME.fullmatch(name):
             raise ConfigError(KEY, f"{name!r} is no name of a variable", "letters, digits, _")
         if (value := os.environ.get(name)) is not None:
-            learn(name, value)  # the user's own code may read it, too
+            learn(name, value)  # the user's code may read it as well
     before, _access = _access, EnvironmentAccess(None if names is None else frozenset(names), shows)
     try:
         yield
@@ -67,7 +67,7 @@ def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iter
 
 @contextmanager
 def current_environment_access(names: Sequence[str]) -> Iterator[None]:
-    """The access in force; outside of a run's config, one to these variables."""
+    """Keep the access in force; if there is none, allow these variables."""
     if _access is not None:
         yield
         return
@@ -76,14 +76,14 @@ def current_environment_access(names: Sequence[str]) -> Iterator[None]:
 
 
 def permitted() -> list[str] | None:
-    """The names that may be read now; None: any."""
+    """Return the variable names that may be read now; None: any."""
     if _access is None:
         return []
     return None if _access.names is None else sorted(_access.names)
 
 
 def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
-    """The refusal of this access, if that is what the error is about."""
+    """Return the SecurityError or ConfigError in the error's cause chain, if any."""
     seen: set[int] = set()
     inner: BaseException | None = error
     while inner is not None and id(inner) not in seen:
@@ -98,7 +98,7 @@ def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
 
 
 def install() -> None:
-    """Stand in for OmegaConf's own resolvers; without an access they answer as those do."""
+    """Replace OmegaConf's resolvers; without an access in force they behave as before."""
     for name, resolver in (("oc.env", _env), ("oc.decode", _decode), ("oc.create", _create)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
@@ -138,7 +138,7 @@ def _create(obj: Any, _parent_: Any, _node_: Any) -> Any:
 
 
 def _check_whole(source: Any, resolver: str, node: Any) -> None:
-    """Refuse to take a value apart: its parts would be as secret, and spelled in other ways."""
+    """Refuse to parse a secret value: its parts would be secret too, but not recognised."""
     if _access is not None:
         for value, name in _values.items():
             if value and value in str(source):
@@ -152,9 +152,9 @@ def _check_whole(source: Any, resolver: str, node: Any) -> None:
 
 
 def place(config: DictConfig, key: str) -> Path:
-    """The folder that a key names.
+    """Return the path that a key holds.
 
-    SecurityError where it would show a variable's value, ConfigError where it cannot be resolved.
+    Raises SecurityError if it contains a variable's value, ConfigError if it cannot be resolved.
     """
     before = _access.reads if _access is not None else 0
     try:
@@ -177,7 +177,7 @@ def place(config: DictConfig, key: str) -> Path:
 
 
 def note(config: DictConfig) -> None:
-    """Remember which keys of a composed config hold a value of the environment."""
+    """Record which keys of a composed config contain an environment value."""
     if _access is not None and _values:
         _note(config, "", _access)
 
@@ -200,19 +200,19 @@ def _text(value: Any) -> str:
 
 
 def _hide(text: str) -> str:
-    """Every value that was read is out of it, however short."""
+    """Replace every environment value in the text, even short ones, by its reference."""
     parts = "|".join(re.escape(v) for v in sorted(_values, key=len, reverse=True) if v)
     hidden = re.sub(parts, lambda match: stands_for(_values[match[0]]), text)
-    if hidden == text:  # a number or a flag, which is written in another way than it was read
+    if hidden == text:  # a number or boolean, formatted differently than it was read
         names = sorted(n for v, n in _values.items() if v.strip().casefold() == text.casefold())
         hidden = stands_for(names[0]) if names else masked(text)
     return hidden
 
 
 def unresolved(tree: Any, path: str = "") -> Any:
-    """A config as plain dicts and lists, with `${oc.env:NAME}` where it has that variable's value.
+    """Return a config with environment values replaced by `${oc.env:NAME}`.
 
-    What is written of a config is made of this.
+    Everything that is written of a config passes through this.
     """
     if not _shown:
         return tree
@@ -228,7 +228,7 @@ def unresolved(tree: Any, path: str = "") -> Any:
 
 
 def mask_saved(folder: Path) -> None:
-    """Hydra saves configs unresolved, but for the little that it works out itself."""
+    """Mask the YAML files saved by Hydra, which resolves some values itself."""
     for path in folder.glob("*.yaml") if known() else ():
         text = read_record(path).decode("utf-8", "replace")
         if masked(text) != text:
@@ -236,23 +236,22 @@ def mask_saved(folder: Path) -> None:
 
 
 def shared_state() -> dict[str, Any]:
-    """What a process of ours needs to know to hide the same; it goes through a pipe."""
+    """Return the state that lets a child process mask the same values; picklable."""
     return {"known": known(), "shown": dict(_shown), "values": dict(_values)}
 
 
 def adopt_state(state: Mapping[str, Any]) -> None:
-    """Hide what the parent of this process does."""
+    """Adopt the parent's `shared_state`."""
     adopt(state["known"])
     _shown.update(state["shown"])
     _values.update(state["values"])
 
 
 def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
-    """Raise SecurityError where a recorded config has a value to resolve or code as a name.
+    """Raise SecurityError if a recorded config contains interpolations or code as a name.
 
-    Names of arguments are identifiers; a mapping that is itself an argument may have any keys,
-    unless its `_target_` makes it a call.
-    `${oc.env:NAME}` stands there for what was not to be written; it may be read where NAME is in
+    Argument names must be identifiers; a mapping that is itself an argument may have any keys,
+    unless it has a `_target_`. `${oc.env:NAME}` (a masked value) is allowed if NAME is in
     `may_read` (None: any).
     """
     if isinstance(value, Mapping | list | tuple):
@@ -277,7 +276,7 @@ def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()
 
 @contextmanager
 def redact_errors() -> Iterator[None]:
-    """An error that is raised within quotes no value that was read, however short that is."""
+    """Replace environment values, even short ones, in RunnerErrors raised within."""
     try:
         yield
     except RunnerError as error:
@@ -286,7 +285,7 @@ def redact_errors() -> Iterator[None]:
 
 
 def named(text: str) -> str:
-    """An error's text with `${oc.env:NAME}` for each word in it that is a value that was read."""
+    """Replace each word of the text that is an environment value by `${oc.env:NAME}`."""
     values = sorted((v for v in _values if v.strip()), key=len, reverse=True)
     words = [rf"(?<![A-Za-z0-9_]){re.escape(value)}(?![A-Za-z0-9_])" for value in values]
     pattern = "|".join([REFERENCE.pattern, *words])

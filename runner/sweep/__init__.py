@@ -1,1 +1,1 @@
-"""Many jobs, each in a process of its own: `python -m runner -m …`."""
+"""Sweeps: many jobs, each in its own process: `python -m runner -m …`."""

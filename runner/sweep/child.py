@@ -1,4 +1,4 @@
-"""One job's process, from its start to its result."""
+"""The process of one job, from start to result."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     JobProcess = subprocess.Popen[bytes] | ForkedProcess
 
 LOG = "console.log"
-TAIL = 1 << 16  # bytes of the log that are read
-GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
+TAIL = 1 << 16  # bytes read from the end of the log
+GRACE_S = 20.0  # for a checkpoint, before a job is killed
 MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I)
 INTERRUPTED = {code for number in ENDS for code in (128 + number, -number)}  # exit codes
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
 StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "JobProcess"]
-"""Given the command, its environment, and descriptors for its stdin and its output."""
+"""(command, environment, stdin descriptor, output descriptor) → started process."""
 
 
 @dataclass
 class Child:
-    """A process in a session of its own, so that all it starts ends with it."""
+    """A job's process in its own session, so that its descendants end with it."""
 
     process: JobProcess
     folder: Path
     timeout_s: float | None
-    death_pipe: int  # closed, it ends the process
-    earlier_summary: tuple[int, int] | None  # identity of the one that an earlier try left
-    log_start: int = 0  # bytes in its log that earlier tries left
-    records: bool = False  # it leaves a summary at its end
+    death_pipe: int  # closing it ends the process
+    earlier_summary: tuple[int, int] | None  # identity of the summary that an earlier try left
+    log_start: int = 0  # size of the log before this try
+    records: bool = False  # it writes a summary
     began: float = field(default_factory=time.monotonic)
     ooms: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
-    requested: str = ""  # the status it was made to end with: timeout or interrupted
+    requested: str = ""  # status after being asked to end: timeout or interrupted
     why: str = ""
-    deadline: float = float("inf")  # when it is killed
+    deadline: float = float("inf")  # time at which it is killed
 
     @classmethod
     def start(
@@ -68,7 +68,7 @@ class Child:
         chosen: bool = True,
         start_process: StartProcess | None = None,  # None: it is spawned
     ) -> Child:
-        """Start it, its output in `console.log` in its folder. Raises OSError."""
+        """Start a job with output to `console.log` in its folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         earlier, log_start = _identity(folder / SUMMARY), 0
         variables, reads, writes = parent_death_pipe(overrides, chosen)
@@ -85,7 +85,7 @@ class Child:
         return cls(process, folder, timeout_s, writes, earlier, log_start, records)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; one that takes too long is made to."""
+        """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""
         if self.process.poll() is not None:
             return True
         late = self.timeout_s is not None and self.seconds > self.timeout_s
@@ -96,9 +96,9 @@ class Child:
         return False
 
     def ask(self, number: int, status: str, why: str, grace_s: float = float("inf")) -> None:
-        """Ask it to finish its step and write a checkpoint.
+        """Send a signal, on which the job finishes its step and writes a checkpoint.
 
-        The first reason is the one that is reported, the earliest deadline holds.
+        The first reason is reported; the earliest deadline applies.
         """
         if not self.requested:
             self.requested, self.why = status, why
@@ -107,13 +107,13 @@ class Child:
             os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it at once, with all that it started."""
-        for kill in (os.killpg, os.kill):  # it may not have a session of its own yet
+        """Kill the process and its descendants."""
+        for kill in (os.killpg, os.kill):  # it may not have its own session yet
             with suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Leave nothing of it behind."""
+        """Kill what is left, and release its resources."""
         self.kill()
         self.process.wait()
         with suppress(OSError):
@@ -121,11 +121,11 @@ class Child:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     def last_line(self) -> str:
-        """The last line of this try in its log, without the time of day."""
+        """Return the last log line of this try, without the time of day."""
         try:
             with (self.folder / LOG).open("rb") as file:
                 file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - TAIL))
@@ -137,11 +137,11 @@ class Child:
 
     @property
     def left_a_record(self) -> bool:
-        """Whether there is a summary of this try, not of an earlier one."""
+        """Whether this try has written a summary."""
         return _identity(self.folder / SUMMARY) not in (None, self.earlier_summary)
 
     def ending(self) -> tuple[str, str]:
-        """Status and reason, from its exit code, its summary and its log."""
+        """Return status and reason, from exit code, summary and log."""
         code, summary = self.process.returncode, self._summary()
         well = summary is not None and summary.status in WELL
         reason = "" if summary is None or summary.status == "running" else summary.reason
@@ -150,7 +150,7 @@ class Child:
         if code == 0 and summary is not None and well:
             return summary.status, reason
         if code == 0:
-            with suppress(StorageError):  # it had ended before, as the sweep's process was killed
+            with suppress(StorageError):  # it had ended earlier, before the sweep could record it
                 ended = Summary.read(self.folder)
                 if ended.status in WELL:
                     return ended.status, ended.reason
@@ -160,12 +160,12 @@ class Child:
             return "interrupted", reason or "it was asked to end"
         if code < 0:
             return self._killed(-code)
-        reason = "" if well else reason  # it failed after the run itself
+        reason = "" if well else reason  # the error came after the run itself
         reason = reason or self._last_words(code)
         return ("oom" if MEMORY.search(reason) else "failed"), reason
 
     def _last_words(self, code: int) -> str:
-        """The error that it printed; else what the code says, and the line it printed last."""
+        """Return the printed error; else describe the exit code and the last line."""
         line = self.last_line()
         if line.startswith("error"):
             return line
@@ -199,7 +199,7 @@ def _spawn(
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Changes as soon as the file is replaced."""
+    """Return a value that changes when the file is replaced; None if missing."""
     try:
         status = path.stat()
     except OSError:

@@ -1,9 +1,8 @@
-"""hydra/launcher=submitit_slurm and =ray: jobs that end without a result, and jobs that restart.
+"""hydra/launcher=submitit_slurm and =ray: handle jobs that end without a result or restart.
 
-submitit learns from `sacct` that a job has ended, which needs a database for accounting: without it
-the launcher waits for ever for one that was killed. `squeue` answers on every cluster. The Ray
-plugin's own loop raises at the first worker that is lost, and Ray would run its job once more in
-the same folder.
+submitit asks `sacct` whether a job has ended, which needs an accounting database; without one the
+launcher waits forever for a killed job. `squeue` works on every cluster. The Ray plugin raises at
+the first lost worker, and Ray would rerun its job in the same folder.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from runner.training.summary import Summary
 log = logging.getLogger("runner")
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
-INSIDE = "SUBMITIT_EXECUTOR"  # set in a job
-SLURM_POLL_S = 30  # seconds between two questions to the scheduler, at most
+INSIDE = "SUBMITIT_EXECUTOR"  # set within a job
+SLURM_POLL_S = 30  # maximum interval between queries of the scheduler
 ENDED = "ENDED"
 CAUSE = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
 
-RAY_INIT = {"include_dashboard": False, "log_to_driver": False}  # each job has a log of its own
-RAY_REMOTE = {"max_retries": 0, "max_calls": 1}  # a fresh process for each job
+RAY_INIT = {"include_dashboard": False, "log_to_driver": False}  # each job has its own log
+RAY_REMOTE = {"max_retries": 0, "max_calls": 1}  # a new process for each job
 RAY_STATUS = {"OutOfMemoryError": "oom", "TaskCancelledError": "interrupted"}
 RAY_POLL_S = 0.5
 
 
 def adapt_launcher(target: str) -> None:
-    """Have the launcher of that class report a failed job when all have ended.
+    """Make the launcher of that class report failed jobs after all have ended.
 
-    Processes that it starts can import what unpickling Hydra's plugins needs: their module path
-    lacks the current folder, which `python -m` would put first.
+    Also lets its processes import Hydra's plugins, which unpickling needs: their module path lacks
+    the current folder, which `python -m` would put first.
     """
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = PLUGINS.parents[1]
@@ -66,7 +65,7 @@ def adapt_launcher(target: str) -> None:
 
 
 def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
-    """Write how a job without a result ended, unless its own summary states an end."""
+    """Record how a job without a result ended, unless its summary states an end."""
     with open_dict(config):
         config.hydra.job.num, config.hydra.job.id = number, id
     folder = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
@@ -79,7 +78,7 @@ def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reas
 
 
 def _failed(result: JobReturn, reason: str) -> JobReturn:
-    """A failure, which the sweeper raises when all have ended."""
+    """Mark the result as failed; the sweeper raises it after all jobs have ended."""
     result.status, result.return_value = JobStatus.FAILED, SweepFailed(reason)
     return result
 
@@ -88,7 +87,7 @@ def _failed(result: JobReturn, reason: str) -> JobReturn:
 
 
 def _watch_queue() -> None:
-    """Have submitit ask for jobs by squeue."""
+    """Make submitit query jobs by squeue."""
     from submitit.core.core import Job
     from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
@@ -108,14 +107,14 @@ def _ask_queue(watcher: Any) -> list[str] | None:
 
 
 def _read_queue(watcher: Any, answer: bytes | str) -> dict[str, dict[str, str]]:
-    """The state of each job; one that is not in the queue has ended."""
+    """Return the state of each job; a job that is not in the queue has ended."""
     text = answer.decode() if isinstance(answer, bytes) else answer
     states = dict(line.strip().split("|") for line in text.splitlines() if "|" in line)
     return {job: {"State": states.get(job, ENDED)} for job in watcher._registered}
 
 
 def _slurm_results(job: Any, wait: Any) -> list[Any]:
-    """The results of a job, or a failure that its folder records where the job could not."""
+    """Return a job's results, or a failure, recorded in its folder."""
     try:
         results: list[Any] = wait(job)
         return results
@@ -128,7 +127,7 @@ def _slurm_results(job: Any, wait: Any) -> list[Any]:
             loader, config = task.function.hydra_context.config_loader, task.function.config
             config = loader.load_sweep_config(config, overrides)
             _record_lost_job(config, number, job.job_id, "killed", reason)
-        except Exception:  # the sweep's folder may be gone
+        except Exception:  # the sweep's folder may no longer exist
             log.debug("no record of %s", job.job_id, exc_info=True)
         log.debug("%s", error)
         return [_failed(JobReturn(), reason)]
@@ -136,9 +135,9 @@ def _slurm_results(job: Any, wait: Any) -> list[Any]:
 
 @contextmanager
 def in_slurm_job(config: DictConfig) -> Iterator[None]:
-    """While entered in a job: its run saves a checkpoint before submitit puts the job back.
+    """While entered, a requeued job first saves a checkpoint.
 
-    That begins again in the same folder, and continues there.
+    After the requeue it resumes in the same folder.
     """
     from submitit import JobEnvironment
 
@@ -151,7 +150,7 @@ def in_slurm_job(config: DictConfig) -> Iterator[None]:
             yield
     except SystemExit as end:
         if end.code == 128 + number and callable(put_back):
-            put_back(number, None)  # ends this process
+            put_back(number, None)  # requeues the job and ends this process
         raise
 
 
@@ -172,7 +171,7 @@ def launch_on_ray(
         remote = OmegaConf.create({**RAY_REMOTE, **_values(launcher.ray_cfg.remote)})
         task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
         context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
-        with Interrupts("ending the jobs") as interrupts:  # after init: Ray has handlers of its own
+        with Interrupts("ending the jobs") as interrupts:  # after init: Ray has its own handlers
             for number, overrides in enumerate(job_overrides, initial_job_idx):
                 config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
                 with open_dict(config):
@@ -194,7 +193,7 @@ def _values(config: DictConfig) -> dict[str, Any]:
 
 
 def _run_on_ray(task: Any, config: DictConfig) -> Any:
-    """One job, in its worker; one that Ray begins again continues from its last checkpoint."""
+    """Run one job in its worker; a job that Ray restarts resumes from its last checkpoint."""
     begun = any(Path(HydraConfig.get().runtime.output_dir).glob("checkpoints/step_*"))
     if begun and config.checkpoint.resume == "none":
         config.checkpoint.resume = "auto"
@@ -202,20 +201,20 @@ def _run_on_ray(task: Any, config: DictConfig) -> Any:
 
 
 def _wait(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
-    """Until all jobs have ended. After a signal they have some time to write a checkpoint."""
+    """Wait for all jobs; after a signal they get `GRACE_S` to write a checkpoint."""
     deadline = float("inf")
     while jobs and time.monotonic() < deadline:
         _, jobs = ray.wait(jobs, num_returns=len(jobs), timeout=RAY_POLL_S, fetch_local=False)
         if interrupts.received is not None and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_S
             for job in jobs:
-                ray.cancel(job)  # as Ctrl-C is to the job
+                ray.cancel(job)  # acts like Ctrl-C in the job
     for job in jobs:
         ray.cancel(job, force=True)
 
 
 def _ray_result(ray: Any, job: Any, config: DictConfig) -> JobReturn:
-    """The result of a job; the loss of its worker is recorded in its folder."""
+    """Return a job's result; the loss of its worker is recorded in its folder."""
     try:
         result: JobReturn = ray.get(job)
         return result

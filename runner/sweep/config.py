@@ -1,5 +1,5 @@
-"""How a sweep continues: the `sweep` group. How its jobs run: hydra/launcher. What a search of
-hyper-parameters tries, and when it ends: the `search` group."""
+"""The config groups of sweeps: `sweep` (resuming), hydra/launcher (running jobs), and `search`
+(hyper-parameter search)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.count_limits import check_counts
 
 
 class StartMethod(Enum):
-    """How the process of a job starts."""
+    """How a job's process is started."""
 
     fork = "fork"  # from one that has imported torch and the runner; Linux, elsewhere as spawn
     spawn = "spawn"  # a new interpreter
@@ -19,14 +19,14 @@ class StartMethod(Enum):
 
 @dataclass
 class SweepConfig:
-    """What is done with jobs of an earlier sweep."""
+    """What to do with jobs of an earlier sweep."""
 
     resume: str = "auto"  # the newest sweep of the same command; none: afresh; or a sweep's folder
     start: StartMethod = StartMethod.fork
 
 
 class Sampler(Enum):
-    """What proposes the values of the next trial."""
+    """The algorithm that proposes the next trial's values."""
 
     tpe = "tpe"  # tree-structured Parzen estimator: from the results of earlier trials
     random = "random"
@@ -34,7 +34,7 @@ class Sampler(Enum):
 
 
 class Pruner(Enum):
-    """When a trial ends early, by its metric at the validations so far."""
+    """The rule that ends a trial early, by its metric at validations."""
 
     none = "none"
     median = "median"  # its best so far is worse than the median of the trials before it
@@ -42,7 +42,7 @@ class Pruner(Enum):
 
 
 class Direction(Enum):
-    """Which end of the metric is better."""
+    """Whether the metric is to be maximised or minimised."""
 
     auto = "auto"  # by the metric's name
     maximize = "maximize"
@@ -70,7 +70,7 @@ class SearchConfig:
 
 @dataclass
 class JobSweeperConfig:
-    """`hydra/sweeper=jobs`: Hydra's `basic` for the isolated launcher, which composes each job."""
+    """`hydra/sweeper=jobs`: like Hydra's `basic`, for a launcher that composes each job."""
 
     _target_: str = "hydra_plugins.runner_plugins.JobSweeper"
     max_batch_size: int | None = None

@@ -1,4 +1,4 @@
-"""What a job's process gets beside its command line, and its end with its parent's."""
+"""Pass a context to a job's process beside its command line; end it with its parent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 VARIABLE = "RUNNER_JOB"
-GRACE_S = 60.0  # for a checkpoint, once the sweep's process is gone
+GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """What the launcher adds to what was typed: the folder to write to, and values to compare.
+    """What the launcher adds to the command line.
 
-    `chosen`: the sweep's folder was chosen by the user; one that is continued may be anybody's.
+    `chosen`: the user chose the sweep's folder; a resumed one is untrusted.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -30,10 +30,10 @@ class JobContext:
 def parent_death_pipe(
     overrides: Sequence[str], chosen: bool = True
 ) -> tuple[dict[str, str], int, int]:
-    """What the launcher starts a job with: a variable, its stdin, and the pipe's other end.
+    """Return an environment variable, a stdin and a write end, to start a job with.
 
-    The context is in the pipe, so that a stale variable makes no job. The other end is to be held
-    open as long as the job is to live.
+    The context is in the pipe, so that a stale variable has no effect. Keep the write end open for
+    as long as the job should live.
     """
     reads, writes = os.pipe()
     os.write(writes, json.dumps(asdict(JobContext(list(overrides), chosen))).encode())
@@ -41,11 +41,11 @@ def parent_death_pipe(
 
 
 def take_job_context() -> JobContext:
-    """The launcher's context; an empty one where this process is no job.
+    """Return the launcher's context; an empty one if this process is not a job.
 
-    It comes beside the command line, so that the recorded command can be typed; the variable is
-    deleted, so that a runner that the user's code starts is none of this sweep. From then on the
-    process ends, with all that it started, when its parent ends.
+    It is not on the command line, so that the recorded command can be repeated; the variable is
+    deleted so that runners started by user code are not jobs. From now on the process and its
+    descendants end when the parent ends.
     """
     if os.environ.pop(VARIABLE, None) is None:
         return JobContext()
@@ -59,7 +59,7 @@ def take_job_context() -> JobContext:
 
 
 def _read_stdin() -> bytes:
-    """What a pipe there holds already; nothing where it is no pipe."""
+    """Read what a pipe on stdin already holds; b"" if it is not a pipe."""
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(0).st_mode) and select.select([0], [], [], 0)[0]:
             return os.read(0, 1 << 16)
@@ -68,8 +68,8 @@ def _read_stdin() -> bytes:
 
 def _end_with_parent() -> None:
     with suppress(OSError):
-        while os.read(0, 1):  # blocks until the other end is closed; nothing more is written
+        while os.read(0, 1):  # blocks until the other end closes; nothing more is written
             pass
-    os.kill(os.getpid(), signal.SIGTERM)  # leaves a checkpoint
+    os.kill(os.getpid(), signal.SIGTERM)  # the job saves a checkpoint
     threading.Event().wait(GRACE_S)
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Processes of a sweep's jobs: their command, environment and folder."""
+"""Start the processes of a sweep's jobs: command, environment and folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DROPPED = (
     *("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode"),
     *("hydra/sweeper", "hydra.sweeper", "hydra.run"),
 )
-"""Keys of Hydra's that a job alone does without."""
+"""Hydra keys that are not needed to run a job alone."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class JobStarter:
     session: Session
     sweep: Sweep  # the session's
     settings: LauncherConfig
-    hydras: list[str]  # overrides of Hydra's own part, as typed
-    forks: bool  # whether jobs are forked from a process that has imported what they need
+    hydras: list[str]  # overrides of Hydra keys, as typed
+    forks: bool  # fork jobs from a process with preloaded imports
 
     def arguments(self, overrides: Sequence[str]) -> list[str]:
-        """What to type to do one job alone."""
+        """Return the arguments that run one job alone."""
         kept = [text for text in self.hydras if not text.lstrip("+~").startswith(DROPPED)]
         return [*self.session.flags, *map(without_arguments, overrides), *kept]
 
     def command(self, overrides: Sequence[str]) -> str:
-        """What does the same by itself."""
+        """Return the command that runs one job alone."""
         return shlex.join(["python", "-m", "runner", *self.arguments(overrides)])
 
     def start(self, plan: JobPlan) -> Child:
-        """Start it in its folder. Raises OSError.
+        """Start a job in its folder. Raises OSError.
 
-        Without -P Python would put the current folder first, where a module may shadow an installed
-        one. Only where the runner itself lies in that folder is that needed.
+        -P keeps the current folder off the front of sys.path, where a module may shadow an
+        installed one. It is omitted if the runner itself lies in that folder.
         """
         place = self.session.folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
@@ -82,37 +82,37 @@ class JobStarter:
         )
 
     def start_fork_server(self) -> None:
-        """Begin to import what jobs need, where they are forked; once is enough."""
+        """Start the fork server with the imports of jobs, if jobs are forked; idempotent."""
         if not self.forks:
             return
-        needs_tracer = "optimization" in self.session.command  # else each job imports it itself
+        needs_tracer = "optimization" in self.session.command  # else each job imports it
         modules = [*([fork.TRACER] if needs_tracer else []), *fork.PRELOAD]
         fork_server.start(modules, environment(self.settings.jobs))
 
 
 @contextmanager
 def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStarter]:
-    """While entered, this process is the one that writes into the session's folder.
+    """Yield the starter; this process then holds the lock of the session's folder.
 
-    Raises UsageError when another one is.
+    Raises UsageError if another process holds it.
     """
     session = current_session()
     session.folder.mkdir(parents=True, exist_ok=True)
     level = SecurityLevel[getattr(config.security.level, "name", "standard")]
     keep_private(session.folder, level)
     set_up_logging("info", None)
-    # as typed: what stands for a secret, or for the job's number, is the job's to resolve
+    # unresolved: the job resolves secrets and its own number
     hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     forks = config.sweep.start is StartMethod.fork and fork_server.available()
     try:
         with lock(session.folder):
-            if session.sweep is None:  # else an earlier call by a sweeper that makes several
+            if session.sweep is None:  # else a sweeper that launches several batches
                 session.earlier = load_previous_jobs(session.folder)
                 session.sweep = Sweep(session.command, session.hash, started=now())
             session.sweep.start = (StartMethod.fork if forks else StartMethod.spawn).name
             starter = JobStarter(session, session.sweep, settings, hydras, forks)
             if not session.earlier:
-                starter.start_fork_server()  # it imports while jobs are composed
+                starter.start_fork_server()  # imports while jobs are composed
             wait_for_running_jobs(session.folder, session.earlier)
             yield starter
     finally:
@@ -120,7 +120,7 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
 
 
 def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
-    """The job as its process will see it, or the reason why it would refuse it."""
+    """Return the plan of a job, or with the error because of which it would fail."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
     subdir = str(secrets.place(config, "hydra.sweep.subdir"))
@@ -136,9 +136,9 @@ def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
 
 
 def environment(jobs: int) -> dict[str, str]:
-    """This process's environment and module path, for one of so many jobs at a time.
+    """Return environment and module path for a job, if `jobs` run at a time.
 
-    They share the cores: threads that wait for one another's cores made steps four times as long.
+    They share the cores: oversubscription made steps four times as long.
     """
     variables = {**os.environ, "PYTHONPATH": fork_server.module_path()}
     if jobs > 1:

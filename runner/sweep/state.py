@@ -1,4 +1,4 @@
-"""A sweep's jobs and their progress: `sweep.json`, written after each change."""
+"""The jobs of a sweep and their progress: `sweep.json`, written after each change."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ log = logging.getLogger("runner")
 
 FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
-LONGEST = 240  # bytes of a name in a folder's path; file systems take 255
+LONGEST = 240  # bytes of a path component; file systems allow 255
 WELL = ("done", "stopped")
-"""How a job ends that is not run again. Otherwise: interrupted failed killed timeout oom skipped"""
+"""Statuses that are not run again. Others: interrupted failed killed timeout oom skipped"""
 
 
 @dataclass
 class Job:
     """One job of a sweep."""
 
-    number: int  # as Hydra counts them
+    number: int  # Hydra's job number
     overrides: list[str]
     folder: str  # relative to the sweep's
-    hash: str = ""  # of config, code, versions and device; "" for a job that cannot be composed
+    hash: str = ""  # see `job_hash`; "" for a job that cannot be composed
     status: str = WAITING
     reason: str = ""
     started: str = ""  # ISO 8601
     ended: str = ""
-    seconds: float = 0.0  # of all tries
+    seconds: float = 0.0  # over all tries
     tries: int = 0
     exit_code: int | None = None  # of the last try; -9: killed by signal 9
-    command: str = ""  # does the same by itself
+    command: str = ""  # runs the job alone
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly; a job that never began has not."""
+        """Whether it ended badly; a job that never started has not."""
         return self.status not in (*WELL, WAITING, RUNNING, SKIPPED)
 
     @property
@@ -61,15 +61,15 @@ class Sweep:
     """All jobs of a sweep."""
 
     command: str  # as typed
-    hash: str  # of what was typed, by which the same command finds it again
+    hash: str  # of the overrides, to find the sweep again
     jobs: list[Job] = field(default_factory=list)
     started: str = ""
     ended: str = ""
-    start: str = ""  # how the processes of the last jobs were started: fork | spawn
+    start: str = ""  # how the last jobs were started: fork | spawn
     schema: int = 1
 
     def write(self, folder: Path) -> None:
-        """Replace `sweep.json` atomically; a disk that does not take it is a warning."""
+        """Replace `sweep.json` atomically; an OSError is logged."""
         try:
             replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
         except OSError as error:
@@ -77,7 +77,7 @@ class Sweep:
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """The sweep in a folder. StorageError where there is none or it is damaged."""
+        """Read the sweep of a folder. Raises StorageError if missing or damaged."""
         path = folder / FILE
         try:
             record = json.loads(read_record(path))
@@ -92,7 +92,7 @@ class Sweep:
 
 
 def now() -> str:
-    """The time, as it is recorded."""
+    """Return the current time as recorded: ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -109,17 +109,17 @@ def _job(values: Any) -> Job:
 
 @dataclass
 class Session:
-    """A sweep that was asked for; the launcher records its progress in `sweep`."""
+    """A requested sweep; the launcher records its progress in `sweep`."""
 
     folder: Path
     command: str  # as typed
-    flags: list[str] = field(default_factory=list)  # Hydra's own that jobs need: --config-dir=…
-    hash: str = ""  # of what was typed
-    resumed: bool = False  # its folder was named to be continued, and may be anybody's
+    flags: list[str] = field(default_factory=list)  # Hydra flags that jobs need: --config-dir=…
+    hash: str = ""  # of the overrides
+    resumed: bool = False  # its folder was named to be resumed, so it is untrusted
     sweep: Sweep | None = None
-    earlier: list[Job] = field(default_factory=list)  # of an earlier process, not asked for yet
-    search: Any = None  # a SearchPlan, where the jobs are trials of a search
-    sweeper: list[str] = field(default_factory=list)  # the override that names another one
+    earlier: list[Job] = field(default_factory=list)  # from an earlier process, not matched yet
+    search: Any = None  # a SearchPlan, if the jobs are trials
+    sweeper: list[str] = field(default_factory=list)  # override that selects another sweeper
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
@@ -136,7 +136,7 @@ def active_session(session: Session) -> Iterator[Session]:
 
 
 def current_session() -> Session:
-    """The active session. UsageError where the sweep was not started by `python -m runner`."""
+    """Return the active session. UsageError if not started by `python -m runner`."""
     session = _CURRENT.get()
     if session is None:
         problem = "hydra/launcher=isolated: is for `python -m runner -m …`"

@@ -1,1 +1,1 @@
-"""Proofs that a run can be asked for: it is trained again in processes of its own, and compared."""
+"""Verify a run by training it again in separate processes and comparing the results."""

@@ -1,7 +1,7 @@
-"""Whether several processes compute what one does, by a limit that is measured on the run itself.
+"""Verify that several processes compute the same as one, within measured limits.
 
-The scale in fp64 is how far one process gets if each weight is moved by one rounding, in the own
-precision how far one process is from fp64; several may be a stated factor worse.
+In fp64 the limit is a factor times the effect of one rounding of each weight on a single process;
+in the run's own precision, a factor times the single process's distance from fp64.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from runner.verify.processes import ReferencePrecision, prepared, train_apart
 
 STEPS = 10
 ROUNDED = 100.0
-"""Times what one rounding of each weight changes, in fp64. Measured on 2 processes: at most 2."""
+"""Factor on the effect of one rounding of each weight, in fp64. Measured with 2 processes: ≤ 2."""
 COARSE = 10_000.0
-"""The same where the model does not run in fp64: kernels differ with the size of a batch."""
+"""The same factor if the model does not run in fp64: kernels depend on the batch size."""
 PRECISION = 10.0
-"""Times what one process is off by from fp64."""
+"""Factor on the single process's distance from fp64."""
 FLOOR = 1e-12
-"""Of a number whose rounding does not show in the steps made."""
+"""Limit of a value that shows no rounding in the steps made."""
 ROUNDING = set("tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split())
-"""Techniques that round otherwise, or whose kernels have no fp64: only in the own precision."""
-OPTIONS = "optimizer.param_groups."  # are those of the config
+"""Techniques that change rounding or lack fp64 kernels: own precision only."""
+OPTIONS = "optimizer.param_groups."  # are given by the config
 COMPARED = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
 FP64 = "fp64"
 OWN = "the run's own precision"
 
 
 class Distance(NamedTuple):
-    """The difference of one value, as a share of the largest number of its like."""
+    """The difference of one value, relative to the largest number of its group."""
 
     item: ValueKey
     distance: float
@@ -50,13 +50,13 @@ class Distance(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """NaN is not."""
+        """Whether it is within its limit; False for NaN."""
         return self.distance <= self.limit
 
 
 @dataclass(frozen=True)
 class WorstDistance:
-    """Of all values of a kind, the one that is the largest part of its limit."""
+    """The value of a kind that is closest to, or furthest beyond, its limit."""
 
     precision: str
     kind: str
@@ -69,13 +69,13 @@ class WorstDistance:
 
 @dataclass(frozen=True)
 class DistributedEquality:
-    """The comparison of a run by several processes with the same by one."""
+    """The comparison of a run by several processes with one process."""
 
     steps: int
     how: str  # ddp | fsdp
     processes: int
     rows: list[WorstDistance]
-    first: str = ""  # the first value over its limit
+    first: str = ""  # first value beyond its limit
     distance: float = 0.0
     limit: float = 0.0
     cause: str = ""
@@ -83,14 +83,14 @@ class DistributedEquality:
 
     @property
     def equal(self) -> bool:
-        """Whether each value is within its limit."""
+        """Whether every value is within its limit."""
         return not self.first
 
 
 def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> DistributedEquality:
-    """Train by one process and by as many as the config says, and compare all that is left.
+    """Train with one process and with the configured number, and compare their results.
 
-    Dropout is off, since each process draws its own. Raises ConfigError where there is one process.
+    Dropout is off, since each process draws its own. Raises ConfigError if there is one process.
     """
     size = _count(config)
     config = prepared(config, steps, checkpoint_every=max(1, steps // 2))
@@ -128,7 +128,7 @@ def _count(config: RunConfig) -> int:
 
 
 def in_fp64(config: RunConfig) -> RunConfig:
-    """The same run without what rounds on purpose."""
+    """Return the config without techniques and compression that reduce precision."""
     config = deepcopy(config)
     for name, technique in config.optimization.techniques():
         technique.enabled = technique.enabled and name not in ROUNDING
@@ -137,7 +137,7 @@ def in_fp64(config: RunConfig) -> RunConfig:
 
 
 class EqualityCheck:
-    """The runs of one verification, and what was found between them."""
+    """The runs of one verification, and the differences between them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -148,7 +148,7 @@ class EqualityCheck:
         self.saved: set[int] = set()  # steps of the checkpoints
 
     def train(self, name: str, config: RunConfig, precision: ReferencePrecision) -> EndState:
-        """The end of a run, its last checkpoint and one before."""
+        """Train a config; returns its final state with the regular checkpoints."""
         folder = self.folder / name.replace(" ", "-")
         train_apart(config, folder, precision=precision)
         every = config.checkpoint.every or 1
@@ -157,7 +157,7 @@ class EqualityCheck:
     def limits_by_rounding(
         self, exact: EndState, config: RunConfig, double: bool
     ) -> dict[ValueKey, float]:
-        """How far each value may be from that of one process."""
+        """Return each value's limit, from a run with weights moved by one rounding."""
         nudged = self.train("nudged", config, ReferencePrecision(True, double=double, nudge=True))
         return measured_limits(exact.values, nudged.values, ROUNDED if double else COARSE)
 
@@ -169,11 +169,11 @@ class EqualityCheck:
         technique: ReferencePrecision,
         limits: Mapping[ValueKey, float],
     ) -> None:
-        """Train by several processes and compare with the run of one."""
+        """Train with several processes and compare with the single-process run."""
         several = self.train(f"several {precision}", config, technique)
         found = list(distances(exact.values, several.values, limits))
         self.saved = {item.step for item in exact.values if item.kind == "parameter"}
-        if precision == OWN:  # an accuracy jumps where a rounding has another class win
+        if precision == OWN:  # one rounding can flip a predicted class, so accuracies jump
             smooth = ("/loss", "/grad_norm")
             found = [d for d in found if d.item.kind != "metric" or d.item.name.endswith(smooth)]
         self.rows += worst_by_kind(precision, found)
@@ -184,7 +184,7 @@ class EqualityCheck:
     def result(
         self, steps: int, asked: DistributedConfig, size: int, facts: Mapping[str, Any]
     ) -> DistributedEquality:
-        """All of it."""
+        """Return the result of all comparisons."""
         result = DistributedEquality(steps, asked.kind.value, size, self.rows, notes=self.notes)
         if facts["dropout"]:
             text = "dropout is compared switched off: each process draws numbers of its own"
@@ -201,7 +201,7 @@ class EqualityCheck:
 
 
 def scales(values: Values) -> dict[tuple[str, str], float]:
-    """The largest number of each metric and tensor; of an optimizer's state, of its name."""
+    """Return the largest absolute value per group of values."""
     sizes: dict[tuple[str, str], float] = {}
     for item, value in values.items():
         group = _group(item)
@@ -210,7 +210,7 @@ def scales(values: Values) -> dict[tuple[str, str], float]:
 
 
 def _group(item: ValueKey) -> tuple[str, str]:
-    """State of an optimizer may be next to nothing in one weight: all weights are one group."""
+    """Return the group of a value; optimizer states and averages are grouped over all weights."""
     together = item.kind in ("optimizer", "average")
     return item.kind, item.name.rpartition(".")[2] if together else item.name
 
@@ -222,7 +222,7 @@ def _largest(value: Any) -> float:
 
 
 def _difference(ours: Any, theirs: Any) -> float:
-    """Infinite where one is missing, of another shape, or a number that has to be the same."""
+    """Return the largest difference; inf if missing, of another shape, or not comparable."""
     if equal(ours, theirs):
         return 0.0
     if isinstance(ours, float) and isinstance(theirs, float):
@@ -233,10 +233,10 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 
 def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
-    """As shares of the largest number of the group."""
+    """Yield differences relative to the largest value of the group."""
     sizes = scales(exact)
     for item in dict.fromkeys([*exact, *other]):
-        # before the first update only a fused optimizer has its state, which is zeros
+        # before the first update only fused optimizers have state, which is zero
         unused = item.kind == "optimizer" and item.step == 0
         if item.kind in COMPARED and not item.name.startswith(OPTIONS) and not unused:
             difference = _difference(other.get(item), exact.get(item))
@@ -245,15 +245,15 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]
 
 
 def distances(exact: Values, other: Values, limits: Mapping[ValueKey, float]) -> Iterator[Distance]:
-    """Of each value, in the order of the steps."""
+    """Yield each value's distance and limit, in order of steps."""
     for item, distance in _distances(exact, other):
         yield Distance(item, distance, limits.get(item, FLOOR))
 
 
 def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKey, float]:
-    """So many times what sets the two apart, of each metric and of each kind of tensor.
+    """Return `factor` times the largest distance, per metric and per kind of tensor.
 
-    By kind, so that a value which a rounding happens to spare is not held to nothing.
+    By kind, so that the limit is not near zero for a value that rounding happened to spare.
     """
     largest: dict[str, float] = {}
     kinds: dict[ValueKey, str] = {}
@@ -265,7 +265,7 @@ def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKe
 
 
 def worst_by_kind(precision: str, found: list[Distance]) -> list[WorstDistance]:
-    """A row for each kind."""
+    """Return the worst distance of each kind."""
     rows = []
     for kind in dict.fromkeys(each.item.kind for each in found):
         group = [each for each in found if each.item.kind == kind]
@@ -284,7 +284,7 @@ def likely_cause(
     facts: Mapping[str, Any],
     saved: Set[int],
 ) -> str:
-    """What the first value over its limit points to."""
+    """Return the likely cause of the first value beyond its limit."""
     if facts["draws"]:
         return (
             "the model draws random numbers in training that are not dropout's, and each process "

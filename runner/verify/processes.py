@@ -1,4 +1,4 @@
-"""Training a config in fresh processes, into a folder: with a kill, or in another precision."""
+"""Train a config in new processes: stopped, killed, or in another precision."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from runner.training.run import Run
 
 FACTS = "facts.json"
 LOG = "console.log"
-TECHNIQUE = "verified"  # what the one below is called in `optimization.extra`
+TECHNIQUE = "verified"  # name of ReferencePrecision in `optimization.extra`
 
 
 @dataclass
 class RunProbe(Hook):
-    """Ends a run at a step, or kills one of its processes, and notes what the model consists of."""
+    """Stops a run or kills one of its processes at a step, and records facts about its model."""
 
     stop_at: int = 0
     kill_at: int = 0
     kill_rank: int = 0
     save_at: int = 0
-    save_again: bool = False  # a resumed run saves what it has restored, before its first step
-    draws: bool = False  # a step has drawn random numbers
+    save_again: bool = False  # a resumed run saves its restored state before the first step
+    draws: bool = False  # whether a step has drawn random numbers
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Write the facts, also for a run that is killed."""
+        """Write the facts at start and end, since the run may be killed."""
         if self.save_again:
             run.saved_step = -1
         self._write(run)
@@ -57,7 +57,7 @@ class RunProbe(Hook):
         self._write(run)
 
     def on_step(self, run: Run, step: Step) -> Verdict:
-        """The checkpoint before is safe on disk when the process is killed."""
+        """Save, kill or stop at the configured steps; pending checkpoints are written first."""
         self.draws = self.draws or _has_drawn(run.device.torch)
         if step.number == self.save_at:
             save(run)
@@ -85,7 +85,7 @@ class RunProbe(Hook):
 
 
 def _has_drawn(device: torch.device) -> bool:
-    """Whether the generators have moved since the step seeded them."""
+    """Whether the generators have advanced since the step seeded them."""
     state = torch.get_rng_state()
     drawn = not torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), state)
     if device.type == "cuda":
@@ -96,14 +96,14 @@ def _has_drawn(device: torch.device) -> bool:
 
 @dataclass
 class ReferencePrecision(Technique):
-    """Another precision for a run that others are compared with; no dropout drops anything."""
+    """Runs a reference in another precision, with dropout disabled."""
 
-    double: bool = False  # all in fp64
-    nudge: bool = False  # each weight moved by one rounding
-    silenced: int = 0  # sites of dropout
+    double: bool = False  # everything in fp64
+    nudge: bool = False  # move each weight by one rounding
+    silenced: int = 0  # number of disabled dropouts
 
     def apply(self, draft: RunBuilder) -> None:
-        """Before the average is made, and the model given to several processes."""
+        """Modify the model before its average is made and before it is distributed."""
         self.silenced = silence(draft.model)
         if self.double:
             draft.model.double()
@@ -115,13 +115,13 @@ class ReferencePrecision(Technique):
             nudge(draft.model, seed=1)
 
     def engaged(self, run: Run) -> Evidence:
-        """In that precision, where one was asked for."""
+        """Whether the weights are in fp64, if requested."""
         kinds = {p.dtype for p in run.model.parameters() if p.is_floating_point()}
         return Evidence(not self.double or kinds == {torch.float64}, "weights are not in fp64")
 
 
 def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
-    """The same run, so many steps of it, with all its checkpoints and nothing to show."""
+    """Return the config for `steps` steps, keeping all checkpoints."""
     config = deepcopy(config)
     training = config.training
     training.steps, training.epochs, training.patience = steps, None, None
@@ -132,11 +132,11 @@ def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
 
 
 def unobserved(config: RunConfig) -> RunConfig:
-    """The same run as job=train makes it, with nothing to show and no tools."""
+    """Return the config as for job=train, without progress display and debug tools."""
     config = copy(config)
     config.job, config.debug = JobConfig(), replace(DebugConfig(), hooks=config.debug.hooks)
     config.monitoring = replace(config.monitoring, progress=False)
-    config.optimization = replace(config.optimization, measure=False)  # by rule: steps repeat
+    config.optimization = replace(config.optimization, measure=False)  # by rule: reproducible
     return config
 
 
@@ -146,9 +146,9 @@ def train_apart(
     probe: RunProbe | None = None,
     precision: ReferencePrecision | None = None,
 ) -> None:
-    """Train in `folder`, by as many fresh processes as the config asks for.
+    """Train in `folder` with as many new processes as the config requests.
 
-    Returns when all have ended, one that the probe kills too. Raises the run's own error.
+    Returns when all have ended, including one that the probe kills. Raises the run's error.
     """
     if config.distributed.nodes > 1:
         raise ConfigError("distributed.nodes", "job=verify has one machine", "leave it out")
@@ -173,7 +173,7 @@ def train_apart(
 
 
 def _start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
-    """A process whose output is in a file; what matters of it comes by its outcome."""
+    """Process entry: redirect output to a log file, then train."""
     with suppress(OSError):
         redirect_output(folder / LOG)
     start(config, folder, given, place)

@@ -1,4 +1,4 @@
-"""Whether a recorded run would come out again: its config, trained once more and compared."""
+"""Verify that a recorded run is reproducible: train its config again and compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.verify.end_state import differing, read_rows, saved_steps
 from runner.verify.processes import RunProbe, train_apart, unobserved
 
 ORDER = ("config", "data", "technique", "choice", "threads", "cpu", "device", "version", "code")
-"""What is different, the likeliest cause first."""
+"""Kinds of changes, most likely cause first."""
 UNEXPLAINED = (
     "nothing that was recorded differs: steps that do not give the same numbers twice "
     "(device.deterministic=true), or code of the user's that has changed"
@@ -30,29 +30,29 @@ UNEXPLAINED = (
 
 @dataclass(frozen=True)
 class Repetition:
-    """The comparison of a recorded run with the same config trained again."""
+    """The comparison of a recorded run with a repetition."""
 
     run: str
     steps: int
     compared: dict[str, int]
-    differing: list[str]  # the first is of the first step
-    was: str = ""  # the first of them, in the recorded run
+    differing: list[str]  # in order of steps
+    was: str = ""  # first differing value, as recorded
     now: str = ""
-    changes: list[str] = field(default_factory=list)  # of data, versions, device, …, since then
+    changes: list[str] = field(default_factory=list)  # since then, in data, versions, …
     cause: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
-        """Whether every number is the same."""
+        """Whether every number is equal."""
         return not self.differing
 
 
 def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetition:
-    """Train the config of the run that `checkpoint.resume` names, in fresh processes.
+    """Repeat the run that `checkpoint.resume` names, in new processes.
 
-    A run that ended early is trained up to its last step. Raises CheckpointError where it has no
-    record, or no step.
+    A run that ended early is repeated up to its last step. Raises CheckpointError if it has no
+    record or no steps.
     """
     recorded = find_run(Path(config.checkpoint.resume))
     then = Summary.read(recorded)
@@ -67,9 +67,9 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetitio
 
 
 def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -> Repetition:
-    """The rows of both, and the digests of the weights that both have saved last."""
+    """Compare the metrics of both, and the weights of their last common checkpoint."""
     before, after = read_rows(recorded), read_rows(again)
-    if then.status != "done":  # it may have been cut off before a validation
+    if then.status != "done":  # it may have ended before a validation
         after = {key: value for key, value in after.items() if key in before}
     keys, notes = differing(before, after), list[str]()
     names, was, now = [str(key) for key in keys], "", ""
@@ -102,7 +102,7 @@ def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -
 
 
 def find_run(where: Path) -> Path:
-    """The folder of the run that is named, or of the one that has the named checkpoint."""
+    """Return the folder of the named run, or of the run with the named checkpoint."""
     inside = [where, *where.resolve().parents[:2]]
     for folder in inside:
         if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
@@ -111,7 +111,7 @@ def find_run(where: Path) -> Path:
 
 
 def _digests(run: Path) -> dict[int, str]:
-    """Of the files with the weights, by the steps of the checkpoints."""
+    """Return the digests of the weight files by checkpoint step."""
     digests = {}
     for step, path in saved_steps(run).items():
         with suppress(CheckpointError):
@@ -122,7 +122,7 @@ def _digests(run: Path) -> dict[int, str]:
 
 
 def _changes(recorded: Path, again: Path) -> list[str]:
-    """What else is not as it was when the run was recorded."""
+    """Return the recorded facts that differ between the runs."""
     then, now = dict(_facts(recorded)), dict(_facts(again))
     keys = [key for key in then if key in now and then[key] != now[key]]
     keys.sort(key=lambda key: ORDER.index(key.partition(" ")[0]))
@@ -131,7 +131,7 @@ def _changes(recorded: Path, again: Path) -> list[str]:
 
 
 def _facts(run: Path) -> Iterator[tuple[str, Any]]:
-    """What a result may depend on, as the run has recorded it."""
+    """Yield the recorded facts on which results may depend."""
     with suppress(StorageError):
         summary = Summary.read(run)
         yield "device", summary.device.get("name")

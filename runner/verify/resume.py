@@ -1,4 +1,4 @@
-"""Whether a run that is killed and resumed is bit-equal to one that never stopped."""
+"""Verify that a killed and resumed run is bit-equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from runner.verify.end_state import ValueKey, Values, differing, read_end_state,
 from runner.verify.processes import RunProbe, prepared, train_apart
 
 STEPS = 20
-OPTIONS = "optimizer.param_groups."  # the config decides, and the next step sets the rate
+OPTIONS = "optimizer.param_groups."  # set by the config and the next step
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The comparison of an uninterrupted run with one that was killed and resumed."""
+    """The comparison of an uninterrupted run with a killed and resumed one."""
 
     steps: int
-    cut: int  # the step of the checkpoint that the resumed run started from
+    cut: int  # step of the checkpoint that was resumed
     killed: int  # the step after which a process was killed
-    compared: dict[str, int]  # values by kind
-    differing: list[str]  # names of those that are not bit-equal; the first is computed first
+    compared: dict[str, int]  # number of values by kind
+    differing: list[str]  # values that are not bit-equal, in order of computation
     techniques: list[str]
-    cause: str = ""  # what the first of them is likely due to
+    cause: str = ""  # likely cause of the first one
     processes: int = 1
     rank: int = 0  # the process that was killed
     notes: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
-        """Whether every bit is the same."""
+        """Whether all values are bit-equal."""
         return not self.differing
 
 
 def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> Continuation:
-    """Train `steps` steps, and again with a process that is killed in the second half.
+    """Train `steps` steps, and again with a process killed in the second half.
 
-    The resumed run saves what it has restored, so that a part which it did not restore is found
-    by its name, whether or not a number depends on it. All are recorded in a temporary folder.
+    The resumed run saves its restored state, so that a part which was not restored is named even if
+    no result depends on it. All runs are in a temporary folder.
     """
     cut, size = steps // 2, config.distributed.processes or 1
     killed, rank = cut + max(1, (steps - cut) // 3), size - 1
     short = prepared(config, steps, checkpoint_every=cut)
-    short.monitoring.every = 3  # the checkpoint falls into a window whose numbers are not written
+    short.monitoring.every = 3  # so that the checkpoint falls between two reports
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
         once, twice = Path(place) / "once", Path(place) / "twice"
         train_apart(short, twice, RunProbe(kill_at=killed, kill_rank=rank))
         start = max(saved_steps(twice), default=0)
         if not start:
             raise UsageError(f"the run that was killed after step {killed} has left no checkpoint")
-        # under ddp the process that is left saves the step at which it has lost the other
+        # under ddp the remaining process saves when it has lost the other
         train_apart(short, once, RunProbe(save_at=start if start % cut else 0))
         return compare_resumed(short, once, twice, start, killed)
 
@@ -60,7 +60,7 @@ def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> Contin
 def compare_resumed(
     config: RunConfig, once: Path, twice: Path, start: int, killed: int
 ) -> Continuation:
-    """Resume the run in `twice`, and compare it with the one in `once`."""
+    """Resume the run in `twice`, and compare it with the run in `once`."""
     config.checkpoint.resume = "auto"
     whole = read_end_state(once)
     try:
@@ -85,7 +85,7 @@ def compare_resumed(
 
 
 def name_differences(whole: Values, resumed: Values, start: int) -> tuple[list[str], str]:
-    """Values that are not bit-equal, and the likely cause of the first."""
+    """Return the values that are not bit-equal, and the likely cause of the first."""
     items = [
         item
         for item in differing(whole, resumed)

@@ -1,1 +1,1 @@
-"""`optimization=auto`: which techniques a run is built with, selected by measuring them on it."""
+"""`optimization=auto`: select a run's techniques by measuring candidates on this machine."""

@@ -1,4 +1,4 @@
-"""`optimization=auto`: from a config that leaves it open to the techniques of a run."""
+"""Resolve `optimization=auto` to a concrete set of techniques: cache, rule, or search."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ YAML = "optimization.yaml"
 EVIDENCE = "optimization_evidence.json"
 BLOCK_S = 0.2
 WARM_UP = 5  # steps
-TIMED_STEPS, TIMED_S = 30, 0.5  # of the estimate, at most
-LEAST_S = 120.0  # that a candidate may take to build and compile, however small the budget
-BUDGETS = 2  # a run must take so many for a search to be worth it
+TIMED_STEPS, TIMED_S = 30, 0.5  # caps on the timing of a step at `none`
+LEAST_S = 120.0  # seconds a candidate may take to build and compile, however small the budget
+BUDGETS = 2  # the run must take this many times `budget_s` for a search to be worth it
 
 
 def resolve_auto(
@@ -71,11 +71,11 @@ def resolve_auto(
     given: Components | None = None,
     search: bool = True,
 ) -> Components:
-    """The parts to build the run with: `given`, and what `optimization=auto` selected.
+    """Return `given` with the techniques that `optimization=auto` selected.
 
-    Any other level is left as it is. A resumed run keeps what it had selected. Without `search`
-    nothing is measured. With a `folder` the selection is written there as a config file, with the
-    evidence beside it. Raises Interrupted; any other failure costs only the selection.
+    Other levels are returned unchanged. A resumed run keeps its recorded selection. Without
+    `search` nothing is measured. With a `folder` the selection and its evidence are written there.
+    Raises Interrupted and RunnerError; any other failure leaves the selection empty.
     """
     given = given or Components()
     if config.optimization.level != "auto":
@@ -97,7 +97,7 @@ def resolve_auto(
 def resolve_config(
     config: RunConfig, folder: Path | None = None, given: Components | None = None
 ) -> RunConfig:
-    """The same config with the selection of `optimization=auto` in its place."""
+    """Return the config with `optimization=auto` replaced by its selection."""
     optimization = resolve_auto(config, folder, given).optimization
     return config if optimization is None else replace(config, optimization=optimization)
 
@@ -105,7 +105,7 @@ def resolve_config(
 def resolve_arms(
     arms: Sequence[Arm], folder: Path | None = None, given: Components | None = None
 ) -> list[Arm]:
-    """The same for arms of a benchmark that will be recorded in `folder`."""
+    """Resolve `optimization=auto` in each arm of a benchmark that is recorded in `folder`."""
     return [
         replace(arm, config=resolve_config(arm.config, folder and folder / arm.folder, given))
         for arm in arms
@@ -113,14 +113,14 @@ def resolve_arms(
 
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
-    """`none`, its control, and every candidate."""
+    """Return arms for `none`, its control, and every candidate."""
     techniques: dict[str, list[str]] = {NONE: [], AGAIN: []}
     techniques |= {one.name: one.techniques for one in candidates}
     return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
 
 
 def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
-    """The run with these techniques, from its first step on, with nothing written."""
+    """Return the run's config with these techniques, starting at step 0 and writing nothing."""
     arm = quiet(config)
     arm.optimization = enable_techniques(config.optimization, names)
     arm.checkpoint.resume = "none"
@@ -137,7 +137,7 @@ def _choose(given: Components, config: RunConfig, names: Sequence[str], reason: 
 
 
 def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
-    """The selection of the run that is resumed."""
+    """Return the recorded selection of the run being resumed; None if there is none."""
     resume = config.checkpoint.resume
     where = folder if resume == "auto" else None if resume == "none" else Path(resume)
     value = None if where is None else Checkpointer(None, 1).recorded(where).get(KEY)
@@ -148,7 +148,7 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
 
 
 def _measure(config: RunConfig, given: Components) -> SearchResult:
-    """A result from the cache, by rule or by a search; whatever fails, there is one."""
+    """Select from the cache, by rule or by a search; most failures become an empty selection."""
     with Interrupts() as interrupts:
         try:
             interrupts.begin_wait()  # the processes are ended by the `with` that started them
@@ -159,7 +159,7 @@ def _measure(config: RunConfig, given: Components) -> SearchResult:
             return SearchResult(reason=f"nothing could be measured: none {error.status}: {error}")
         except RunnerError:
             raise  # it would end the run as well
-        except Exception as error:  # the run itself will report it, if it meets it
+        except Exception as error:  # the run will hit the same error, if it is not auto's own
             log.error("optimization=auto failed", exc_info=error, extra={"live": True})
             reason = f"nothing could be measured: {type(error).__name__}: {error}"
             return SearchResult(reason=reason)
@@ -212,16 +212,16 @@ def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> Sear
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What is known of a run before the search."""
+    """What is known about a run before the search: its length, step time and cache key."""
 
     steps: int  # that the run makes
     step_seconds: float  # at `none`, the device waited for
-    reasons: dict[str, str]  # techniques that cannot help, and why
-    key: str  # equal for runs that may share a selection: the same config, model and machine
+    reasons: dict[str, str]  # median step at `none`, device synchronised
+    key: str  # excluded techniques, with the reason
 
 
 def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
-    """Build the run at `none`, make some steps of a copy of it, and discard it."""
+    """Build the run at `none`, time a few steps of a copy, and discard it."""
     with opened(_arm_config(config, ()), given=fresh(given)) as run:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
         versions = provenance.versions()
@@ -231,7 +231,7 @@ def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
 
 
 def _time_steps(run: Run) -> float:
-    """The median seconds of some real steps."""
+    """Return the median seconds of up to `TIMED_STEPS` steps on training batches."""
     laps: list[float] = []
     run.model.train()
     batches = run.train.batches(0)
@@ -246,7 +246,7 @@ def _time_steps(run: Run) -> float:
 
 
 def _find_reasons(run: Run, config: RunConfig) -> dict[str, str]:
-    """Techniques that could not do anything, or must not be tried."""
+    """Return the techniques that cannot have an effect or are excluded, each with the reason."""
     with torch.no_grad():
         attends = calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
     convolves = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
@@ -276,13 +276,13 @@ def _announce(line: str) -> None:
 
 
 def cache_file(key: str) -> Path:
-    """Where the result of a search is kept."""
+    """Return the cache path of a search result."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "runner" / "auto" / f"{key}.json"
 
 
 def read_cache(path: Path) -> SearchResult | None:
-    """The result of an earlier search, if any; a damaged file is reported and left alone."""
+    """Read a cached search result; None if missing. A damaged file is logged and left in place."""
     try:
         return dataclass_from_json(SearchResult, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -294,12 +294,12 @@ def read_cache(path: Path) -> SearchResult | None:
 
 
 def _as_json(result: SearchResult) -> str:
-    """Without secrets; the open end of an interval is null."""
+    """Return the result as JSON, with secrets redacted and infinite interval ends as null."""
     return json.dumps(json_safe(asdict(result)), indent=1, default=str) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
-    """A full disk is reported, and no reason to fail."""
+    """Replace the file's text; an OSError is logged, not raised."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
@@ -308,7 +308,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def as_yaml(optimization: Optimization, reason: str) -> str:
-    """A config file of the group `optimization`: what differs from `none`."""
+    """Return a config file for the group `optimization`: the enabled techniques, over `none`."""
     body: dict[str, Any] = {"defaults": ["none", "_self_"], "level": "custom"}
     body |= {name: asdict(knobs) for name, knobs in optimization.techniques() if knobs.enabled}
     body |= {"extra": optimization.extra} if optimization.extra else {}

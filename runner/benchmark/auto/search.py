@@ -1,7 +1,7 @@
-"""The search of `optimization=auto`: rounds of successive halving, then a final against `none`.
+"""The search of `optimization=auto`: rounds in groups, then a final against `none`.
 
-What counts is the time of the whole run, set-up included. The best are measured again in a final,
-because the best of many looks better than it is.
+Candidates are ranked by the time of the whole run, set-up included. The best are measured again in
+a final, because the best of many measurements is biased upwards (winner's curse).
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "layout": ((), ("channels_last",), ("attention",), ("channels_last", "attention")),
 }
 FREE = ("system", "fused_optimizer", "pipeline")
-"""Cost nothing and change the numbers by rounding only: every candidate has them."""
+"""In every candidate: they cost nothing and change numbers only by rounding."""
 COMPILING = frozenset({"compile", "whole_step", "cuda_graphs"})
 MOST = 16  # candidates
-ALIKE = 0.98  # of the best gain: among these the plainest one is preferred
+ALIKE = 0.98  # share of the best gain; candidates above it count as equal, and the plainest wins
 NONE = "none"
 AGAIN = "none again"
-"""The control of the final: what a difference of nothing looks like."""
-TOGETHER = 4  # candidates of a round
-SHARE = 0.6  # of the budget; after that no round is begun
-OVER = 1.5  # times the budget: what was started is ended then
-ROUND_S, FINAL_S = 10.0, 6.0  # of measuring: a round at most, a final at least
-ROUND_NARROW, FINAL_NARROW = 0.05, 0.02  # half-widths of intervals that are precise enough
-FINALISTS, FINALS = 2, 4  # a further final where those of the first one compute something else
-TURN_STEPS = 3  # that a turn has at least, however long they take
-COMPILE_FROM_S = 30.0  # a shorter run has no use for a compiler
-WORTH = 10.0  # a parity check may take a tenth of the time that the candidate saves
+"""A second `none` process in the final: its ratio to `none` shows the noise."""
+TOGETHER = 4  # candidates per round
+SHARE = 0.6  # of the budget; no round starts after that
+OVER = 1.5  # times the budget; a measurement still running then is stopped
+ROUND_S, FINAL_S = 10.0, 6.0  # seconds of measuring: maximum of a round, minimum of a final
+ROUND_NARROW, FINAL_NARROW = 0.05, 0.02  # target half-widths of the intervals
+FINALISTS, FINALS = 2, 4  # candidates of a final; finals, at most
+TURN_STEPS = 3  # minimum steps of a turn, however slow
+COMPILE_FROM_S = 30.0  # seconds; in shorter runs candidates that compile are not tried
+WORTH = 10.0  # a parity check may take 1/WORTH of the time that the candidate saves
 
 CheckParity = Callable[[Arm, Mapping[str, Any], float], ParityVerdict]
-"""Whether a candidate's numbers are right, by its choices; and the seconds that this may take."""
+"""(arm, its automatic choices, time limit in s) → verdict on the arm's numerical parity."""
 
 
 @dataclass(eq=False)
 class Candidate:
-    """One combination of techniques, and what is known of it.
+    """One combination of techniques and its measurements.
 
-    `state`: not tried, measured, out (and why), ended (by itself), ran up, chosen.
+    `state`: not tried, measured, out (`why` says why), ended (its process did), ran up, chosen.
     """
 
     name: str
@@ -72,28 +72,28 @@ class Candidate:
     final_ratio: float | None = None  # speedup over `none`, in blocks of the final alone
     final_interval: tuple[float, float] | None = None
     final_blocks: int = 0
-    final_processes: int = 0  # of each arm; of one, how these differ is not in the interval
-    gain: float | None = None  # time of the whole run at `none` over its time with this
+    final_processes: int = 0  # per arm; with one, the interval omits variance between processes
+    gain: float | None = None  # time of the whole run at `none` over its time with the candidate
     parity: str | None = None
     parity_reason: str = ""
 
     @property
     def compiles(self) -> bool:
-        """Whether it spends time before it saves any."""
+        """Whether it has to compile, so that it starts slowly."""
         return not COMPILING.isdisjoint(self.techniques)
 
     def distance(self, other: Candidate) -> int:
-        """How many techniques only one of the two has."""
+        """Number of techniques that only one of the two has."""
         return len(set(self.techniques) ^ set(other.techniques))
 
     def over_the_run(self, none_seconds: float, ratio: float) -> float:
-        """Speedup of the whole run where a step has the speedup `ratio`: set-up is included."""
+        """Return the speedup of the whole run for a step speedup `ratio`, with the extra set-up."""
         share = self.extra_seconds / none_seconds + (1 / ratio if ratio else math.inf)
         return 1 / share if share else math.inf  # an interval of few blocks may be open
 
 
 def make_candidates(excluded: Collection[str]) -> list[Candidate]:
-    """All candidates, the plainest first, without the `excluded` techniques."""
+    """Return at most `MOST` candidates, plainest first, without the `excluded` techniques."""
     axes = []
     for settings in AXES.values():
         able = [tuple(name for name in setting if name not in excluded) for setting in settings]
@@ -106,16 +106,16 @@ def make_candidates(excluded: Collection[str]) -> list[Candidate]:
 
 
 def order_by_promise(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Where a search begins: what is free, everything but compiling, everything; then the rest."""
+    """Sort for the rounds: the plainest, the largest that does not compile, then by size."""
     most = sorted(candidates, key=lambda one: -len(one.techniques))
     plain = [one for one in most if not one.compiles]
     return list(dict.fromkeys([*candidates[:1], *plain[:1], *most]))
 
 
 def rank(rows: Sequence[Candidate], none_seconds: float, floor: float) -> list[Candidate]:
-    """Those that make the whole run faster than `none` beyond noise, set-up included; best first.
+    """Return the rows that make the whole run faster than `none` beyond `floor`, best first.
 
-    Among those as good as the best one the plainest is first.
+    Of rows within `ALIKE` of the best gain the plainest comes first. Sets each row's `gain`.
     """
     paying = []
     for row in rows:
@@ -131,13 +131,13 @@ def rank(rows: Sequence[Candidate], none_seconds: float, floor: float) -> list[C
 
 
 def sort_techniques(names: Iterable[str]) -> list[str]:
-    """In order of application."""
+    """Sort technique names by order of application."""
     chosen = set(names)
     return [name for name, _ in Optimization().techniques() if name in chosen]
 
 
 def enable_techniques(optimization: Optimization, names: Iterable[str]) -> Optimization:
-    """The same knobs with these techniques on as well; the level is no longer `auto`."""
+    """Return a copy with these and the pinned techniques on; the level is no longer `auto`."""
     chosen = {*names, *pinned_techniques(optimization)}
     enabled = deepcopy(optimization)
     enabled.level = "custom" if chosen else NONE
@@ -147,7 +147,7 @@ def enable_techniques(optimization: Optimization, names: Iterable[str]) -> Optim
 
 
 def pinned_techniques(optimization: Optimization) -> list[str]:
-    """Techniques that are switched on by name."""
+    """Return the names of the techniques that the config switches on explicitly."""
     return [name for name, technique in optimization.techniques() if technique.enabled]
 
 
@@ -156,42 +156,42 @@ def pinned_techniques(optimization: Optimization) -> list[str]:
 
 @dataclass
 class SearchResult:
-    """What a search selected, and everything that it measured: `optimization_evidence.json`."""
+    """A search's selection and all its measurements: `optimization_evidence.json`."""
 
     chosen: str = NONE
     techniques: list[str] = field(default_factory=list)
     reason: str = ""
-    steps: int = 0  # that were planned
-    none_ms: float = 0.0  # a step at `none`
+    steps: int = 0  # planned
+    none_ms: float = 0.0  # a step at `none`, in milliseconds
     noise_floor: float = 0.0
     seconds: float = 0.0
     budget_s: float = 0.0
     tried: list[Candidate] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # techniques, and why
+    left_out: dict[str, str] = field(default_factory=dict)  # excluded techniques, with the reason
 
 
 @dataclass
 class Search:
-    """A search, and its state."""
+    """The search and its state."""
 
     candidates: Sequence[Candidate]
-    arms: Mapping[str, Arm]  # of these, of `none` and of its control
+    arms: Mapping[str, Arm]  # by name: the candidates, `none` and its control
     options: MeasureOptions
     check_parity: CheckParity
-    steps: int  # that the run will make
-    step_s: float  # at `none`
-    budget_s: float  # of starting, compiling, timing and parity
+    steps: int  # of the planned run
+    step_s: float  # seconds of a step at `none`
+    budget_s: float  # covers starting, compiling, timing and parity checks
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.began = self.options.clock()
         self.floor = SAME
-        self.start_s, self.compiling_s = 0.0, COLD_S  # of `none`; of one that compiles, beyond it
+        self.start_s, self.compiling_s = 0.0, COLD_S  # to start `none`; extra, to compile
 
     def run(self) -> SearchResult:
-        """Run the rounds and finals, and select the first candidate that may be taken; else `none`.
+        """Run rounds and finals; select the first finalist that passes parity, else `none`.
 
-        Raises ArmEnded where not even `none` runs.
+        Raises ArmEnded if `none` itself does not run.
         """
         chosen = self._run_finals(self._run_rounds())
         for row in self.candidates:
@@ -228,20 +228,20 @@ class Search:
     # -- time ----------------------------------------------------------------------------------
 
     def _left(self) -> float:
-        """Seconds left of the budget; below 0 once it is overdrawn."""
+        """Return the seconds left of the budget; negative once it is overdrawn."""
         return self.budget_s - (self.options.clock() - self.began)
 
     def _until_end(self) -> float:
-        """Seconds until what was started is ended."""
+        """Return the seconds until running measurements are stopped (`OVER` times the budget)."""
         return max(0.0, self._left() + (OVER - 1) * self.budget_s)
 
     def _until_final(self) -> float:
-        """Seconds until the final has to begin, for what is started in a round."""
+        """Return the seconds left for a round to start its arms before the final has to begin."""
         arms = 2 + FINALISTS
         return max(0.0, self._left() - max(FINAL_S, self._fewest_s(arms)) - arms * self.start_s)
 
     def _fewest_s(self, arms: int) -> float:
-        """Seconds of the blocks without which these arms have no interval."""
+        """Return the seconds that the fewest blocks with an interval take for `arms` arms."""
         turn_s = max(self.options.settings.block_s, TURN_STEPS * self.step_s)
         return fewest_blocks(self.options.alpha) * arms * turn_s
 
@@ -249,13 +249,13 @@ class Search:
         return self.start_s + (self.compiling_s if one.compiles else 0.0)
 
     def _run_seconds(self, row: Candidate) -> float:
-        """The time of the whole run with it, by its last round."""
+        """Return the estimated time of the whole run with it, from its last round."""
         return row.extra_seconds + self.steps * self.step_s / (row.round_ratio or 1e-9)
 
     # -- rounds --------------------------------------------------------------------------------
 
     def _run_rounds(self) -> list[Candidate]:
-        """Measure candidates until none or no time is left; the measured ones, best first."""
+        """Measure candidates while time is left; return the measured ones, best first."""
         seconds = self.steps * self.step_s
         for row in self.candidates:
             if row.compiles and seconds < COMPILE_FROM_S:
@@ -271,7 +271,7 @@ class Search:
                     row.round_ratio = round_.measured.estimates[row.name].ratio
                     measured.append(row)
             measured.sort(key=self._run_seconds)
-            if measured:  # next those that are most like the best one
+            if measured:  # next, the candidates most similar to the best one
                 queue.sort(key=measured[0].distance)
         for row in queue:
             row.why = f"no time left of optimization.auto.budget_s={self.budget_s:g}"
@@ -282,7 +282,7 @@ class Search:
         return measured
 
     def _next_group(self, queue: Sequence[Candidate]) -> list[Candidate]:
-        """The first candidates for whose start there is time."""
+        """Return the first candidates of the queue that there is time to start and measure."""
         group: list[Candidate] = []
         left = min(self._left() - (1 - SHARE) * self.budget_s, self._until_final()) - self.start_s
         left -= self._fewest_s(1)  # of `none`
@@ -302,7 +302,7 @@ class Search:
         start_limit_s: Callable[[], float],
         *more: str,
     ) -> Round:
-        """Measure `none`, these and `more` arms in the same blocks, in fresh processes."""
+        """Measure `none`, `rows` and the arms `more` in the same blocks, in new processes."""
         settings = replace(self.options.settings, narrow=narrow, processes=processes)
         options = replace(self.options, settings=settings, start_limit_s=start_limit_s)
         arms = [self.arms[name] for name in (NONE, *more, *(row.name for row in rows))]
@@ -312,7 +312,7 @@ class Search:
         if NONE in round_.ended:
             raise round_.ended[NONE]
         starts = {name: r.setup_seconds + r.settling_seconds for name, r in round_.ready.items()}
-        # the first process of all also waits for the disk to bring torch: the faster start counts
+        # the first process also waits for torch to be read from disk, so the faster start is used
         self.start_s = min(starts[name] for name in (NONE, *more) if name in starts)
         if turns := round_.measured.turns.get(NONE):
             self.step_s = median(turn.median_ms for turn in turns) / 1e3
@@ -328,7 +328,7 @@ class Search:
     # -- finals --------------------------------------------------------------------------------
 
     def _run_finals(self, remaining: list[Candidate]) -> Candidate | None:
-        """The best candidate that may be taken; the next ones follow where the first may not."""
+        """Run up to `FINALS` finals; return the best finalist that passes parity, or None."""
         for _ in range(FINALS):
             finalists = _take_finalists(remaining)
             if not finalists:
@@ -348,9 +348,9 @@ class Search:
         return None
 
     def _run_final(self, rows: Sequence[Candidate]) -> Round:
-        """Measure these against `none` and its control again; what counts is the worse of both.
+        """Measure `rows` against `none` and its control; the worse of both ratios counts.
 
-        It takes all that is left: parity is judged after the budget, within `OVER`.
+        It may use all of the budget: parity is checked after it, within `OVER` times the budget.
         """
         starts_s = sum(map(self._start_estimate, rows)) + 2 * self.start_s
         seconds = max(FINAL_S, self._left() - starts_s)
@@ -370,7 +370,7 @@ class Search:
         return round_
 
     def _has_parity(self, row: Candidate, round_: Round) -> bool:
-        """Check the numbers, for no longer than the candidate is worth."""
+        """Check numerical parity, within a time limit that depends on how much the row saves."""
         saved_s = self.steps * self.step_s * (1 - 1 / (row.gain or 1.0))
         limit_s = max(self._until_end(), saved_s / WORTH)
         self.options.announce(f"{row.name}: checking parity, for {limit_s:.0f} s at most")
@@ -385,9 +385,9 @@ class Search:
 
 
 def _take_finalists(remaining: list[Candidate]) -> list[Candidate]:
-    """The next ones; the best that compiles nothing among them, since it starts in any time left.
+    """Remove and return the next finalists, in the order in which they start.
 
-    They are started in this order.
+    They include the best one that does not compile, since it starts in any time left.
     """
     finalists = remaining[:FINALISTS]
     plain = next((row for row in remaining if not row.compiles), None)

@@ -1,1 +1,1 @@
-"""Worker processes, one run each, which make their steps in turns; and the pool that asks them."""
+"""Worker processes that each train one arm in turns, and the pool that controls them."""

@@ -1,4 +1,4 @@
-"""The pool of measured processes: one for each arm; started, asked for turns, ended."""
+"""The pool of measured processes: start one per arm, request turns, end them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from runner.security.pickle_transfer import packed
 from runner.training.summary import Summary
 
 PRELOAD = [
-    "torch._dynamo",  # which every optimizer of torch's imports
+    "torch._dynamo",  # imported by every torch optimizer
     "runner.build",
     "runner.training.loop",
     "runner.benchmark.workers.turn_hook",
     "runner.record.tensorboard",
 ]
-"""What a worker needs in any case."""
-FINISH_S = 300.0  # to gather the results of an arm; by then it has been measured
-SLOW_S, SLOW = 60.0, 20.0  # a turn may take so long, and so many times as long as it should
-STEPS = 20  # of a turn, at most, where a step takes longer than the turn should
-LEAVING_S = 30.0  # for one that is done, to close its files
+"""Modules that every worker imports."""
+FINISH_S = 300.0  # seconds to gather an arm's results after it was measured
+SLOW_S, SLOW = 60.0, 20.0  # limit of a turn: SLOW_S + SLOW times its expected seconds
+STEPS = 20  # assumed steps of a turn in that limit
+LEAVING_S = 30.0  # seconds for a finished worker to close its files
 
 
 class WorkerPool:
-    """The arms' processes; as a context manager, none outlives it.
+    """The arms' processes; leaving the context ends them all.
 
-    They are forks of one process that has imported torch, so that a start is quick; `renew`
-    replaces that process too: where its memory lies is drawn again. Where this process has a fork
-    server of its own already, and on other systems than Linux, they are spawned.
+    They are forked from a server process that has imported torch, for a fast start; `renew` also
+    replaces the server, so that its memory layout changes. They are spawned instead if this process
+    already has a fork server, or on systems other than Linux.
 
-    `given` are parts that the caller has made (`build.Components`), `metrics` functions of the
-    finished run by their names; both are sent to each process and must be picklable: else
-    UsageError. Every method raises `ArmEnded` for an arm that has ended: failed (with the error),
-    killed (by which signal), timeout, oom.
+    `given` (`build.Components`) and `metrics`, functions of the finished run by name, are pickled
+    for each process: UsageError if they cannot be. Every method raises `ArmEnded` for an arm that
+    has ended: failed (with the error), killed (with the signal), timeout, oom.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class WorkerPool:
         self.parcel = packed({**parts, "metrics": dict(metrics or {})})
         self.workers: dict[str, ChildProcess] = {}
         self.ready: dict[str, Ready] = {}
-        self.mean = False  # compare mean steps: an arm has data workers
+        self.mean = False  # compare mean steps, because an arm has data workers
         self.forks = fork_server.available() and not fork_server.is_running()
-        self.scratch: TemporaryDirectory[str] | None = None  # for the runs of further processes
+        self.scratch: TemporaryDirectory[str] | None = None  # holds run folders of later launches
 
     def __enter__(self) -> Self:
         self._start_server()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Leave no process, and nothing of the runs but those of the first ones."""
+        """End all processes and delete the run folders of all launches but the first."""
         try:
             self._end_all()
         finally:
@@ -85,7 +84,7 @@ class WorkerPool:
                 self.scratch.cleanup()
 
     def renew(self) -> None:
-        """End all processes. Those started from now on are new ones, whose runs leave no record."""
+        """End all processes. Later ones use a new fork server, and their runs leave no record."""
         self._end_all()
         self._start_server()
         if self.scratch is None and self.folder is not None:
@@ -96,13 +95,13 @@ class WorkerPool:
             return
         fork_server.stop()
         environment = {**os.environ, **omp_env(os.environ)}
-        resource_tracker.ensure_running()  # which lets signals in again when it starts
+        resource_tracker.ensure_running()  # starting it unblocks signals
         with block_interrupt():
             path = fork_server.module_path()
             fork_server.start(PRELOAD, {**environment, "PYTHONPATH": path})
 
     def _end_all(self) -> None:
-        """Ask waiting workers to leave, so that they close their files; then end all."""
+        """Ask waiting workers to leave, so that they close their files; then kill all."""
         try:
             waiting = [self.workers[name] for name in self.ready]
             for process in waiting:
@@ -115,7 +114,7 @@ class WorkerPool:
                 self.end(name)
 
     def start(self, name: str, within_s: float | None = None) -> Ready:
-        """Start the process, build the run, make the warm-up steps, within `timeout_s`."""
+        """Start the arm's process and make its warm-up steps, within `within_s` or `timeout_s`."""
         self.end(name)
         arm, folder = self.arms[name], self._folder(name)
         log = None if folder is None else folder / LOG
@@ -126,7 +125,7 @@ class WorkerPool:
         with self._cleaned_up(name):
             self.workers[name] = process = ChildProcess(worker.main, (spec,), log, self.forks)
             process.start()
-            if self.forks and fork_server.has_threads():  # a fork may hang in what they had locked
+            if self.forks and fork_server.has_threads():  # a fork may deadlock on their locks
                 self.forks = False
                 return self.start(name, within_s)
             process.ask(self.parcel)
@@ -137,10 +136,10 @@ class WorkerPool:
         return ready
 
     def turn(self, name: str, seconds: float) -> Turn:
-        """Steps for so many seconds, at least three, while the other arms are paused.
+        """Run steps for about `seconds`, at least three, while the other arms are paused.
 
-        Data workers deliver a batch each and then none for a while, so where any arm has them the
-        median step is not what steps cost: times per sample are those of the mean, in all arms.
+        Data workers deliver batches in bursts, so the median step is not representative: if any arm
+        has workers, times per sample are those of the mean step, in all arms.
         """
         with self._busy(name) as (process, ready):
             monitor = LoadMonitor(process.pid)
@@ -153,7 +152,7 @@ class WorkerPool:
         return turn
 
     def finish(self, name: str) -> Finished:
-        """Let the run end as runs do, with its evidence, and its process after it."""
+        """Finish the run normally, return its results, and end its process."""
         with self._busy(name) as (process, _):
             process.ask(FINISH)
             finished: Finished = process.answer(FINISH_S)
@@ -162,7 +161,7 @@ class WorkerPool:
         return finished
 
     def end(self, name: str) -> None:
-        """End the process at once, with all that it started; nothing if there is none."""
+        """Kill the arm's process and its children; a no-op if it has none."""
         self.ready.pop(name, None)
         process = self.workers.get(name)
         if process is not None:
@@ -171,7 +170,7 @@ class WorkerPool:
 
     @contextmanager
     def _busy(self, name: str) -> Iterator[tuple[ChildProcess, Ready]]:
-        """The arm's process while it works: should that be cut short, it is not asked to leave."""
+        """Yield the arm's process, which does not count as waiting meanwhile or after an error."""
         if name not in self.ready:
             raise ArmEnded("failed", f"{name} was not started, or has ended")
         ready = self.ready.pop(name)
@@ -181,7 +180,7 @@ class WorkerPool:
 
     @contextmanager
     def _cleaned_up(self, name: str) -> Iterator[None]:
-        """An arm that ended leaves no process behind, and a summary with how it ended."""
+        """On ArmEnded, end the process and record the status in its summary; then re-raise."""
         try:
             yield
         except ArmEnded as ended:
@@ -195,10 +194,10 @@ class WorkerPool:
 
 
 def _write_end(folder: Path | None, ended: ArmEnded) -> None:
-    """The run itself could not record that it was killed."""
+    """Record in the summary how the process ended, which a killed run cannot do itself."""
     if folder is None:
         return
-    with suppress(StorageError):  # it had none yet, or the disk is full: the arm's row says it
+    with suppress(StorageError):  # no summary yet, or disk full: the arm's row has the status
         summary = Summary.read(folder)
         if summary.status == "running" or ended.status == "oom":
             summary.status, summary.reason = ended.status, ended.reason

@@ -1,4 +1,4 @@
-"""A child process that answers questions through a pipe; how it ended is reported. Torch-free."""
+"""A child process that answers requests through a pipe and reports how it ended. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
 
-ENDING_S = 5.0  # for a process that was asked to end
-UNGUARDED = 77  # exit code of one in which the script would have started further ones
+ENDING_S = 5.0  # seconds for a process to end after it was asked to
+UNGUARDED = 77  # exit code of a child that imported an unguarded script
 
 
 class Unguarded(UsageError):
-    """The script starts itself again in each worker."""
+    """The script lacks a `__main__` guard, so each worker would run it again."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An answer: what was asked for has failed."""
+    """Answer of a child whose request failed."""
 
     status: str  # failed | oom
     reason: str
@@ -40,21 +40,21 @@ class Failed:
 
 @dataclass(frozen=True)
 class ChildSide:
-    """What a child has from its parent."""
+    """What the child receives from its parent."""
 
     pipe: Connection
     lifeline: Connection  # closed when the parent ends
     log: Path | None
-    start_method: str  # as the parent has it
+    start_method: str  # of the parent
     environment: dict[str, str]
 
 
 class ChildProcess:
-    """One child from its parent's side. It answers one question at a time.
+    """The parent's side of a child process. It handles one request at a time.
 
-    `main(child, *arguments)` runs in it, with a `ChildSide`. It ends with its parent, and all that
-    it started with it. `forked`: by the fork server, which has to run; else it is spawned. Every
-    method raises ArmEnded where it has ended.
+    `main(child, *arguments)` runs in the child, with a `ChildSide`. The child and its descendants
+    end with the parent. `forked` uses the fork server, which must be running; else the child is
+    spawned. `ask` and `answer` raise ArmEnded if the process has ended.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ChildProcess:
     ) -> None:
         context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
         self.log = log
-        self.answered = False  # anything yet
+        self.answered = False  # at least one request
         self.oom_kills = cgroup.oom_kills() or 0
         self.pipe, theirs = context.Pipe()
         listens, self.lifeline = context.Pipe(duplex=False)
@@ -76,11 +76,11 @@ class ChildProcess:
             environment["PYTHONSAFEPATH"] = "1"
         method = multiprocessing.get_start_method()
         child = ChildSide(theirs, listens, log, method, environment)
-        # not a daemon: those may have no children, and runs have data workers and compilers
+        # not a daemon: daemons may have no children, but runs start data workers and compilers
         self.process = context.Process(target=_run, args=(main, child, arguments), daemon=False)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the process."""
         leave_if_imported()
         try:
             with worker_environment(), block_interrupt():
@@ -91,11 +91,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group; 0 before it was started."""
+        """Process id, which is also its group id; 0 before the start."""
         return self.process.pid or 0
 
     def ask(self, question: Any) -> None:
-        """Send the next question, or bytes as they are."""
+        """Send a request; bytes are sent as they are."""
         try:
             if isinstance(question, bytes):
                 self.pipe.send_bytes(question)
@@ -105,9 +105,9 @@ class ChildProcess:
             raise self._explain_death() from None
 
     def answer(self, timeout_s: float) -> Any:
-        """Its answer, within so long; waiting costs no CPU.
+        """Wait up to `timeout_s` for the answer, without polling.
 
-        Raises ArmEnded, in which case the process is still to be ended.
+        Raises ArmEnded; the caller still has to call `end`.
         """
         if not wait([self.pipe, self.process.sentinel], max(0.0, timeout_s)):
             raise ArmEnded("timeout", f"it was not done within {timeout_s:.4g} s")
@@ -121,16 +121,16 @@ class ChildProcess:
         return answer
 
     def dismiss(self) -> None:
-        """Ask one that waits to leave."""
+        """Tell a waiting process to leave."""
         with suppress(OSError):
             self.pipe.send(None)
 
     def wait(self, seconds: float) -> None:
-        """For it to leave."""
+        """Wait for the process to exit, for at most `seconds`."""
         self.process.join(max(0.0, seconds))
 
     def end(self) -> None:
-        """End it at once, with all that it started."""
+        """Kill the process and all its descendants."""
         if not self.pid:
             return
         children: list[psutil.Process] = []
@@ -140,14 +140,14 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
         for process in children:
-            with suppress(psutil.Error):  # it knows a process by its start too
+            with suppress(psutil.Error):  # psutil compares start times, so a reused id is safe
                 process.kill()
         self.process.join()
         self.pipe.close()
         self.lifeline.close()
 
     def _explain_death(self) -> ArmEnded:
-        """How a process ended that sent nothing."""
+        """Return how a process ended that sent no answer. Raises Unguarded."""
         self.process.join(ENDING_S)
         code, hint = self.process.exitcode, self._log_hint()
         if code == UNGUARDED and not self.answered:
@@ -167,16 +167,16 @@ class ChildProcess:
 
 
 def leave_if_imported() -> None:
-    """Exit a worker in which an unguarded script starts workers again."""
+    """Exit if this is a worker in which an unguarded script starts workers again."""
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # the fork server would make another code of an exception
+        os._exit(UNGUARDED)  # the fork server would map an exception to another code
 
 
 @contextmanager
 def worker_environment() -> Iterator[None]:
-    """Passive OpenMP threads, and no module from the current folder.
+    """Set passive OpenMP threads, and exclude the current folder from sys.path.
 
-    Python would put the current folder first on the path before the parent's path is known.
+    Python would otherwise put the folder first before the parent's path is known.
     """
     before = dict(os.environ)
     os.environ.update({**omp_env(os.environ), "PYTHONSAFEPATH": "1"})
@@ -190,7 +190,7 @@ def worker_environment() -> Iterator[None]:
 
 @contextmanager
 def block_interrupt() -> Iterator[None]:
-    """A Ctrl-C before the process has a session of its own is not for it."""
+    """Block SIGINT until the new process has its own session."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -202,16 +202,16 @@ def block_interrupt() -> Iterator[None]:
 
 
 def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]) -> None:
-    """Make the process a leader of its own group, with its own log, that ends with its parent."""
+    """Start a session with its own log that ends with the parent, then call `main`."""
     os.setsid()
-    # Python continues as this process was begun. Any other run's workers are forked, and so its
-    # locks have no name that a process which is killed would leave behind.
+    # Restore the parent's start method: forked workers have unnamed locks, which a process that
+    # is killed cannot leave behind.
     multiprocessing.set_start_method(child.start_method, force=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
     threading.Thread(target=_end_with_parent, args=(child.lifeline,), daemon=True).start()
-    os.environ.clear()  # the fork server's may be older, and PYTHONSAFEPATH was for the start
+    os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only
     os.environ.update(child.environment)
     main(child, *arguments)
     sys.stdout.flush()
@@ -219,7 +219,7 @@ def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]
 
 
 def redirect_output(log: Path | None) -> None:
-    """Write all output of this process, that of compilers and crashes too, to the log."""
+    """Redirect stdout and stderr, including those of native code and crashes, to the log."""
     try:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -234,5 +234,5 @@ def redirect_output(log: Path | None) -> None:
 
 def _end_with_parent(lifeline: Connection) -> None:
     with suppress(EOFError, OSError):
-        lifeline.recv_bytes()  # waits; nothing is ever sent
+        lifeline.recv_bytes()  # blocks until the parent's end closes; nothing is ever sent
     os.killpg(0, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The other processes of an arm that several train together; the worker is rank 0.
+"""The other ranks of an arm that several processes train; the worker itself is rank 0.
 
-While it waits for its next turn they wait for it in the verdict that ends each step.
+While the worker waits for its turn they wait in the collective verdict that ends each step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from runner.training.loop import train
 
 HERE = "127.0.0.1"
 SAFE = "PYTHONSAFEPATH"
-WAIT_S = 86_400.0  # while other arms have their turns; the pool notices a process that hangs
+WAIT_S = 86_400.0  # longer than other arms' turns; the pool detects a process that hangs
 
 
 @contextmanager
 def together(
     config: RunConfig, spec: WorkerSpec, parcel: bytes
 ) -> Iterator[tuple[RunConfig, World | None]]:
-    """Start the others and meet them: the config that all of them build, and the world."""
+    """Start the other ranks, join them, and yield the shared config and world (None if alone)."""
     size = _processes(config)
     if size == 1:
         yield replace(config, distributed=DistributedConfig()), None
@@ -67,7 +67,7 @@ def together(
 
 
 def _processes(config: RunConfig) -> int:
-    """How many train the arm's model. Raises ConfigError for several machines."""
+    """Return how many processes train the arm's model. Raises ConfigError for several nodes."""
     if config.distributed.nodes > 1:
         raise ConfigError("distributed.nodes", "job=benchmark has one machine", "leave it out")
     gpus = 0 if config.device.kind is DeviceKind.cpu else torch.cuda.device_count()
@@ -75,9 +75,9 @@ def _processes(config: RunConfig) -> int:
 
 
 def _follow(spec: WorkerSpec, parcel: bytes, place: Place, safe: bool) -> None:
-    """What each of the others does; its output is in the worker's log."""
+    """Train as one of the other ranks; its output is in the worker's log."""
     if not safe:
-        os.environ.pop(SAFE, None)  # was for the start alone
+        os.environ.pop(SAFE, None)  # needed only during the start
     adopt_state(spec.secrets)
     os.environ.update(place.environ())
     own = None if spec.folder is None else spec.folder / RANKS / str(place.rank)
@@ -86,7 +86,7 @@ def _follow(spec: WorkerSpec, parcel: bytes, place: Place, safe: bool) -> None:
     set_up_logging(spec.config.monitoring.log_level, own, screen=False)
     parts = opened(parcel)
     del parts["metrics"]
-    with suppress(ProcessLost), ExitStack() as scope:  # rank 0 says why it has ended
+    with suppress(ProcessLost), ExitStack() as scope:  # rank 0 reports the error
         parts["world"] = join(spec.config, place, scope)
         run = scope.enter_context(build(spec.config, spec.folder, Components(**parts)))
         continue_without_end(run)

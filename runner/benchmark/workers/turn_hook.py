@@ -1,7 +1,7 @@
-"""A hook at the end of a step in which a run waits for its turns; and the results of an arm.
+"""A hook that suspends a run between turns, and the collection of an arm's results.
 
-On a CPU each step is a lap of the run's own stopwatch; an accelerator is waited for at both ends of
-a turn. Turns with data workers are whole rounds, once the batches that lay ready are used up.
+On a CPU each step is a lap of the run's stopwatch; accelerators are synchronised at both ends of a
+turn. With data workers a turn is a multiple of their number, after prefetched batches are used up.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from runner.training.recovery import is_out_of_memory
 from runner.training.run import Run
 from runner.training.summary import Summary
 
-LEAST = 3  # steps of a turn, and warm-up steps whose median is a late one
-ROUNDS = 2  # times that a turn uses up what all workers may have in hand, at least
-KEPT_STEPS = 512  # of a turn, evenly spaced: hours of small steps fit the memory
+LEAST = 3  # minimum steps of a turn, and of the late warm-up
+ROUNDS = 2  # times, at least, that a turn uses up the batches that workers may prefetch
+KEPT_STEPS = 512  # of a turn, evenly spaced, to bound memory
 STOPPED = "the benchmark has measured it"
-FIRST = 50  # steps whose losses are kept, and as many of the last ones
-FEW = 10  # losses at each end that say something of a trend
-MOVED, ROSE = 2.0, 3.0  # standard errors by which a loss has
+FIRST = 50  # first steps, and last steps, whose losses are kept
+FEW = 10  # minimum losses at each end for a trend
+MOVED, ROSE = 2.0, 3.0  # standard errors: below MOVED the loss does not move, above ROSE it rises
 
 
 class TurnHook(Hook):
     """Lets a run continue for one turn at a time.
 
-    `ask(answer)` sends the last turn's answer and waits; it returns the seconds of the next one, or
-    `FINISH`. `started` is when the process was, by `time.perf_counter`.
+    `ask(answer)` sends the last turn's answer and blocks for the next request: the seconds of a
+    turn, or `FINISH`. `started` is the start of the process by `time.perf_counter`.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class TurnHook(Hook):
         self.ask, self.started = ask, started
         self.warm_up = max(settings.warmup_steps, LEAST + 1)
         self.training = TrainingLog()
-        self.least, self.deadline = 1, 0.0  # steps and time after which `then` is called
-        self.made = 0  # steps since it was last called
+        self.least, self.deadline = 1, 0.0  # `then` is called after this many steps and this time
+        self.made = 0  # steps since `then` was last called
         self.then: Callable[[Run], Verdict | None] = self._warm
-        self.stamps: list[float] = []  # when the session began, and each warm-up step ended
-        self.workers = 0  # that fetch data
-        self.ahead = 0  # batches that they may be ahead
-        self.turns: list[float] = []  # a usual step of each, ms; at first the late warm-up step
-        self.seconds = self.begun = self.data = 0.0  # of the current turn; data: waited before it
-        self.laps = 0  # before it
-        self.peaks = (0, 0)  # of process and device
+        self.stamps: list[float] = []  # start of the session and end of each warm-up step
+        self.workers = 0  # number of data workers
+        self.ahead = 0  # batches that they may prefetch
+        self.turns: list[float] = []  # step time of each turn, ms; first that of the late warm-up
+        self.seconds = self.begun = self.data = 0.0  # of the current turn; data: wait before it
+        self.laps = 0  # number of laps before the turn
+        self.peaks = (0, 0)  # bytes, of process and device
         self.finishing = False
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Keep the time."""
+        """Count the data workers and start the clock."""
         pool = run.train.pool if isinstance(run.train, BatchLoader) else None
         if pool is not None:
             self.workers, self.ahead = pool.count, pool.count * pool.ahead
@@ -79,18 +79,18 @@ class TurnHook(Hook):
         yield
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        """A comparison, and as a rule reading the clock."""
+        """Count the step, and call `then` if it is due."""
         self.made += 1
         if self.made < self.least or perf_counter() < self.deadline:
             return None
         return self.then(run)
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Keep the losses, once they have reached the host anyway."""
+        """Record the losses of a report that has reached the host."""
         self.training.add(report)
 
     def _warm(self, run: Run) -> Verdict | None:
-        """After each warm-up step."""
+        """Time a warm-up step; after the last one, report Ready."""
         run.device.synchronize()
         self.stamps.append(perf_counter())
         if len(self.stamps) <= self.warm_up:
@@ -107,15 +107,15 @@ class TurnHook(Hook):
             compile_seconds=_compile_seconds(),
             workers=self.workers,
         )
-        # the first report, which comes after this step, is a slow one, so one more is warm-up
+        # the first report comes after this step and makes the next one slow: skip one more
         return self._wait_for_turn(run, ready, lead=1)
 
     def _whole_rounds(self, steps: int) -> int:
-        """So many steps, or a few more: every worker has its batch in them equally often."""
+        """Round `steps` up to a multiple of the number of data workers."""
         return math.ceil(steps / self.workers) * self.workers if self.workers else steps
 
     def _wait_for_turn(self, run: Run, answer: Any, lead: int = 0) -> Verdict | None:
-        """Send the answer, wait for the next question, and begin a turn or the end."""
+        """Send the answer, wait for the next request, and begin a turn or finish."""
         with run.watch.excluded(), _pause_workers():
             question = self.ask(answer)
         if question == FINISH:
@@ -128,7 +128,7 @@ class TurnHook(Hook):
         return None
 
     def _begin_turn(self, run: Run) -> Verdict | None:
-        """From here on it counts."""
+        """Start timing a turn at the end of the current step."""
         run.device.synchronize()
         self.made = 0
         self.laps = run.watch.count  # the current step will be the next lap
@@ -138,13 +138,13 @@ class TurnHook(Hook):
         self.least = max(LEAST, ROUNDS * self.ahead)
         self.deadline = self.begun + self.seconds
         if run.device.kind != "cpu":
-            # the host is far ahead of the device: its clock says little, so steps are counted
+            # the host runs ahead of the device, so count steps instead of watching the clock
             steps = math.ceil(self.seconds * 1e3 / self.turns[-1])
             self.least, self.deadline = max(self.least, steps), 0.0
         return None
 
     def _end_turn(self, run: Run) -> Verdict | None:
-        """The turn is over, within its last step."""
+        """End the turn in its last step and send its times."""
         if self.made != self._whole_rounds(self.made):
             return None
         run.device.synchronize()
@@ -153,7 +153,7 @@ class TurnHook(Hook):
         samples = [run.train.samples(number) for number in range(done - steps, done)]
         laps, per_sample = [seconds / steps], seconds / sum(samples)
         if run.device.kind == "cpu":
-            # the lap of the step at whose end it began is left out, that of this one is open yet
+            # skip the lap of the step in which the turn began; the current one is still open
             laps = [*run.watch.laps(self.laps + 1).tolist(), now - run.watch.started]
             per_sample = median(laps) / median(samples)
         self.turns.append(1e3 * (seconds / steps if self.workers else median(laps)))
@@ -169,17 +169,17 @@ class TurnHook(Hook):
         return self._wait_for_turn(run, turn)
 
     def _finish(self, run: Run) -> Verdict:
-        """Before anything is gathered: what it took."""
+        """Record memory peaks before anything else allocates, and stop the run."""
         self.finishing = True
         self.peaks = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
         run.stop_reason = STOPPED
-        if run.world is None:  # which would all have to leave it out
+        if run.world is None:  # with several ranks all would have to skip it
             run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
         return Verdict.STOP
 
 
 def _compile_seconds() -> float:
-    """Seconds that the compiler has taken so far, by its own count."""
+    """Return the seconds that the compiler has used so far, by its own count."""
     if "torch._dynamo" not in sys.modules:
         return 0.0
     from runner.techniques import compiler
@@ -189,8 +189,8 @@ def _compile_seconds() -> float:
 
 @contextmanager
 def _pause_workers() -> Iterator[None]:
-    """Stop data workers meanwhile (some 20 µs each), or they would fetch ahead on the cores of the
-    arm whose turn it is. A stopped one can still be killed, and is when this process dies.
+    """Stop the data workers (about 20 µs each) so that they do not prefetch in other arms' turns.
+    A stopped worker can still be killed, and is when this process dies.
     """
     workers = multiprocessing.active_children()
     try:
@@ -203,7 +203,7 @@ def _pause_workers() -> Iterator[None]:
 
 
 def _signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
-    # only we collect our children, so until then its id is not reused
+    # we alone reap our children, so the id is not reused before that
     if worker.pid is not None and worker.exitcode is None:
         with suppress(ProcessLookupError):
             os.kill(worker.pid, number)
@@ -214,7 +214,7 @@ def _signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
 
 @dataclass
 class TrainingLog:
-    """Whether a run trains, by the numbers of its steps as they reach the host anyway."""
+    """Losses and counters of a run's steps, to detect that it does not learn."""
 
     steps: int = 0
     skipped: int = 0
@@ -224,7 +224,7 @@ class TrainingLog:
     last: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))
 
     def add(self, report: Report) -> None:
-        """A window of steps; some µs."""
+        """Add the steps of a report; takes a few µs."""
         self.steps += len(report.loss)
         self.skipped += sum(report.skipped)
         self.not_finite += sum(not math.isfinite(loss) for loss in report.loss)
@@ -233,7 +233,7 @@ class TrainingLog:
         self.last.extend(report.loss)
 
     def problems(self) -> list[str]:
-        """Signs, in these numbers, that nothing is learned."""
+        """Return the signs that nothing is learned."""
         if not self.steps:
             return []
         problems = []
@@ -250,7 +250,7 @@ class TrainingLog:
 
 
 def _describe_trend(first: Sequence[float], last: Sequence[float]) -> list[str]:
-    """A loss that rises or stays, by more than the noise from batch to batch."""
+    """Describe a loss that rises or does not move, compared with the noise between batches."""
     noise = math.sqrt((np.var(first, ddof=1) + np.var(last, ddof=1)) / len(first))
     before, after = float(np.mean(first)), float(np.mean(last))
     means = f"{before:.4g} over the first {len(first)} steps, {after:.4g} over the last"
@@ -264,7 +264,7 @@ def _describe_trend(first: Sequence[float], last: Sequence[float]) -> list[str]:
 def collect_results(
     run: Run, hook: TurnHook, summary: Summary, metrics: Mapping[str, Callable[[Run], Any]]
 ) -> Finished:
-    """The arm's results; `summary.json` then has its peaks without this."""
+    """Collect the arm's results, after writing the peaks measured so far to `summary.json`."""
     notes: list[str] = []
     summary.memory.peak_process_bytes, summary.memory.peak_device_bytes = hook.peaks
     if run.folder is not None:
@@ -280,13 +280,13 @@ def collect_results(
     for name, metric in metrics.items():
         try:
             values[name] = metric(run)
-        except Exception as error:  # the rest was measured all the same
+        except Exception as error:  # the other results are valid
             notes.append(f"{name}: not known: {type(error).__name__}: {shorten(str(error), 200)}")
     return Finished(asdict(summary), hook.training.first, hook.training.problems(), values, notes)
 
 
 def is_memory_error(error: BaseException | None) -> bool:
-    """Whether it is memory that was missing, here or where the error came from."""
+    """Whether the error or one of its causes is an out-of-memory error."""
     while error is not None:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             return True

@@ -1,6 +1,6 @@
-"""The work of a worker process: it builds the run, trains in turns as asked, and ends.
+"""The worker process: build the run, train in turns on request, and exit.
 
-Torch is imported only once the process has a session and a log of its own.
+Torch is imported only after the process has its own session and log.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from runner.training.run import Run
 
 LOG = "worker.log"
-FINISH = "finish"  # a question besides the seconds of a turn, and None to leave at once
+FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
 FOREVER = sys.maxsize
-REPORTED = 1  # exit code of an arm that has said why
+REPORTED = 1  # exit code after the error was sent
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is to do."""
+    """The work of one worker process."""
 
     config: RunConfig
     settings: BenchmarkConfig
     folder: Path | None
-    command: str  # trains the same by itself
-    # time.perf_counter() of the parent, which counts from the same moment; None: when it was forked
+    command: str  # trains the same config outside the benchmark
+    # time.perf_counter() of the parent (same clock); None: forked, so the clock starts in `main`
     started: float | None
-    # what the process is not to show
+    # values that must not appear in output
     secrets: Mapping[str, Any] = field(default_factory=shared_state)
 
 
 class Dismissed(Interrupted):
-    """The benchmark has ended."""
+    """The benchmark has ended the worker."""
 
     def __init__(self) -> None:
         super().__init__(signal.SIGTERM, " of the benchmark, which has ended")
 
 
 def main(child: ChildSide, spec: WorkerSpec) -> None:
-    """Train as specified, and answer the questions that come through the pipe.
+    """Train as specified, and answer the requests that come through the pipe.
 
-    First come the caller's parts, packed; an argument would keep them in memory.
+    The caller's pickled parts come first, since an argument would keep them in memory.
     """
     if spec.started is None:
         spec = replace(spec, started=perf_counter())
@@ -105,16 +105,16 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
 
 
 def continue_without_end(run: Run) -> None:
-    """Built for the length asked for, by which techniques decide; it ends when it is told to."""
+    """Let a built run continue until its hook stops it; techniques have seen the planned length."""
     run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
     run.patience = run.test = None
 
 
 def benchmarked(config: RunConfig) -> RunConfig:
-    """The same work, for any number of steps: nothing validated, saved or shown on the way.
+    """Return the config of the same work for any number of steps, without validation or saving.
 
-    The learning rate stays at the peak once its warm-up is over, since arms make different numbers
-    of steps; the warm-up is that of the length asked for, in front of any schedule.
+    After its warm-up the learning rate stays at the peak, since arms make different numbers of
+    steps; the warm-up keeps its length, whatever the schedule.
     """
     config = deepcopy(config)
     config.job = JobConfig()
@@ -126,7 +126,7 @@ def benchmarked(config: RunConfig) -> RunConfig:
 
 
 def _ask(pipe: Connection, answer: Any) -> float | str:
-    """Send the answer and wait for the next question."""
+    """Send the answer and wait for the next request. Raises Dismissed."""
     pipe.send(answer)
     try:
         question: float | str | None = pipe.recv()
@@ -138,7 +138,7 @@ def _ask(pipe: Connection, answer: Any) -> float | str:
 
 
 def _report_failure(error: BaseException, folder: Path | None) -> Failed:
-    """The error as a message; its traceback goes into the log, its summary into the folder."""
+    """Return the error as a message; log its traceback and write a summary to the folder."""
     import logging
 
     from runner.benchmark.workers.turn_hook import is_memory_error

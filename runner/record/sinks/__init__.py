@@ -1,1 +1,1 @@
-"""Optional receivers of a run's record: MLflow, Weights & Biases, one of the user's own."""
+"""Optional sinks of a run's record: MLflow, Weights & Biases, or a user's class."""

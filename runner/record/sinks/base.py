@@ -1,4 +1,4 @@
-"""What a receiver of the record is."""
+"""The interface of a sink."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """A row of metrics.jsonl, with the time in seconds at which it was handed on."""
+    """A row of metrics.jsonl, with the time at which it was sent, in seconds."""
 
     step: int
     split: str
@@ -21,44 +21,44 @@ class MetricsRow:
 
     @property
     def tagged(self) -> dict[str, float]:
-        """The values by `<split>/<name>`; NaN and Inf are among them."""
+        """The values by `<split>/<name>`, NaN and Inf included."""
         return {f"{self.split}/{name}": float(value) for name, value in self.values.items()}
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a sink is told of the run when it opens; secrets are masked."""
+    """Facts about the run for `Sink.open`; secrets are masked."""
 
     name: str
-    label: str  # sets it apart within its experiment: the folder's name
+    label: str  # name within the experiment: that of the folder
     folder: Path
     params: Mapping[str, Any] = field(default_factory=dict)  # the config, with dotted keys
     tags: Mapping[str, str] = field(default_factory=dict)  # name, config_hash, git_commit
 
 
 class Sink(ABC):
-    """Receives a run's rows on a thread of its own; whatever it raises only ends the sink."""
+    """Receives a run's rows on its own thread; an exception ends only the sink."""
 
     name = "sink"
 
     @abstractmethod
     def open(self, run: RunDescription) -> Mapping[str, int]:
-        """Begin, or continue what an earlier process began for this folder.
+        """Begin a run, or continue the one an earlier process began for this folder.
 
-        Returns the last step that it holds already, by split; rows up to there are not sent again.
+        Returns the last step already stored, by split; rows up to it are not sent again.
         """
 
     @abstractmethod
     def write(self, rows: Sequence[MetricsRow]) -> None:
-        """Take rows, in order."""
+        """Store rows, in order."""
 
     @abstractmethod
     def close(self, status: str, files: Sequence[Path]) -> None:
-        """End with the run's status (`done`, `failed`, …) and its report and summary."""
+        """End the run with its status (`done`, `failed`, …); upload its report and summary."""
 
 
 def row_from_json(entry: Mapping[str, Any], time: float) -> MetricsRow | None:
-    """A line of metrics.jsonl; None for what is none."""
+    """Return a line of metrics.jsonl as a row; None if it is not one."""
     step, split = entry.get("step"), entry.get("split")
     if not isinstance(step, int) or not isinstance(split, str):
         return None

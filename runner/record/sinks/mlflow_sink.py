@@ -1,4 +1,4 @@
-"""MLflow: a run in an experiment of the run's name, in a database under `outputs/` by default."""
+"""MLflow sink: experiments by run name, in a database under `outputs/` by default."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from runner.record.storage import read_record, replace_text
 RUN_ID = "mlflow-run-id"  # a file in the run's folder
 STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "running": "RUNNING"}
 LONGEST = 6000  # characters of a parameter
-PARAMS, METRICS = 100, 1000  # in a call
+PARAMS, METRICS = 100, 1000  # per call
 
 
 class MlflowSink(Sink):
-    """`MLFLOW_TRACKING_URI` names another store or a server."""
+    """Logs to MLflow; `MLFLOW_TRACKING_URI` selects another store or server."""
 
     name = "mlflow"
 
@@ -28,7 +28,7 @@ class MlflowSink(Sink):
         self.run_id = ""
 
     def open(self, run: RunDescription) -> dict[str, int]:
-        """Create the run, or continue the one whose id is in the folder."""
+        """Create a run, or continue the one with the id stored in the folder."""
         from mlflow import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_home(run.folder)}/mlflow.db"
@@ -59,7 +59,7 @@ class MlflowSink(Sink):
         return str(created.info.run_id)
 
     def _held(self) -> dict[str, int]:
-        """The last step of each split: of the metric that goes furthest."""
+        """Return the last logged step of each split, over all its metrics."""
         held: dict[str, int] = {}
         for key in self.client.get_run(self.run_id).data.metrics:
             split = key.partition("/")[0]
@@ -68,13 +68,13 @@ class MlflowSink(Sink):
         return held
 
     def write(self, rows: Sequence[MetricsRow]) -> None:
-        """Log the rows' values under `<split>/<name>`."""
+        """Log the rows' finite values under `<split>/<name>`."""
         metrics = list(_metrics(rows))
         for start in range(0, len(metrics), METRICS):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS])
 
     def close(self, status: str, files: Sequence[Path]) -> None:
-        """Upload the files, and end the run."""
+        """Upload the files and end the run."""
         for path in files:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_terminated(self.run_id, STATUS.get(status, "FAILED"))
@@ -85,16 +85,16 @@ def _metrics(rows: Sequence[MetricsRow]) -> Iterator[Any]:
 
     for row in rows:
         for name, value in row.tagged.items():
-            if math.isfinite(value):  # its databases turn Inf into a large number
+            if math.isfinite(value):  # MLflow's databases turn Inf into a large number
                 yield Metric(_key(name), value, int(row.time * 1000), row.step)
 
 
 def _key(name: str) -> str:
-    """A name with the characters that MLflow takes."""
+    """Replace characters that MLflow does not allow."""
     return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
 
 def _home(folder: Path) -> Path:
-    """`outputs`, where the run lies in one, so that all runs share a store."""
+    """Return the `outputs` folder above the run's, else the run's, so that runs share a store."""
     folder = folder.absolute()
     return next((path for path in folder.parents if path.name == "outputs"), folder)

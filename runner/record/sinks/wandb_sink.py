@@ -1,4 +1,4 @@
-"""Weights & Biases. Without `WANDB_MODE` or an API key in the environment it writes files only."""
+"""Weights & Biases sink; offline unless `WANDB_MODE` or `WANDB_API_KEY` is set."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from runner.record.sinks.base import MetricsRow, RunDescription, Sink
 from runner.record.storage import read_record, replace_text
 
 RUN_ID = "wandb-run-id"  # a file in the run's folder
-HEAD, BLOCK = struct.Struct("<IHB"), 32768  # of LevelDB's log format: checksum, length, kind
-FULL, FIRST, LAST = 1, 2, 4  # kinds of a piece; 3 is between the first and the last
+HEAD, BLOCK = struct.Struct("<IHB"), 32768  # LevelDB log header: checksum, length, kind
+FULL, FIRST, LAST = 1, 2, 4  # record kinds; 3 is a middle piece
 MAGIC = 7  # bytes at the start of the file
 LARGEST = 1 << 30
 
 
 class WandbSink(Sink):
-    """A W&B run; each process that continues a run has an offline folder, all of one id."""
+    """Logs to W&B; all processes of a run share one id, each with its own offline folder."""
 
     name = "wandb"
 
     def __init__(self) -> None:
         self.run: Any = None
-        self.rows = 0  # W&B's own count of steps
+        self.rows = 0  # W&B's step counter
 
     def open(self, run: RunDescription) -> dict[str, int]:
-        """Begin a run, or continue that whose id is in the folder."""
+        """Begin a run, or continue the one with the id stored in the folder."""
         import wandb
 
         known = run.folder / RUN_ID
@@ -67,28 +67,28 @@ class WandbSink(Sink):
         return held
 
     def write(self, rows: Sequence[MetricsRow]) -> None:
-        """Log each row by itself, with our step as `step`."""
+        """Log each row, with the run's step as `step`."""
         for row in rows:
             values = {**row.tagged, "step": row.step, "split": row.split}
             self.run.log(values, step=self.rows, commit=True)
             self.rows += 1
 
     def close(self, status: str, files: Sequence[Path]) -> None:
-        """Keep the files with the run, and end it."""
+        """Save the files with the run, and end it."""
         for path in files:
             self.run.save(str(path), base_path=str(path.parent), policy="now")
         self.run.finish(exit_code=0 if status in ("done", "stopped") else 1)
 
 
 def _mode() -> Any:
-    """Online only where it was set up for that, so that a run never asks for a login."""
+    """Return W&B's mode; offline without an API key, so that a run never asks for a login."""
     return os.environ.get("WANDB_MODE") or (
         "online" if os.environ.get("WANDB_API_KEY") else "offline"
     )
 
 
 def read_steps(folder: Path, identity: str) -> Iterator[tuple[int, str]]:
-    """Step and split of each row in the files of that run."""
+    """Yield step and split of each row in the offline files of that run."""
     for path in sorted(folder.glob(f"*run-*-{identity}/run-{identity}.wandb")):
         for row in read_history(path):
             if isinstance(row.get("step"), int) and isinstance(row.get("split"), str):
@@ -96,7 +96,7 @@ def read_steps(folder: Path, identity: str) -> Iterator[tuple[int, str]]:
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a `.wandb` file, also of one that was cut short."""
+    """Yield the rows of a `.wandb` file, up to a truncated record."""
     from wandb.proto import wandb_internal_pb2 as messages
 
     for data in _records(read_record(path, LARGEST)):
@@ -108,7 +108,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log: pieces that do not cross blocks of 32 KiB."""
+    """Yield the records of a LevelDB log; pieces do not cross 32 KiB blocks."""
     at, record = MAGIC, b""
     while at + HEAD.size <= len(data):
         if (left := BLOCK - at % BLOCK) < HEAD.size:
@@ -117,7 +117,7 @@ def _records(data: bytes) -> Iterator[bytes]:
         _, length, kind = HEAD.unpack_from(data, at)
         piece = data[at + HEAD.size : at + HEAD.size + length]
         if not FULL <= kind <= LAST or len(piece) < length:
-            return  # torn: the process was killed while it wrote
+            return  # truncated: the process was killed while writing
         at += HEAD.size + length
         record = piece if kind in (FULL, FIRST) else record + piece
         if kind in (FULL, LAST):

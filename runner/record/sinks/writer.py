@@ -1,4 +1,4 @@
-"""Hands rows to a sink on a background thread, so that no sink delays or ends a run."""
+"""Send rows to a sink from a background thread, so that it cannot delay or end a run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from runner.record.text import summarize_error
 
 log = logging.getLogger("runner")
 
-WAITING = 10_000  # rows in memory; a run that makes more than its sink takes loses what is beyond
+WAITING = 10_000  # rows in memory; if they are exceeded the sink is dropped
 POLL_S = 0.1
-AT_ONCE = 200  # rows in one call
+AT_ONCE = 200  # rows per call
 FILES = ("report.md", "summary.json")
 
 
 class SinkWriter:
-    """A sink with its thread and its queue. `lost` rows were accepted and not delivered."""
+    """A sink with its thread and queue. `lost` counts accepted rows that were not delivered."""
 
     def __init__(self, sink: Sink, timeout_s: float) -> None:
         self.sink = sink
@@ -35,16 +35,16 @@ class SinkWriter:
         self.queue: queue.Queue[MetricsRow | Event | None] = queue.Queue(WAITING)
         self.failure = ""
         self.given = self.taken = 0  # rows
-        self.held: dict[str, int] = {}  # last step by split, of an earlier process
+        self.held: dict[str, int] = {}  # last step by split that an earlier process sent
         self.thread: Thread | None = None
 
     def start(self, run: RunDescription, size: int) -> None:
-        """Open the sink, and send it the `size` bytes of metrics.jsonl that are there already."""
+        """Open the sink and send it the first `size` bytes of metrics.jsonl."""
         self.thread = Thread(target=self._work, args=(run, size), daemon=True)
         self.thread.start()
 
     def add(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """A row; never waits."""
+        """Queue a row without blocking."""
         self.given += 1
         try:
             self.queue.put_nowait(MetricsRow(step, split, dict(values), time.time()))
@@ -53,11 +53,11 @@ class SinkWriter:
 
     @property
     def lost(self) -> int:
-        """Rows that were not delivered, as far as is known; at least 1 of a sink that failed."""
+        """Number of undelivered rows; at least 1 after a failure."""
         return max(self.given - self.taken, 1) if self.failure else 0
 
     def flush(self) -> None:
-        """Wait until all rows are delivered, for `timeout_s` at most."""
+        """Wait up to `timeout_s` until all rows are delivered."""
         delivered, end = Event(), time.monotonic() + self.timeout_s
         with suppress(queue.Full):
             self.queue.put_nowait(delivered)
@@ -66,11 +66,11 @@ class SinkWriter:
                 self._fail(f"hangs: it has not taken all rows within {self.timeout_s:g} s")
 
     def close(self) -> None:
-        """Hand over the report and end the sink, in `timeout_s` at most."""
+        """Close the sink, which receives the report, within `timeout_s`."""
         if self.thread is None:
             return
         if not self.failure:
-            self.queue.put_nowait(None)  # there is room: it was flushed
+            self.queue.put_nowait(None)  # not full, after a flush
             self.thread.join(self.timeout_s)
             if self.thread.is_alive():
                 self._fail(f"hangs: it has not closed within {self.timeout_s:g} s")
@@ -97,11 +97,11 @@ class SinkWriter:
                     files = [path for name in FILES if (path := run.folder / name).is_file()]
                     self.sink.close(_status(run.folder), files)
                     return
-        except BaseException as error:  # SystemExit of a library, too, ends the sink alone
+        except BaseException as error:  # including SystemExit: only the sink ends
             self._fail(f"failed ({summarize_error(error)})")
 
     def _next(self) -> tuple[list[MetricsRow], Event | None | MetricsRow]:
-        """Rows that wait, and what ended them: a token, or a row where there are more."""
+        """Return waiting rows and the item that ended them: a token, or a row if more wait."""
         rows: list[MetricsRow] = []
         item = self.queue.get()
         while isinstance(item, MetricsRow):
@@ -112,17 +112,17 @@ class SinkWriter:
         return rows, item
 
     def _send(self, rows: Sequence[MetricsRow], live: bool = True) -> None:
-        """Write the rows that the sink lacks.
+        """Write the rows that the sink does not have yet.
 
-        A resumed run repeats steps that were sent before it was killed; it makes the same numbers,
-        so they are left out up to the first new one.
+        A resumed run repeats rows that were sent before it was killed, with equal values; they are
+        skipped up to the first new row of their split.
         """
         fresh = []
         for row in rows:
             if row.step > self.held.get(row.split, -1):
                 fresh.append(row)
                 if live:
-                    self.held.pop(row.split, None)  # a step that comes again was rolled back
+                    self.held.pop(row.split, None)  # so that a rolled-back step is sent again
         if fresh:
             self.sink.write(fresh)
         self.taken += len(rows) if live else 0

@@ -1,1 +1,1 @@
-"""Files of unknown origin: digest, container rules, restricted loaders, types."""
+"""Load files of unknown origin: digest, archive rules, restricted loaders, type checks."""

@@ -1,4 +1,4 @@
-"""The plain data that files of a run's state hold: tensors and plain containers."""
+"""Encode a run's state as plain data: tensors and built-in containers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TIED = "tied"  # in a safetensors file's metadata: names that share another name's tensor, as JSON
+TIED = "tied"  # metadata key in safetensors: JSON of names that share another name's tensor
 
 _SIMPLER: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (Enum, lambda enum: enum.value),
     (PurePath, str),
-    *((plain, plain) for plain in (int, float, complex, str, bytes)),  # subclasses of them
+    *((plain, plain) for plain in (int, float, complex, str, bytes)),  # and their subclasses
     (bytearray, bytes),
     (np.random.Generator, lambda generator: generator.bit_generator.state),
     (np.random.BitGenerator, lambda generator: generator.state),
     ((np.random.RandomState, torch.Generator), lambda generator: generator.get_state()),
     (random.Random, lambda generator: generator.getstate()),
 )
-"""One step towards plain data, by type; the first that fits."""
+"""Conversions towards plain data, by type; the first match applies."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def encode(
     value: Any, place: str = "state", tensor: Callable[[str, Tensor], Tensor] | None = None
 ) -> Any:
-    """The same value in tensors and plain containers, which is all that `read_state` loads.
+    """Convert a value to tensors and built-in containers, which `read_state` can load.
 
-    `tensor` is given each tensor with its place, and returns the one to keep. Arrays become
-    tensors, random generators their state, dataclasses dicts, enums their value, paths text.
-    Raises TypeError naming the place of anything else.
+    Each tensor is passed to `tensor` with its place, and replaced by the result. Arrays become
+    tensors, random generators their state, dataclasses dicts, enums their value, paths strings.
+    Raises TypeError with the place of anything else.
     """
     return _encode(value, place, (), tensor or (lambda _, bare: bare))
 
@@ -73,9 +73,9 @@ def _encode(
 
 
 def _simplify(value: Any) -> Any:
-    """One step towards plain data, or the value itself."""
+    """Apply one conversion; returns the value itself if none applies."""
     if isinstance(value, np.generic):
-        item = value.item()  # of longdouble, which has no plain counterpart, itself
+        item = value.item()  # of longdouble, which has no Python equivalent, itself
         return value if isinstance(item, np.generic) else item
     for kind, simpler in _SIMPLER:
         if isinstance(value, kind):
@@ -114,7 +114,7 @@ def _bare(value: Tensor, place: str) -> Tensor:
 
 
 def _from_numpy(value: np.ndarray, place: str) -> Tensor:
-    try:  # a copy in the order and byte order that torch takes
+    try:  # a copy in native byte order and C order
         return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), "C"))
     except TypeError:
         raise TypeError(

@@ -1,8 +1,8 @@
-"""A file's bytes, read once: what is hashed is what is examined and loaded.
+"""Read a file's bytes once, so that the hashed bytes are the ones that are loaded.
 
-`copy` is for files that are loaded: on Linux into sealed memory without a name, which no other
-process can change. `watch` is for a verdict alone: bytes stay on the disk, and a file that is seen
-to change meanwhile gets no verdict.
+`copy` is for files to load: on Linux into a sealed memfd, which no other process can change.
+`watch` is for a verdict only: the bytes stay on disk, and a file that changes meanwhile gets no
+verdict.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LINUX = sys.platform == "linux"
 
 
 class MappedFile(mmap.mmap):
-    """A file's bytes in memory, in which zipfile can read members."""
+    """Memory-mapped bytes from which zipfile can read."""
 
     def seekable(self) -> bool:
-        """As mmap itself says from Python 3.13 on."""
+        """Return True, as mmap does from Python 3.13 on."""
         return True
 
 
 class FileBytes:
-    """An open file, its size and sha256, and a path to these very bytes; a context manager."""
+    """An open file with its size, sha256 (hashed in a thread), and a path to the same bytes."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -45,7 +45,7 @@ class FileBytes:
 
     @classmethod
     def copy(cls, path: Path) -> Self:
-        """All of it, as it is now; on other systems than Linux, not a copy. CheckpointError."""
+        """Copy the file; except on Linux, only open it. Raises CheckpointError."""
         if sys.platform != "linux":
             return cls.watch(path)
         source = open_regular(path)
@@ -60,39 +60,39 @@ class FileBytes:
 
     @classmethod
     def watch(cls, path: Path) -> Self:
-        """Only opened. Raises CheckpointError."""
+        """Open without copying. Raises CheckpointError."""
         return cls(path, open_regular(path))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._sha256.exception()  # the thread reads from the descriptor
+        self._sha256.exception()  # wait: the thread reads from the descriptor
         os.close(self.descriptor)
 
     @property
     def sha256(self) -> str:
-        """Waits for the thread. Raises CheckpointError."""
+        """The digest; waits for the hashing thread. Raises CheckpointError."""
         return self._sha256.result()
 
     @property
     def data(self) -> bytes | mmap.mmap:
-        """The bytes in memory, for reading."""
+        """The bytes, mapped read-only."""
         return map_bytes(self.descriptor, self.size)
 
     def changed(self) -> bool:
-        """Whether it was seen to be written to since it was opened."""
+        """Whether size or times have changed since it was opened."""
         return _stamp(self.descriptor) != self._before
 
 
 def hash_file(path: Path) -> tuple[str, int]:
-    """sha256 and size. Raises CheckpointError."""
+    """Return sha256 and size. Raises CheckpointError."""
     with FileBytes.watch(path) as data:
         return data.sha256, data.size
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file: a pipe or device is not waited for. CheckpointError."""
+    """Open a regular file without blocking on pipes or devices. Raises CheckpointError."""
     try:
         source = os.open(path, FLAGS)
     except FileNotFoundError:
@@ -106,18 +106,18 @@ def open_regular(path: Path) -> int:
 
 
 def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
-    """An open file's bytes in memory."""
+    """Map an open file's bytes into memory."""
     if not size:
         return b""
     if sys.platform == "win32":
         return MappedFile(descriptor, size, access=mmap.ACCESS_READ)
-    # kernels before 6.7 take a shared mapping of sealed memory for one that could write
+    # kernels before 6.7 refuse a shared mapping of a sealed memfd, even read-only
     return MappedFile(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 
 
 def _copy(path: Path, source: int, target: int) -> None:
-    """Copy all bytes, and seal the copy. Raises OSError."""
-    import fcntl  # there is none on Windows
+    """Copy all bytes and seal the copy. Raises OSError, or CheckpointError if the file changed."""
+    import fcntl  # not available on Windows
 
     size, copied = os.fstat(source).st_size, 0
     while copied < size and (block := os.read(source, min(BLOCK, size - copied))):

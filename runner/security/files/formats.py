@@ -1,4 +1,4 @@
-"""The format of a file, by its first bytes; its name decides only where it contradicts them."""
+"""Identify a file's format by its first bytes; its suffix must not contradict them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.findings import Reason, Severity
 Data = bytes | mmap.mmap
 
 ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"  # first bytes
-HEAD = 1 << 12  # bytes that tell a format
+HEAD = 1 << 12  # bytes read to identify a format
 SAVE_AGAIN = "save it again as safetensors, or with torch.save of tensors and plain containers"
 DAMAGED = "get the file again, or compare its sha256 with that of its author"
 CONVERT = "load it on a machine apart, and save its state_dict alone, as safetensors"
@@ -24,8 +24,8 @@ MODEL_SUFFIXES = tuple(
     ".bin .ckpt .distcp .joblib .keras .nemo .npk .npy .npz .onnx .pickle .pkl .pt .pt2 .pte .pth "
     ".ptl .safetensors .tar .torch .ts".split()
 )
-"""Names of files that hold models or arrays, or claim to."""
-DCP_INDEX = ".metadata"  # the whole name
+"""Suffixes of files that hold models or arrays."""
+DCP_INDEX = ".metadata"  # the whole file name
 DCP = (
     "a distributed checkpoint (DCP), which torch's own reader unpickles "
     "(torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts it)"
@@ -41,14 +41,14 @@ UNSUPPORTED_NAMES = {
 }
 EXACT_NAMES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
 PICKLE_NAMES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-# Protocols 2 to 5 begin with their number; older ones are told by the import of a name.
+# Protocols 2 to 5 begin with a version byte; older ones are recognised by an import opcode.
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 OLD_PICKLE = re.compile(rb"[ci][A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\r?\n", re.ASCII)
 MODEL_IN_ZIP = re.compile(rb"data\.pkl|\.npy|\x93NUMPY", re.I)
 
 
 class Refused(Exception):
-    """Nothing of this file may be loaded."""
+    """The file must not be loaded, for the given reason."""
 
     def __init__(self, code: str, where: str, evidence: str, way_out: str = DAMAGED) -> None:
         evidence = printable(evidence)
@@ -57,31 +57,31 @@ class Refused(Exception):
 
 
 def printable(text: object, limit: int = 300) -> str:
-    """Text out of a file, in one short line without control characters."""
+    """Return text from a file as one short line without control characters."""
     whole = str(text)
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in whole[:limit])
     return plain if len(whole) <= limit else f"{plain}…"
 
 
 def is_model_name(name: str) -> bool:
-    """Whether a loader of models or arrays would be given a file of this name."""
+    """Whether loaders of models or arrays accept this file name."""
     return name.lower().endswith(MODEL_SUFFIXES) or name == DCP_INDEX
 
 
 def check_name(name: str) -> None:
-    """Raise Refused for a name whose files are code, or are read by code that unpickles."""
+    """Raise Refused for names of formats that contain code or need unpickling."""
     what = UNSUPPORTED_NAMES.get(DCP_INDEX if name == DCP_INDEX else Path(name.lower()).suffix)
     if what is not None:
         raise Refused("format.unsupported", "", f"is {what}", CONVERT)
 
 
 def identify(data: Data, name: str) -> str:
-    """safetensors, torch_zip, npz, npy or pickle. Raises Refused for all else."""
+    """Return safetensors, torch_zip, npz, npy or pickle. Raises Refused for other content."""
     check_name(name)
     suffix, head = Path(name.lower()).suffix, bytes(data[:HEAD])
     kind = _identify_zip(data) if head.startswith(ZIP) else _identify_head(head, len(data))
     if not kind and head and suffix in PICKLE_NAMES:
-        kind = "pickle"  # torch's own loader says what is wrong with it
+        kind = "pickle"  # torch's loader reports what is wrong
     if not kind:
         begins = f"begins with {head[:8].hex(' ')}, as no format known here" if head else "is empty"
         raise Refused("format.unknown", "", begins, f"{KNOWN}; {CONVERT}")
@@ -93,7 +93,7 @@ def identify(data: Data, name: str) -> str:
 
 
 def _identify_head(head: bytes, size: int) -> str:
-    """The format of what is no zip; empty where it is none that is known."""
+    """Return the format of a file that is not a zip; "" if unknown."""
     if head.startswith(NPY):
         return "npy"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
@@ -102,7 +102,7 @@ def _identify_head(head: bytes, size: int) -> str:
 
 
 def open_zip(data: Data) -> zipfile.ZipFile:
-    """The archive in these bytes. Raises Refused where Python's reader finds none."""
+    """Open bytes as a zip archive. Raises Refused if Python's reader cannot."""
     try:
         return zipfile.ZipFile(data if isinstance(data, mmap.mmap) else io.BytesIO(data))  # type: ignore[arg-type]
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
@@ -123,8 +123,8 @@ def _identify_zip(data: Data) -> str:
 
 
 def is_loadable(path: Path) -> bool:
-    """Whether loaders read the file, by its name or by its content; an unreadable one may be."""
-    numbers = path.suffix.lower() == ".bin"  # often without any header
+    """Whether loaders would read the file, by name or content; True if it cannot be read."""
+    numbers = path.suffix.lower() == ".bin"  # often raw numbers without a header
     if is_model_name(path.name) and not numbers:
         return True
     if not path.is_file():

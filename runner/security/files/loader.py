@@ -1,7 +1,7 @@
-"""Loading a file of unknown origin: digest, sandbox, then the same bytes.
+"""Load a file of unknown origin: digest, sandbox, then the same bytes.
 
-There is no second way that is tried when the first refuses. Our own files go through the same
-restricted loaders: a manifest that was made by hand fits its files, whatever is in them.
+There is no fallback when the first way refuses. Our own files use the same restricted loaders,
+since a forged manifest can match any files.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from runner.security.files.provenance import (
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder
 
-STRICT = FilePolicy(SecurityLevel.strict)  # no pickle, whatever a config allows
+STRICT = FilePolicy(SecurityLevel.strict)  # no pickle, even if the config allows it
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What a file held, and its verdict."""
+    """A file's content, with its verdict."""
 
-    content: Any  # safetensors: dict of tensors; torch: plain data; npy: array; npz: dict of them
+    content: Any  # safetensors: dict of tensors; torch: plain data; npy: array; npz: dict of arrays
     assessment: Assessment
     metadata: dict[str, str] = field(default_factory=dict)  # of a safetensors file
 
     @property
     def facts(self) -> FileFacts:
-        """Its digest, size and format."""
+        """The file's digest, size and format."""
         return next(iter(self.assessment.files.values()))
 
 
@@ -59,15 +59,15 @@ def open_file(
     sandboxed: bool = True,
     sandbox: Sandbox | None = None,
 ) -> Opened:
-    """Read, check and load one file, on the CPU; a foreign one once it passed the sandbox.
+    """Check and load one file on the CPU; a foreign file has to pass the sandbox first.
 
-    With `sha256`, which a manifest of this run tree or an earlier check gives, it must be that very
-    file. Without `sandboxed` a foreign file is examined in this process, and without a warning: for
-    arrays of the user's own. `sandbox` is one that is open already. Raises SecurityError with what
-    the loader or a rule refused, CheckpointError where it is missing or not what it was.
+    If `sha256` is given, by a manifest of this run tree or an earlier check, the file must match
+    it. With `sandboxed=False` a foreign file is examined in this process without a warning, for the
+    user's own arrays. `sandbox` reuses an open one. Raises SecurityError if it is refused,
+    CheckpointError if it is missing or has changed.
     """
     try:
-        check_name(path.name)  # before all of it is read
+        check_name(path.name)  # before the file is read
     except Refused as refused:
         raise _refused(path, str(refused)) from None
     assessment = Assessment(str(path))
@@ -119,7 +119,7 @@ def _examine(
 
 
 def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
-    """Run the pickle of a file whose digest was typed, where only that loads it."""
+    """Unpickle a file whose digest is in allow_pickle, if it cannot be loaded otherwise."""
     refusals = [r for r in examined.reasons if r.severity is Severity.REFUSAL]
     if [reason.code for reason in refusals] != [NEEDS_PICKLE]:
         return
@@ -130,7 +130,7 @@ def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
 
 
 def describe_refusal(assessment: Assessment, policy: FilePolicy) -> str:
-    """The first refusal, and what to type where the file may be unpickled all the same."""
+    """Return the first refusal, with the override that would allow unpickling, if any."""
     first = assessment.refusals[0]
     sha256 = next(iter(assessment.files.values())).sha256
     if first.code == NEEDS_PICKLE and policy.level is not SecurityLevel.strict:
@@ -139,9 +139,9 @@ def describe_refusal(assessment: Assessment, policy: FilePolicy) -> str:
 
 
 def admit_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
-    """Examine a foreign folder before any of it is loaded; None for one of ours.
+    """Examine a foreign folder before loading from it; None for a folder of this run tree.
 
-    What is loaded of it afterwards must have these digests. Raises SecurityError.
+    Files loaded from it later must have the digests of the result. Raises SecurityError.
     """
     if policy.level is SecurityLevel.off or is_own(folder, policy):
         return None
@@ -152,10 +152,10 @@ def admit_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU; tied names get the same tensor.
+    """Load the tensors of a safetensors file on the CPU; tied names share one tensor.
 
-    Raises SecurityError for a file that is refused though its digest fits, and CheckpointError, in
-    one line, for one that is missing or not what it was.
+    Raises SecurityError if it is refused despite a matching digest, CheckpointError if it is
+    missing or has changed.
     """
     opened = open_file(path, STRICT, sha256)
     tensors: dict[str, Tensor] = opened.content
@@ -172,10 +172,10 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def read_state(path: Path, sha256: str) -> Any:
-    """What `torch.save` wrote after `encode`, on the CPU.
+    """Load a file written by `torch.save` after `encode`, on the CPU.
 
-    Raises SecurityError for a file that wants more than plain data, and CheckpointError for one
-    that is missing or not what it was.
+    Raises SecurityError if it contains more than plain data, CheckpointError if it is missing or
+    has changed.
     """
     opened = open_file(path, STRICT, sha256)
     _expect(opened, path, "torch_zip")
@@ -183,9 +183,9 @@ def read_state(path: Path, sha256: str) -> Any:
 
 
 def read_arrays(path: Path, policy: FilePolicy) -> Any:
-    """A user's `.npy` as one array, or `.npz` as a dict of them; never a pickle.
+    """Load a user's `.npy` as an array or `.npz` as a dict of arrays, without pickle.
 
-    Raises SecurityError for what is refused.
+    Raises SecurityError if it is refused.
     """
     opened = open_file(path, policy, sandboxed=False)
     _expect(opened, path, "npy", "npz")

@@ -1,7 +1,7 @@
-"""One file's bytes: their format, what is wrong with them, what they hold. Knows of no trust.
+"""Identify, check and load the bytes of one file, independent of its origin.
 
-Content is parsed by torch's `weights_only` loader, safetensors, or numpy without pickle, and by
-nothing else; `unpickle` is for files whose digest the user typed.
+Content is parsed only by torch's `weights_only` loader, safetensors, or numpy without pickle;
+`unpickle` is for files that the user has allowed by digest.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from runner.security.files.formats import CONVERT, DAMAGED, Refused, identify, p
 from runner.security.files.policy import FileLimits
 from runner.security.files.rules import check_zip
 
-NEEDS_PICKLE = "torch.weights_only"  # the code of what only an unrestricted unpickler may load
+NEEDS_PICKLE = "torch.weights_only"  # reason code: only an unrestricted unpickler could load it
 LOADER_MESSAGE = re.compile(
     r"(?:WeightsUnpickler error: |^)(?P<gist>[^\n]*?(?:GLOBAL|Unsupported)[^\n]*?)"
     r"(?: Please use| was not an allowed|$)",
     re.MULTILINE,
 )
-# torch collects the sparse tensors that it has yet to validate in one list of the process: a load
-# in another thread would clear it, and neither would be validated.
+# torch collects sparse tensors to validate in one global list, which a load in another thread would
+# clear, so that neither would be validated.
 _LOCK = threading.Lock()
 
 
 @dataclass
 class Examined:
-    """The format, what is wrong, and the content; that is None where the file is refused."""
+    """Format, reasons, and content (None if the file is refused)."""
 
     format: str = "unknown"
     reasons: list[Reason] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Examined:
 
     @property
     def refused(self) -> bool:
-        """Whether nothing of it may be used."""
+        """Whether the file must not be used."""
         return any(reason.severity is Severity.REFUSAL for reason in self.reasons)
 
 
@@ -58,10 +58,10 @@ def examine(
     rules: bool = True,
     deep: bool = True,
 ) -> Examined:
-    """Check the bytes of the file called `name` and load them; `place` is a path to the same bytes.
+    """Check and load the bytes of the file called `name`; `place` is a path to the same bytes.
 
-    `rules`: hold an archive against the rules, which a known digest makes needless. `deep`: warn of
-    odd values in tensors. Raises nothing.
+    `rules` checks archives against the zip rules, needless if the digest is known; `deep` warns of
+    unusual values in tensors. Failures become reasons; it never raises.
     """
     examined = Examined()
     try:
@@ -74,15 +74,15 @@ def examine(
         examined.content = content
     except Refused as refused:
         examined.reasons.append(refused.reason)
-    except Exception as error:  # a parser's own refusal, of a dozen types
+    except Exception as error:  # parsers raise a dozen types
         examined.reasons.append(parser_refusal(error, examined.format))
     return examined
 
 
 def load(place: str, kind: str) -> tuple[Any, dict[str, str]]:
-    """Content on the CPU and a safetensors file's metadata. Raises whatever the parsers raise.
+    """Return content on the CPU, and a safetensors file's metadata. Raises what the parser does.
 
-    Tensors of safetensors and zips are parts of the mapped file: no copy, written to on their own.
+    Tensors of safetensors and zip files are private (copy-on-write) mappings of the file.
     """
     if kind == "safetensors":
         with safe_open(place, framework="pt") as file:
@@ -98,17 +98,17 @@ def load(place: str, kind: str) -> tuple[Any, dict[str, str]]:
 
 
 def unpickle(place: str, kind: str) -> Any:
-    """What its pickle makes, which is to run it: only for files that the user named by digest."""
+    """Unpickle a file, which may run any code: only for files allowed by digest."""
     try:
         return _load_torch(place, kind, weights_only=False)
-    except Exception:  # no file by torch.save
+    except Exception:  # not written by torch.save
         if kind != "pickle":
             raise
         return pickle.loads(Path(place).read_bytes())  # noqa: S301
 
 
 def _load_torch(place: str, kind: str, weights_only: bool) -> Any:
-    # torch.save writes b"" as a call of bytes, which torch.load has not on its list
+    # torch.save pickles b"" as a call of bytes, which torch.load does not allow
     allowed = torch.serialization.safe_globals([(bytes, "builtins.bytes")])
     with _LOCK, allowed, torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         mapped = kind == "torch_zip"
@@ -116,7 +116,7 @@ def _load_torch(place: str, kind: str, weights_only: bool) -> Any:
 
 
 def parser_refusal(error: Exception, kind: str) -> Reason:
-    """What the parser said, in one line."""
+    """Convert a parser's exception to a refusal in one line."""
     text = str(error)
     match = LOADER_MESSAGE.search(text) if kind in ("torch_zip", "pickle") else None
     if match is not None:

@@ -1,4 +1,4 @@
-"""What the file checks let through: the part of `security` that is about files, and its limits."""
+"""The part of the `security` config that concerns files, with resource limits."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class FileLimits:
-    """How large a file's content may become, and what examining one file may cost."""
+    """Limits on a file's expanded size, and on the cost of examining it."""
 
-    expanded: int = GIB  # bytes of content that are allowed at any ratio
-    ratio: float = 64.0  # of content to file, beyond that
+    expanded: int = GIB  # content bytes allowed regardless of the ratio
+    ratio: float = 64.0  # of content to file, above that
     depth: int = 64  # of nested containers
-    cpu_s: float = 30.0  # of the sandbox, plus a second per 32 MiB of file
-    memory: int = 5 * GIB // 2  # bytes of the sandbox, plus three times the file
+    cpu_s: float = 30.0  # sandbox CPU time, plus a second per 32 MiB of file
+    memory: int = 5 * GIB // 2  # bytes for the sandbox, plus three times the file
 
     def may_expand(self, size: int) -> int:
-        """How many bytes the content of a file of `size` bytes may take in memory."""
+        """Return how many bytes the content of a file of `size` bytes may take."""
         return max(self.expanded, int(size * self.ratio))
 
 
 @dataclass(frozen=True)
 class FilePolicy:
-    """Which files are loaded, and how they are examined before."""
+    """Which files are loaded, and how they are examined first."""
 
     level: SecurityLevel = SecurityLevel.standard
     allow_pickle: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
-    own: tuple[Path, ...] = ()  # folders of this run tree, whose manifests are believed
+    own: tuple[Path, ...] = ()  # folders of this run tree, with trusted manifests
     limits: FileLimits = FileLimits()
 
     @classmethod
     def of(cls, config: SecurityConfig, own: Sequence[Path] = ()) -> FilePolicy:
-        """The policy that a config asks for."""
+        """Create the policy of a config."""
         return cls(config.level, tuple(config.allow_pickle), tuple(config.pinned), tuple(own))
 
     def allows_pickle(self, sha256: str) -> bool:
-        """Whether the file of this digest may be unpickled, and so run any code."""
+        """Whether a file with this digest may be unpickled, which can run any code."""
         return self.level is not SecurityLevel.strict and sha256 in self.allow_pickle

@@ -1,8 +1,8 @@
-"""The verdict on a file: its reasons, and how far it may be trusted because of its origin.
+"""The verdict on a file: reasons, and trust by origin.
 
-The origin is a manifest of this run tree, a digest that the user pinned, or unknown. A manifest's
-own digest shows damage and not its author, so it counts only within the folders of this run tree
-(`FilePolicy.own`): whoever can write there need not forge anything.
+The origin is a manifest of this run tree, a digest pinned by the user, or unknown. A manifest's
+own digest detects damage but not forgery, so it counts only in folders of this run tree
+(`FilePolicy.own`), where an attacker with write access would not need to forge one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from runner.security.sealed import read_sealed
 log = logging.getLogger("runner")
 
 SCHEMA = 1
-OTHER = "other"  # the format of a file that the runner never loads
+OTHER = "other"  # format of files that are never loaded
 SHOWN_DIGESTS = 4  # in one message
 MANIFEST = "manifest.json"
 FORMAT = 1  # of checkpoints and captures
-MOST_BYTES = 1 << 24  # of a manifest or a list of digests that is read
+MOST_BYTES = 1 << 24  # maximum size of a manifest or digest list
 SUMS = "SHA256SUMS"
 SUM_LINE = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")
 
 
 @dataclass
 class FileFacts:
-    """One file, as it was when it was read."""
+    """A file's digest, size and format when it was read."""
 
     sha256: str
     size: int
@@ -46,12 +46,12 @@ class FileFacts:
 
 @dataclass
 class Assessment:
-    """The verdict on a file or a folder, with its reasons and where it comes from."""
+    """The verdict on a file or folder: trust, reasons, and files."""
 
     path: str
     trust: Trust = Trust.UNTRUSTED
     reasons: list[Reason] = field(default_factory=list)
-    files: dict[str, FileFacts] = field(default_factory=dict)  # by path within `path`
+    files: dict[str, FileFacts] = field(default_factory=dict)  # by relative path
     seconds: float = 0.0
     schema: int = SCHEMA
 
@@ -62,22 +62,22 @@ class Assessment:
 
     @property
     def refusals(self) -> list[Reason]:
-        """Why not."""
+        """The reasons that are refusals."""
         return [reason for reason in self.reasons if reason.severity is Severity.REFUSAL]
 
     def refuse(self, reasons: Sequence[Reason]) -> None:
-        """Add the reasons; a refusal among them is final."""
+        """Add reasons; any refusal sets the trust to REFUSED."""
         self.reasons += reasons
         if self.refusals:
             self.trust = Trust.REFUSED
 
     @property
     def digests(self) -> list[str]:
-        """sha256 of each file that can be loaded: what to put into security.pinned."""
+        """sha256 of each loadable file, as for security.pinned."""
         return [f.sha256 for f in self.files.values() if f.format != OTHER and f.sha256]
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values; enums by their names."""
+        """Return a JSON-compatible dict; enums become their names."""
         values = asdict(self)
         values["trust"] = self.trust.name
         for row, reason in zip(values["reasons"], self.reasons, strict=True):
@@ -85,11 +85,10 @@ class Assessment:
         return values
 
 
-# -- the least trust that a level asks for -----------------------------------------------------
 
 
 def enough(assessment: Assessment, level: SecurityLevel) -> bool:
-    """Whether it may be loaded at that level; CHECKED is only ever what this run tree wrote."""
+    """Whether it may be loaded at that level; strict requires CHECKED or PINNED."""
     if level is SecurityLevel.off:
         return True
     least = Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED
@@ -97,7 +96,7 @@ def enough(assessment: Assessment, level: SecurityLevel) -> bool:
 
 
 def require(assessment: Assessment, policy: FilePolicy) -> None:
-    """Raise SecurityError where the policy does not let it in; one warning for an unknown file."""
+    """Raise SecurityError if the policy does not allow it; warn once about an unknown file."""
     path, pin = escape_control_chars(assessment.path), way_in(assessment)
     if not enough(assessment, policy.level):
         why = "security=strict loads only files of this run tree and pinned ones; " + pin
@@ -111,41 +110,41 @@ def require(assessment: Assessment, policy: FilePolicy) -> None:
 
 
 def way_in(assessment: Assessment) -> str:
-    """What to type once one has made sure of it."""
+    """Return the hint how to allow the file."""
     digests = assessment.digests
     if len(digests) > SHOWN_DIGESTS:
         return "if you know where it comes from, pin the sha256 of each file that job=scan lists"
     return f"if you know where it comes from, add security.pinned=[{','.join(digests)}]"
 
 
-# -- where a file comes from -------------------------------------------------------------------
+# -- the origin of a file ----------------------------------------------------------------------
 
 
 def is_own(path: Path, policy: FilePolicy) -> bool:
-    """Whether it lies, once links are followed, in a folder of this run tree."""
+    """Whether its resolved path lies in a folder of this run tree."""
     try:
         place = path.resolve()
         return any(place.is_relative_to(folder.resolve()) for folder in policy.own)
-    except (OSError, RuntimeError):  # a loop of links
+    except (OSError, RuntimeError):  # a symlink loop
         return False
 
 
 def known_trust(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
-    """CHECKED or PINNED where a file's digest is known; it is only waited for where it may be."""
+    """Return CHECKED or PINNED if the digest is known; hashes only if it could be."""
     if is_own(path.parent, policy):
         try:
             if _listed_digests(path.parent, MANIFEST).get(path.name) == data.sha256:
                 return Trust.CHECKED
         except CheckpointError:
-            pass  # a damaged manifest, which `judge` reports
+            pass  # a damaged manifest; `judge` reports it
     pinned = policy.pinned and data.sha256 in policy.pinned
     return Trust.PINNED if pinned else Trust.UNTRUSTED
 
 
 def _listed_digests(folder: Path, source: str) -> dict[str, str]:
-    """sha256 by file name, of the folder's manifest or SHA256SUMS; empty where it has none.
+    """Return sha256 by file name from the folder's manifest or SHA256SUMS; {} if missing.
 
-    Raises CheckpointError for one that is malformed.
+    Raises CheckpointError if it is malformed.
     """
     path = folder / source
     if not path.is_file():
@@ -178,11 +177,11 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def judge(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
-    """Set the trust of a file or folder, from its digests and reasons.
+    """Set the trust of a file or folder from its digests and reasons.
 
-    `assessment.files` must be complete: by their path in the folder, or the one name of a file. A
-    folder has the trust of its least trusted file that can be loaded; a file that differs from the
-    manifest or SHA256SUMS beside it is refused.
+    `assessment.files` must be complete, keyed by path in the folder or by the single file's name. A
+    folder has the trust of its least trusted loadable file; a file that differs from the manifest
+    or SHA256SUMS beside it is refused.
     """
     folder = path if path.is_dir() else path.parent
     checked = is_own(folder, policy)
@@ -205,7 +204,7 @@ def judge(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
 
 
 def _compare(assessment: Assessment, folder: Path, names: list[str], source: str) -> dict[str, str]:
-    """Refuse the files of the folder that differ from its list of digests, and return that list."""
+    """Refuse files that differ from the folder's digest list; return the list."""
     try:
         listed = _listed_digests(folder, source)
     except CheckpointError as error:

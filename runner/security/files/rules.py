@@ -1,8 +1,8 @@
-"""Rules about zip archives, in one table.
+"""Rules for zip archives.
 
-A rule gets an opened archive and the bytes that its content may take, and returns what is wrong, or
-an empty text. What the formats' own libraries refuse (offsets in safetensors, shapes and types in
-npy) is left to them.
+A rule takes an open archive and the bytes that its content may take; it returns what is wrong, or
+"". Checks that the formats' own libraries do (safetensors offsets, npy shapes and types) are
+not repeated.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from functools import partial
 from runner.security.files.formats import Data, Refused, open_zip
 from runner.security.files.policy import FileLimits
 
-BLOCK = 1 << 20  # bytes that are inflated at a time
-METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others are inflated without a bound
+BLOCK = 1 << 20  # bytes inflated at a time
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # other methods are inflated without a bound
 
 
 def check_unique(archive: zipfile.ZipFile, most: int) -> str:
-    """No two members share a name, case aside as torch compares them: readers take either one."""
+    """Check that names are unique ignoring case (as torch compares), since readers differ."""
     names = [member.orig_filename.lower() for member in archive.infolist()]
     return "" if len(set(names)) == len(names) else "two members have one name"
 
 
 def check_paths(archive: zipfile.ZipFile, most: int) -> str:
-    """Relative, printable names within the archive."""
+    """Check for relative, printable names within the archive."""
     for member in archive.infolist():
         name = member.orig_filename
         plain = name.isprintable() and not set(name) & set("\\:")
@@ -34,13 +34,13 @@ def check_paths(archive: zipfile.ZipFile, most: int) -> str:
 
 
 def check_ratio(archive: zipfile.ZipFile, most: int) -> str:
-    """The sizes that the members state are bounded by the file's size."""
+    """Check that the declared total size is at most `most`."""
     total = sum(member.file_size for member in archive.infolist())
     return "" if total <= most else f"its members expand to {total:,} bytes, more than {most:,}"
 
 
 def check_sums(archive: zipfile.ZipFile, most: int) -> str:
-    """Each member's bytes have their CRC and length; none is inflated beyond its stated size."""
+    """Check each member's CRC and size; nothing is inflated beyond its declared size."""
     for member in archive.infolist():
         sizes = {member.file_size, _content_size(archive, member)}
         if member.compress_type == zipfile.ZIP_STORED:
@@ -51,13 +51,13 @@ def check_sums(archive: zipfile.ZipFile, most: int) -> str:
 
 
 def _content_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
-    """Bytes that a member has; -1 where its header, method or checksum is wrong."""
+    """Return a member's actual size; -1 if its header, method or checksum is invalid."""
     if member.compress_type not in METHODS:
         return -1
     try:
         with archive.open(member) as file:
             return sum(map(len, iter(partial(file.read, BLOCK), b"")))
-    except Exception:  # of zipfile, zlib or the buffer, for a forged header
+    except Exception:  # zipfile, zlib or the buffer raise these for forged headers
         return -1
 
 
@@ -70,7 +70,7 @@ ZIP_RULES = {
 
 
 def check_zip(data: Data, limits: FileLimits) -> None:
-    """Hold an archive against the rules. Raises Refused for the first it breaks."""
+    """Check an archive. Raises Refused for the first rule that it breaks."""
     with open_zip(data) as archive:
         for code, rule in ZIP_RULES.items():
             if wrong := rule(archive, limits.may_expand(len(data))):

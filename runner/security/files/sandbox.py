@@ -1,10 +1,10 @@
-"""The sandboxed process: it examines the bytes of foreign files within limits on memory and time.
+"""A sandboxed process that examines foreign files within limits on memory and time.
 
-One process serves all files of a scan: it gets a path to the bytes that the parent holds, and
-answers with a format's name and reasons, as text. No tensor comes back: the parent loads the same
-sealed bytes where nothing is wrong. Limits are on memory (Linux), CPU, wall time, new files and
-processes (but for root); it is no jail, which is why nothing in a file is ever run there either.
-There is none on Windows, where foreign files are refused until they are pinned.
+One process serves all files of a scan: it receives a path to bytes that the parent holds open and
+answers with format and reasons as text. It returns no tensors: the parent loads the same sealed
+bytes if they pass. Limited are memory (Linux), CPU, wall time, new files and processes (except
+for root). It is no jail, so nothing in a file is executed there either. Windows has no sandbox;
+foreign files are refused there unless pinned.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from runner.security.files.formats import printable
 from runner.security.files.policy import FileLimits
 
 START_S = 120.0  # on a busy machine with a cold disk
-WALL = 10.0  # wall time to CPU time that a file may take
-BYTES_PER_SECOND = 32 << 20  # of CPU, besides limits.cpu_s
-ANSWER = 1 << 20  # bytes of an answer
+WALL = 10.0  # limit of wall time as a multiple of CPU time
+BYTES_PER_SECOND = 32 << 20  # per CPU second, in addition to limits.cpu_s
+ANSWER = 1 << 20  # maximum bytes of an answer
 REASONS = 1_000
-MOST_DEATHS = 8  # files of one scan that may end the process; the rest is refused unexamined
+MOST_DEATHS = 8  # crashes per scan, after which files are refused unexamined
 DESCRIPTORS = 64
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 PROGRAM = (
@@ -44,7 +44,7 @@ WAY_OUT = "get it as safetensors, or look at it on a machine of its own"
 
 
 class Died(Exception):
-    """The process is gone, or must be ended; with the reason that the file is refused for."""
+    """The process died or has to be killed; with the reason to refuse the file."""
 
     def __init__(self, code: str, evidence: str) -> None:
         self.code, self.evidence = code, evidence
@@ -52,7 +52,7 @@ class Died(Exception):
 
 
 class Sandbox:
-    """A context manager; the process is started by the first file, and ended on exit."""
+    """A context manager; the process starts with the first file and ends on exit."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -67,8 +67,8 @@ class Sandbox:
     def examine(
         self, data: FileBytes, name: str, limits: FileLimits, deep: bool = True
     ) -> tuple[str, list[Reason]]:
-        """Format and reasons. A process that dies, hangs or runs out of memory is a refusal; the
-        next file gets a new one.
+        """Return format and reasons. If the process dies, hangs or runs out of memory, the file is
+        refused, and the next file gets a new process.
         """
         if sys.platform == "win32":
             return _refused("sandbox.platform", name, "there is no sandbox on Windows; pin it")
@@ -85,19 +85,19 @@ class Sandbox:
             self.close()
             self.deaths += 1
             return _refused(died.code, name, died.evidence)
-        except BaseException:  # Ctrl-C: its answer must not be read as that for the next file
+        except BaseException:  # Ctrl-C: a late answer must not be read as that of the next file
             self.close()
             raise
 
     def close(self) -> None:
-        """End it at once, with all that it started."""
+        """Kill the process and its children."""
         process, self.process = self.process, None
         if process is not None:
-            if process.poll() is None:  # its id is still its own
+            if process.poll() is None:  # its id has not been reused
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # what was to be written to a process that is gone
+                with suppress(OSError):  # unsent data for a dead process
                     pipe.close()  # type: ignore[union-attr]
             process.wait()
 
@@ -127,7 +127,7 @@ class Sandbox:
         return self._receive(process, seconds)
 
     def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
-        """One line of JSON."""
+        """Read one line of JSON, for at most `seconds`."""
         pipe, until, text = process.stdout, time.monotonic() + seconds, b""
         assert pipe is not None  # noqa: S101  # as it was started
         while not text.endswith(b"\n"):
@@ -158,12 +158,12 @@ def _explain_death(process: subprocess.Popen[bytes]) -> Died:
 
 
 def cpu_seconds(limits: FileLimits, size: int) -> float:
-    """CPU time that examining a file of so many bytes may take."""
+    """Return the CPU time limit for a file of `size` bytes."""
     return limits.cpu_s + size / BYTES_PER_SECOND
 
 
 def _read_answer(answer: Any) -> tuple[str, list[Reason]]:
-    """An answer held to its form: its sender has parsed foreign bytes."""
+    """Validate an answer, since the sender has parsed foreign bytes."""
     try:
         kind, rows = answer["format"], answer["reasons"]
         if type(kind) is not str or type(rows) is not list or len(rows) > REASONS:
@@ -186,11 +186,11 @@ def _refused(code: str, where: str, evidence: str) -> tuple[str, list[Reason]]:
 
 
 def serve() -> None:
-    """Answer each line of standard input until it is closed, which the parent's end does, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
+    """Answer each line of standard input; end when it closes, as when the parent dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep libraries' output out of the answers
     import torch
 
     from runner.security.files.loading import examine
@@ -198,7 +198,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     _limit_once()
     gc.freeze()
-    gc.disable()  # it would visit thousands of tensors again and again
+    gc.disable()  # it would scan thousands of tensors repeatedly
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
@@ -220,18 +220,18 @@ def serve() -> None:
 
 
 def _limit_once() -> None:
-    """No file written, no process begun (the kernel excepts root), few descriptors, no core."""
-    import resource  # there is none on Windows
+    """Forbid writing files, new processes (not for root) and cores; limit descriptors."""
+    import resource  # not available on Windows
 
     for name, most in (("FSIZE", 0), ("CORE", 0), ("NOFILE", DESCRIPTORS), ("NPROC", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _limit_file(limits: FileLimits, size: int) -> None:
-    """CPU time and, on Linux, memory, in addition to what is used so far."""
+    """Limit CPU time and, on Linux, memory, on top of current use."""
     import resource
 
-    if LINUX:  # elsewhere it is not enforced
+    if LINUX:  # other systems do not enforce it
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         in_use = pages * os.sysconf("SC_PAGE_SIZE")
@@ -251,7 +251,7 @@ def _lower(what: int, value: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for standard input to close, also while a file is examined; costs no CPU."""
+    """Kill the process group when standard input closes, even during an examination."""
     poll = select.poll()
     poll.register(0, 0)  # a hang-up is always reported
     poll.poll()

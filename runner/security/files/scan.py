@@ -1,4 +1,4 @@
-"""The verdict on files and folders: every byte hashed once, what can be loaded examined."""
+"""Judge files and folders: hash every byte once, and examine loadable files."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ SPECIAL = "a pipe, socket or device"
 
 @dataclass
 class Item:
-    """What is judged as one: a file, or a folder that is loaded as a whole."""
+    """A unit of judgement: a file, or a folder that is loaded as a whole."""
 
     path: Path
     kind: str = "file"  # file | checkpoint | folder
-    files: dict[str, Path] = field(default_factory=dict)  # all regular files, by path within
-    odd: list[Reason] = field(default_factory=list)  # about links that lead out, pipes, …
+    files: dict[str, Path] = field(default_factory=dict)  # all regular files by relative path
+    odd: list[Reason] = field(default_factory=list)  # links that lead outside, pipes, …
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Total bytes of its files."""
         return sum(path.stat().st_size for path in self.files.values() if path.is_file())
 
     @property
     def refused(self) -> bool:
-        """Whether there is something in it that a loader might open and that is not examined."""
+        """Whether it contains something loadable that cannot be examined."""
         return any(reason.severity is Severity.REFUSAL for reason in self.odd)
 
 
 class Scanner:
-    """A context manager; one for all that is examined together, so that it needs one process."""
+    """A context manager that shares one sandbox among all items."""
 
     def __init__(self, policy: FilePolicy, deep: bool = True) -> None:
         self.policy, self.deep = policy, deep
@@ -62,7 +62,7 @@ class Scanner:
         self.sandbox.close()
 
     def scan(self, item: Item, report: Callable[[int], None] | None = None) -> Assessment:
-        """The verdict; `report` is given the bytes of each file that is done."""
+        """Return the verdict; `report` is called with the size of each finished file."""
         start = time.perf_counter()
         assessment = Assessment(str(item.path))
         assessment.refuse(item.odd)
@@ -96,11 +96,11 @@ class Scanner:
         return facts, reasons
 
     def _check(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:
-        """Examine it here if its digest is known, else in the sandbox while it is hashed."""
+        """Examine in this process if the digest is known, else in the sandbox during hashing."""
         trust, limits = known_trust(path, data, self.policy), self.policy.limits
         if trust is Trust.UNTRUSTED:
             return self.sandbox.examine(data, path.name, limits, self.deep)
-        from runner.security.files.loading import examine  # brings torch, which few need
+        from runner.security.files.loading import examine  # imports torch, rarely needed
 
         deep = self.deep and trust is not Trust.CHECKED
         examined = examine(data.data, data.place, path.name, limits, rules=False, deep=deep)
@@ -108,9 +108,9 @@ class Scanner:
 
 
 def list_items(path: Path) -> Iterator[Item]:
-    """What there is to judge at `path`, in the order of names: checkpoints, and each other file.
+    """Yield the items at `path` in order of names: checkpoints, and each other file.
 
-    Links that lead out of the folder are named and not followed, but for those of a Hugging Face
+    Links that lead out of the folder are reported, not followed, except for those of a Hugging Face
     snapshot to its own `blobs`.
     """
     if not os.path.isdir(path) or _is_whole(path):
@@ -128,7 +128,7 @@ def list_items(path: Path) -> Iterator[Item]:
 
 
 def list_folder(path: Path) -> Item:
-    """One file, or one folder judged as a whole."""
+    """Return a file, or a folder judged as a whole."""
     if not os.path.isdir(path):
         if os.path.exists(path) and not os.path.isfile(path):
             return Item(path, odd=[_odd("file.special", path.name, SPECIAL, refused=True)])
@@ -143,12 +143,12 @@ def list_folder(path: Path) -> Item:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether it is a checkpoint or capture of ours."""
+    """Whether it is one of our checkpoints or captures."""
     return os.path.isfile(folder / MANIFEST) and os.path.exists(folder / "state.pt")
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Where links in the folder may lead."""
+    """Return the folders to which links in `folder` may lead."""
     place = folder.resolve()
     blobs = place.parent.parent / "blobs"
     return [place, blobs] if place.parent.name == "snapshots" else [place]
@@ -157,9 +157,9 @@ def _roots(folder: Path) -> list[Path]:
 def _walk(
     top: Path, prune: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder with the names of what is no folder in it; below one that is pruned none.
+    """Yield each folder with its files and links; do not descend into pruned folders.
 
-    Raises SecurityError for one that cannot be read, or that lies too deep.
+    Raises SecurityError if a folder cannot be read or lies too deep.
     """
 
     def fail(error: OSError) -> None:
@@ -175,7 +175,7 @@ def _walk(
 
 
 def _add(item: Item, name: str, path: Path, roots: list[Path]) -> None:
-    """Put what is no folder among the files of `item`, or among what cannot be opened."""
+    """Add a file to `item`, or the reason why it cannot be opened."""
     named = is_model_name(path.name)
     try:
         if path.is_symlink():
@@ -183,18 +183,18 @@ def _add(item: Item, name: str, path: Path, roots: list[Path]) -> None:
             if not target.exists() or not any(target.is_relative_to(root) for root in roots):
                 item.odd.append(_odd("link.outside", name, f"a link that leads to {target}", named))
             elif target.is_file() and named and path.suffix != target.suffix:
-                item.files[name] = path  # a loader goes by the name it is given
-            # else it is met where it really lies
+                item.files[name] = path  # a loader uses the name it is given
+            # else it is visited at its real place
         elif path.is_file():
             item.files[name] = path
         else:
             item.odd.append(_odd("file.special", name, SPECIAL, named))
-    except (OSError, RuntimeError) as error:  # a loop of links
+    except (OSError, RuntimeError) as error:  # a symlink loop
         item.odd.append(_odd("link.broken", name, str(error), named))
 
 
 def _odd(code: str, name: str, evidence: str, refused: bool) -> Reason:
-    """Refused where it may be something that is loaded."""
+    """Return a refusal if it might be loaded, else a note."""
     severity = Severity.REFUSAL if refused else Severity.NOTE
     return Reason(code, severity, name, f"{evidence}; it was not opened", "copy the file itself")
 

@@ -1,7 +1,7 @@
-"""Loaded content is what it looks like: exact types, sizes, strides, and numbers of a usual size.
+"""Check loaded content: exact types, sizes, strides, and the magnitude of numbers.
 
-An attribute on a dict or a tensor can replace one of its methods, so that a check sees other
-values than the one who uses them.
+An attribute on a dict or tensor can shadow one of its methods, so that a check and the user of a
+value see different data.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PLAIN = frozenset(
     + (torch.dtype, torch.device, torch.Size, torch.layout, torch.qscheme)
     + (torch.storage.TypedStorage, torch.UntypedStorage)
 )
-MAGNITUDE = 1e10  # weights and their statistics are many powers of ten smaller
-MOST = 20  # tensors that are named
-PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers a byte, which nothing reduces
+MAGNITUDE = 1e10  # weights are many orders of magnitude smaller
+MOST = 20  # tensors that are reported
+PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers per byte; has no reductions
 WAY_OUT = "check where it comes from before you use it; check_model looks closer"
 
-Place = tuple[Any, ...]  # keys and indices that lead to a value
+Place = tuple[Any, ...]  # keys and indices leading to a value
 Placed = tuple[Place, Tensor]
 
 
 def check_types(content: Any, size: int, limits: FileLimits) -> list[Placed]:
-    """Its tensors, each once, with their places. Raises Refused for what is not plain data."""
+    """Return all tensors with their places. Raises Refused for anything but plain data."""
     tensors: list[Placed] = []
     _visit(content, (), limits.depth, {}, tensors)
     total = sum(part.numel() * part.element_size() for _, one in tensors for part in _parts(one))
@@ -50,7 +50,7 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[Placed]:
 def _visit(
     value: Any, place: Place, depth: int, visited: dict[int, bool], tensors: list[Placed]
 ) -> None:
-    """Visit nested values depth first; `visited` says by id whether all within was visited."""
+    """Visit nested values depth first; `visited`: id → whether all of it was visited."""
     if type(value) in PLAIN or visited.get(id(value)):
         return
     if id(value) in visited or len(place) > depth:
@@ -66,7 +66,7 @@ def _visit(
 
 
 def _items(value: Any, place: Place) -> Iterator[tuple[Any, Any]]:
-    """What a value holds, by key, index or attribute. Raises Refused for other objects."""
+    """Yield contained values by key, index or attribute. Raises Refused for other objects."""
     kind = type(value)
     if kind in SEQUENCES:
         yield from enumerate(value)
@@ -85,7 +85,7 @@ def _items(value: Any, place: Place) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_tensor(tensor: Tensor, place: Place) -> None:
-    """Raise Refused for a tensor that cannot be trusted."""
+    """Raise Refused for tensors with hooks, on a device, or beyond their storage."""
     wrong = ""
     if tensor._backward_hooks:
         wrong = "has hooks, which would be called"
@@ -106,7 +106,7 @@ def _out_of_storage(tensor: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that it is made of, the values of a sparse one last."""
+    """Return the strided tensors it consists of; the values of a sparse tensor come last."""
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
@@ -117,20 +117,20 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def path(place: Place) -> str:
-    """Keys as they would be written; only made for what is reported."""
+    """Format a place as Python would write it."""
     parts = [f"[{key}]" if type(key) is not str else f".{printable(key, 60)}" for key in place]
     return "".join(parts).removeprefix(".")
 
 
 def check_values(tensors: list[Placed]) -> list[Reason]:
-    """A warning for each tensor with NaN, infinities or absurd numbers."""
+    """Return a warning for each tensor with NaN, infinities or very large numbers."""
     warnings = []
     for place, tensor in tensors:
         numbers = _numbers(tensor.detach())
         if numbers is None:
             continue
         low, high = (end.item() for end in torch.aminmax(numbers))
-        if max(-low, high) <= MAGNITUDE:  # NaN is not, nor is it in `max`
+        if max(-low, high) <= MAGNITUDE:  # False for NaN, which `max` may drop
             continue
         code, what = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -143,7 +143,7 @@ def check_values(tensors: list[Placed]) -> list[Reason]:
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
-    """Its values as a strided tensor that `aminmax` reads; None where all are usual."""
+    """Return its values as a strided tensor for `aminmax`; None if there is nothing to check."""
     if tensor.is_quantized or tensor.is_nested or tensor.dtype is PACKED:
         return None
     numbers = _parts(tensor)[-1]
