@@ -1,4 +1,4 @@
-"""The allocators: what serves `malloc` in this process, and what each does with freed memory."""
+"""Allocators: the library behind `malloc`, and settings of how glibc and CUDA free memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 
 PRELOADED = ("jemalloc", "tcmalloc", "mimalloc")
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -3, -4, -8  # mallopt(3)
-# Of glibc. The thresholds it moves by itself, up to these; once any is set it moves none, so these
-# are restored, where a training process gets to. 0 arenas: as many as glibc chooses.
+# Of glibc, which adapts its thresholds up to these until one is set, and a training process reaches
+# them: so these are restored. 0 arenas: as many as glibc chooses.
 USUAL = {MMAP_THRESHOLD: 32 << 20, MMAP_MAX: 65536, TRIM_THRESHOLD: 64 << 20, ARENA_MAX: 0}
-LARGE = 1 << 20  # bytes of a block that is mapped by itself, where memory is short
+LARGE = 1 << 20  # bytes from which a block has its own mapping where memory is short
 ENVIRONMENT = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def name() -> str:
-    """The library that serves malloc: one that was preloaded, or the C library."""
+    """Return the name of the library that serves malloc: a preloaded one, or the C library."""
     loaded = [Path(path).name for path in libraries()]
     preloaded = next((one for one in PRELOADED for path in loaded if one in path), None)
     return preloaded or platform.libc_ver()[0] or f"that of {sys.platform}"
 
 
 def keep_freed_memory(scope: ExitStack) -> str | None:
-    """Have glibc keep what is freed for the next step until `scope` ends, or say why not.
+    """Make glibc keep freed memory until `scope` ends; return why not, or None.
 
-    It maps large blocks one by one and gives them back when they are freed: 12,000 to 15,000 page
-    faults a step on a small CNN. Kept, the process holds its peak (4 % more on that CNN).
+    By default it maps large blocks one by one and unmaps them when freed: 12,000 to 15,000 page
+    faults a step on a small CNN. Keeping them, the process stays at its peak (4 % more there).
     """
     serving = name()
     if serving != "glibc":
@@ -40,26 +40,26 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
     if tuned or any(key in os.environ for key in ENVIRONMENT):
         return "the environment sets glibc's malloc"
     scope.callback(ctypes.CDLL(None).malloc_trim, 0)
-    largest = -1  # as a size
+    largest = -1  # the largest size, as unsigned
     threshold = USUAL[MMAP_THRESHOLD]
     _tune({MMAP_MAX: 0, MMAP_THRESHOLD: threshold, TRIM_THRESHOLD: largest}, scope)
     return None
 
 
 def keep_to_one_heap(scope: ExitStack) -> None:
-    """Have glibc begin no second heap, for a process whose address space is limited.
+    """Limit glibc to one arena until `scope` ends, for a process with limited address space.
 
-    When the first cannot grow it reserves 64 MiB for another, and never gives them back.
+    If the first arena cannot grow, glibc reserves 64 MiB for another and never returns them.
     """
     if name() == "glibc":
         _tune({ARENA_MAX: 1}, scope)
 
 
 def give_back_at_once(scope: ExitStack) -> None:
-    """Have glibc map every large block by itself and unmap it when it is freed, until `scope` ends.
+    """Make glibc map each large block separately and unmap it when freed, until `scope` ends.
 
-    Its heap otherwise has holes, by which a training process was seen to hold up to twice
-    what its tensors take. Costs a fault for each page: a step was 1.3 to 1.8 times as long.
+    Otherwise its heap fragments: a training process held up to twice the memory of its tensors.
+    Costs a page fault per page: a step took 1.3 to 1.8 times as long.
     """
     if name() == "glibc":
         _tune({MMAP_MAX: USUAL[MMAP_MAX], MMAP_THRESHOLD: LARGE, TRIM_THRESHOLD: LARGE}, scope)
@@ -74,9 +74,9 @@ def _tune(options: dict[int, int], scope: ExitStack) -> None:
 
 
 def expand_segments(scope: ExitStack) -> str | None:
-    """Have torch's CUDA allocator grow new segments, so that sizes that vary leave no holes.
+    """Enable expandable segments in the CUDA allocator, against fragmentation by varying sizes.
 
-    Returns why not, where it cannot be had.
+    Return why that is not possible, or None.
     """
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         if key in os.environ:
@@ -91,13 +91,13 @@ def expand_segments(scope: ExitStack) -> str | None:
 
 
 def expandable_segments() -> tuple[int, int]:
-    """How many of the CUDA allocator's segments can grow, and how many there are."""
+    """Return the number of expandable segments of the CUDA allocator, and of all segments."""
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return sum(bool(segment.get("is_expandable")) for segment in segments), len(segments)
 
 
 def libraries() -> list[str]:
-    """The files of the shared libraries in this process; empty where the system does not tell."""
+    """Return the paths of this process's shared libraries; empty without /proc."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a device can compute with, and what it is fast at; name and size of this machine."""
+"""Dtypes that a device supports and is fast at; the CPU's name, usable cores and memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from runner.device import cgroup
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "FEAT_BF16"})  # x86, arm, Apple
 NOTED_FLAGS = BF16_FLAGS | {"avx2", "avx512f", "avx512_fp16", "amx_int8", "sve", "sve2", "i8mm"}
-"""Those that decide how fast torch's kernels are."""
+"""Flags that affect the speed of torch's kernels."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the device supports; `…_fast` says that it is worth using, not only possible."""
+    """Dtypes that the device supports; `…_fast`: worth using, not only possible."""
 
     bf16: bool
     bf16_fast: bool
@@ -32,7 +32,7 @@ class Capabilities:
 
 
 def of_cpu(flags: frozenset[str]) -> Capabilities:
-    """A CPU with these flags: bf16 pays where there are instructions for it, fp16 never does.
+    """Return the capabilities of a CPU; bf16 is fast if it has instructions for it, fp16 never.
 
     fp16 was measured 20 to 30 times slower than fp32, on a CPU with AVX512-FP16.
     """
@@ -42,7 +42,7 @@ def of_cpu(flags: frozenset[str]) -> Capabilities:
 
 
 def of_gpu(major: int, minor: int, nvidia: bool = True) -> Capabilities:
-    """A GPU of this compute capability; `nvidia` is false under ROCm, which has no TF32.
+    """Return those of a GPU by compute capability; `nvidia` is False under ROCm (no TF32).
 
     Tensor cores, which make fp16 fast, came with 7.0 (Volta), bf16 and TF32 with 8.0 (Ampere):
     CUDA C++ Programming Guide, table of features per compute capability.
@@ -55,7 +55,7 @@ def of_gpu(major: int, minor: int, nvidia: bool = True) -> Capabilities:
 
 
 def of_mps(bf16: bool) -> Capabilities:
-    """An Apple GPU; macOS 14.0 takes bf16, which is native from the M2 on."""
+    """Return those of an Apple GPU; bf16 needs macOS 14.0, and is native from the M2 on."""
     notes = (
         "no float64: numpy's default type has to be cast before it reaches the device",
         "an operator that Metal lacks raises; PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU",
@@ -65,7 +65,7 @@ def of_mps(bf16: bool) -> Capabilities:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The CPU's instruction-set flags as the system spells them; empty where it does not say."""
+    """Return the CPU's instruction-set flags as the system spells them; empty if unknown."""
     if sys.platform == "darwin":
         return frozenset({"FEAT_BF16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else ())
     return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
@@ -73,13 +73,13 @@ def cpu_flags() -> frozenset[str]:
 
 @cache
 def cpu_name() -> str:
-    """The CPU's model."""
+    """Return the name of the CPU's model."""
     name = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
     return name or _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and its container's quota rounded up."""
+    """Return the number of usable cores: by affinity, and the container's quota rounded up."""
     affinity = allowed_cores()
     cores = os.cpu_count() or 1 if affinity is None else len(affinity)
     quota = cgroup.cpu_quota()
@@ -87,12 +87,12 @@ def usable_cores() -> int:
 
 
 def allowed_cores() -> list[int] | None:
-    """The cores this process may run on; None where the system has no affinity."""
+    """Return the cores that this process may run on; None where the system has no affinity."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None
 
 
 def usable_memory() -> int:
-    """Bytes of memory: the machine's, or its container's where that is less."""
+    """Return the bytes of the machine's memory, or of its container's limit if that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup.memory_limit()
     return total if limit is None else min(total, limit)
@@ -100,7 +100,7 @@ def usable_memory() -> int:
 
 @cache
 def _cpuinfo(field: str) -> str:
-    """The first processor's value of a field of /proc/cpuinfo."""
+    """Return the first value of a field in /proc/cpuinfo; empty if it is missing."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -110,7 +110,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def _sysctl(name: str) -> str:
-    """A value of macOS's registry; empty when there is no such one."""
+    """Return a sysctl value of macOS; empty if it is missing."""
     try:
         command = ["/usr/sbin/sysctl", "-n", name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603

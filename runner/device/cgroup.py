@@ -1,8 +1,8 @@
-"""What a container or a batch system allows this process: control groups, version 2.
+"""Limits that a container or batch system sets on this process: control groups, version 2.
 
-The kernel's own totals know nothing of these limits, so a process that trusts them is killed
-for memory, or starts more threads than it may run. Every function takes the root of the file
-system it reads, and answers None where nothing is limited (macOS, and control groups version 1).
+The kernel's totals ignore these limits, so a process that relies on them is killed for memory, or
+starts more threads than it may run. Every function takes the root of the file system that it reads,
+and returns None without limits (also on macOS and with control groups version 1).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ ROOT = Path("/")
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Bytes this process may hold, the tightest limit of its groups."""
+    """Return the lowest memory limit of this process's groups, in bytes."""
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes until a limit is reached; file cache that the kernel can drop counts as free."""
+    """Return the bytes left until a limit; file cache that the kernel can drop counts as free."""
     return min((left for _, left in _memory(root)), default=None)
 
 
 def tightest(root: Path = ROOT) -> tuple[int, int] | None:
-    """Limit and bytes left of the group that is fullest, by its share; None without a limit."""
+    """Return limit and bytes left of the group with the largest used share, or None."""
     return min(_memory(root), key=lambda pair: pair[1] / pair[0], default=None)
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time this process may use, such as 1.5."""
+    """Return the number of CPUs whose time this process may use, such as 1.5."""
     quotas = []
     for folder in _groups(root):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -39,9 +39,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """A count that grows when the kernel kills for want of memory, in these groups or on the whole
-    machine; None where it does not tell.
-    """
+    """Return the sum of the kernel's OOM-kill counters, of machine and groups; None if unknown."""
     files = [root / "proc/vmstat", *(folder / "memory.events" for folder in _groups(root))]
     lines = [line.split() for file in files for line in _text(file).splitlines()]
     counts = [int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill"]
@@ -49,7 +47,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and bytes left of each group that has a limit."""
+    """Yield limit and bytes left of each group that has a limit."""
     for folder in _groups(root):
         limit, used = _text(folder / "memory.max"), _text(folder / "memory.current")
         if limit.isdigit() and used.isdigit() and int(limit):
@@ -60,10 +58,10 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """This process's group and each group above it.
+    """Yield the folders of this process's group and of each group above it.
 
-    In a container the path may be the host's while the mount shows the container's own part:
-    folders that do not exist are passed over, and the mount itself is the container's group.
+    In a container the path may be the host's, while the mount shows only the container's groups:
+    folders that do not exist are skipped, and the mount itself is the container's group.
     """
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():

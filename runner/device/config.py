@@ -1,4 +1,4 @@
-"""The `device` group, and what must be in the environment before torch is loaded."""
+"""The `device` group, and environment variables that must be set before torch is loaded."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from enum import Enum
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
-# How often OpenMP's threads look for work before they sleep. With its own 300,000 a step takes nine
-# times as long beside one busy neighbour, with this three times (with a thread fewer 1.3 times).
-# This costs nothing on a quiet machine, and fewer turns do. scripts/bench_neighbour.py measures it.
+# Spins of OpenMP's threads before they sleep. With its default of 300,000, a step takes nine times
+# as long beside one busy process, with this three times (1.3 with one thread less). It costs
+# nothing on an idle machine, but fewer spins do. scripts/bench_neighbour.py measures it.
 SPIN = "10000"
 OWN_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """How OpenMP's threads wait: variables to set; none where the user has set one."""
+    """Return the variables to set for how OpenMP's threads wait; none if the user has set one."""
     return {} if any(key in environ for key in OWN_WAITING) else {"GOMP_SPINCOUNT": SPIN}
 
 
 class DeviceKind(Enum):
-    """Where the run computes; `auto` takes the fastest that is there."""
+    """Kind of device of the run; `auto` is the fastest available."""
 
     auto = "auto"
     cpu = "cpu"

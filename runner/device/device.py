@@ -1,4 +1,4 @@
-"""The device a run computes on: which one and why, what it can do, and how it is set."""
+"""Selection of a run's device, its description, and its settings."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class Device:
-    """One device, ready to compute."""
+    """A selected and configured device."""
 
     kind: str  # cpu | cuda | mps
     torch: TorchDevice
     name: str  # of the CPU or GPU
-    reason: str  # what was picked and why
+    reason: str  # why this kind was selected
     capabilities: Capabilities
-    memory_bytes: int  # in all; of a CPU, what this process may use
+    memory_bytes: int  # total; on a CPU, the memory that this process may use
     cores: int  # CPU cores this process may use
     reseed: Callable[[int], object]
-    """Seed the generators that kernels draw from, 0 to 2**64-1; on each step, so it is bare: 1 µs
-    on a CPU, where `torch.manual_seed` takes 75."""
-    warnings: tuple[str, ...] = ()  # what could not be had as asked, or will be slow
-    memory_fraction: float | None = None  # as asked
+    """Seed the generators of kernels, 0 to 2**64-1. Called each step: 1 µs on a CPU, where
+    `torch.manual_seed` takes 75."""
+    warnings: tuple[str, ...] = ()  # settings that were adapted, or will be slow
+    memory_fraction: float | None = None  # as configured
 
     @property
     def reads_are_free(self) -> bool:
-        """Reading a tensor never makes the host wait."""
+        """Whether reading a tensor never makes the host wait."""
         return self.kind == "cpu"
 
     @property
     def threads(self) -> int:
-        """Threads inside one operator on the CPU, now."""
+        """Current number of intra-op threads on the CPU."""
         return torch.get_num_threads()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The knobs as they stand now, read back from where they act."""
+        """Current values of all settings, read back from torch and the system."""
         settings: dict[str, Any] = {
             "threads": torch.get_num_threads(),
             "affinity": allowed_cores(),
@@ -71,18 +71,18 @@ class Device:
                 "memory_fraction": torch.cuda.get_per_process_memory_fraction(self.torch),
             }
         elif self.kind == "mps":
-            settings["memory_fraction"] = self.memory_fraction  # Metal does not tell
+            settings["memory_fraction"] = self.memory_fraction  # Metal has no getter
         return settings
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all queued work."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch)
         elif self.kind == "mps":
             torch.mps.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        """All of it in plain values, for the summary."""
+        """Return the device and its settings as plain values, for the summary."""
         return {
             "kind": self.kind,
             "index": self.torch.index,
@@ -98,9 +98,9 @@ class Device:
 
 
 def select(config: DeviceConfig, scope: ExitStack) -> Device:
-    """The device asked for, set as asked; `scope` undoes every switch that can be undone.
+    """Return the configured device with its settings applied; `scope` undoes those it can.
 
-    Raises DeviceError when it is not there, ConfigError for a knob that it does not have.
+    Raises DeviceError if it is not available, ConfigError for a setting that it does not have.
     """
     kind, reason = pick(config.kind)
     where, name, memory, able = _open(kind, config.index, scope)
@@ -128,12 +128,12 @@ def seed_everything(seed: int) -> None:
     if not 0 <= seed < 2**64:
         raise ConfigError("seed", f"{seed} is out of range", "use 0 to 2**64-1")
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # all that numpy's global generator takes
+    np.random.seed(seed % 2**32)  # the range of numpy's global generator
     torch.manual_seed(seed)
 
 
 def pick(asked: DeviceKind) -> tuple[str, str]:
-    """The kind to use, and why; DeviceError when the one asked for is not there."""
+    """Return the kind to use and the reason; DeviceError if the requested one is unavailable."""
     absent = {"cuda": _why_no_cuda(), "mps": _why_no_mps(), "cpu": None}
     kind = asked.value
     if asked is DeviceKind.auto:
@@ -150,10 +150,10 @@ def pick(asked: DeviceKind) -> tuple[str, str]:
 
 
 def _why_no_cuda() -> str | None:
-    """Why CUDA (or ROCm, which torch gives the same name) cannot be used, or None."""
+    """Return why CUDA (or ROCm, of the same name in torch) cannot be used, or None."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built without CUDA"
-    with warnings.catch_warnings(record=True) as caught:  # a driver too old only warns
+    with warnings.catch_warnings(record=True) as caught:  # too old a driver only warns
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return None
@@ -163,14 +163,14 @@ def _why_no_cuda() -> str | None:
 
 
 def _why_no_mps() -> str | None:
-    """Why Metal cannot be used, or None."""
+    """Return why Metal cannot be used, or None."""
     if not torch.backends.mps.is_built():
         return "torch is built without Metal"
     return None if torch.backends.mps.is_available() else "needs macOS 14 and an Apple GPU"
 
 
 def _present() -> str:
-    """Every device that is there, for an error."""
+    """Return the available devices as text, for an error."""
     devices = [f"cpu ({capabilities.cpu_name()}, {usable_cores()} cores)"]
     if _why_no_cuda() is None:
         count = torch.cuda.device_count()
@@ -183,7 +183,7 @@ def _present() -> str:
 def _open(
     kind: str, index: int | None, scope: ExitStack
 ) -> tuple[TorchDevice, str, int, Capabilities]:
-    """The device with its name, memory and capabilities; a GPU becomes the current one."""
+    """Return the device, its name, memory and capabilities; make a GPU the current one."""
     count = torch.cuda.device_count() if kind == "cuda" else 1
     if index is not None and not 0 <= index < count:
         raise DeviceError(
@@ -206,11 +206,11 @@ def _open(
 
 
 def _refuse_misplaced(config: DeviceConfig, kind: str, able: Capabilities, here: str) -> None:
-    """A knob that this device does not have is an error: it would silently do nothing."""
+    """Raise ConfigError for a setting that the device lacks and would silently ignore."""
     misplaced = {
         "memory_fraction": (config.memory_fraction is not None and kind == "cpu", "an accelerator"),
         "cudnn_benchmark": (config.cudnn_benchmark and kind != "cuda", "an NVIDIA GPU"),
-        # false is what such a device does anyway
+        # other devices behave as with false
         "tf32": (config.tf32 and not able.tf32, "an NVIDIA GPU of compute capability 8.0"),
     }
     for key, (wrong, needs) in misplaced.items():
@@ -219,9 +219,9 @@ def _refuse_misplaced(config: DeviceConfig, kind: str, able: Capabilities, here:
 
 
 def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
-    """Cores, priority, and threads inside one operator: as asked, else torch's choice.
+    """Set affinity, priority and intra-op threads as configured; return warnings.
 
-    With more threads than cores they spin while they wait, and a step took four times as long.
+    More threads than cores spin while they wait, which made a step four times as long.
     """
     if config.affinity is not None or config.priority is not None:
         from runner.device import process
@@ -230,7 +230,7 @@ def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
             process.set_affinity(config.affinity, scope)
         if config.priority is not None:
             process.set_priority(config.priority, scope)
-    # After affinity, so that threads started by this inherit it and are as many as its cores.
+    # After affinity, so that threads started from here inherit it, one per core.
     threads, before, cores = config.threads, torch.get_num_threads(), usable_cores()
     notes = []
     if threads is None and config.affinity is not None and before > cores:
@@ -263,7 +263,7 @@ def _set_numerics(config: DeviceConfig, kind: str, where: TorchDevice, scope: Ex
 
 
 def _reseeder(where: TorchDevice) -> Callable[[int], object]:
-    """A function that seeds the generators of this device's kernels, and the host's."""
+    """Return a function that seeds the generators of the host and of this device."""
     host = torch.default_generator.manual_seed
     if where.type == "cpu":
         return host

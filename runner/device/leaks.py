@@ -1,4 +1,4 @@
-"""Whether memory grows without end: a robust slope over windows of several lengths."""
+"""Detection of memory leaks: a robust slope over windows of several lengths."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from math import sqrt
 from statistics import median
 
 MIB = 2**20
-WARM_UP = 50  # steps, whose samples do not count
+WARM_UP = 50  # first steps, whose samples are ignored
 WINDOW, QUARTER = 32, 8  # samples
-NEEDED = WINDOW + QUARTER  # samples for a window, and for the cleaning that confirms it
-BLOCK = 4  # samples of a window; each block counts by its smallest
-LEAST_SLOPE = 1024.0  # bytes a step, that count as growth
+NEEDED = WINDOW + QUARTER  # samples for a window and the cleanings that confirm it
+BLOCK = 4  # samples, of which only the smallest counts
+LEAST_SLOPE = 1024.0  # bytes per step that count as growth
 Z = 2.576  # of a normal distribution, both tails of 1 %
-LARGEST_RISE = 0.4  # of the growth, that one of the steps between blocks may make up
-LASTING = 0.75  # of the first half's slope, that the second must still have: a warm-up slows down
-SHARE = 0.02  # of the size, that must have been added: long windows see every small thing
-AFTER_CLEANING = 0.5  # of the slope, that must be left between two cleanings
+LARGEST_RISE = 0.4  # share of the growth that may lie between two consecutive blocks
+LASTING = 0.75  # least slope of the second half relative to the first: a warm-up slows down
+SHARE = 0.02  # least growth relative to the size: long windows detect tiny growth
+AFTER_CLEANING = 0.5  # least slope between two cleanings relative to the window's
 
 Sample = tuple[int, int]  # step and bytes
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The slope of a window of samples, in bytes a step, with a 99 % interval."""
+    """The slope of a window of samples in bytes per step, with a 99 % interval."""
 
     leaking: bool
     slope: float
@@ -38,31 +38,31 @@ class Trend:
 
 
 class LeakDetector:
-    """Finds steady growth in (step, bytes) samples; `add` says when memory should be cleaned.
+    """Detects steady growth in (step, bytes) samples; `add` returns when to clean memory.
 
-    A window is cut into eight blocks, of which the smallest sample counts, so that a saw-tooth of
-    garbage collection vanishes; the Theil-Sen estimator with Sen's interval (1968) gives the slope.
-    Where it grows surely, in no single jump and without slowing down, memory is cleaned, a quarter
-    of a window later again, and what grew between the two cleanings is a leak. Each further window
-    is of minima of two samples of the one before, for slow leaks. A sample takes 1 µs.
+    A window has eight blocks, of which only the minimum counts, to ignore the saw-tooth of garbage
+    collection; the slope is a Theil-Sen estimate with Sen's interval (1968). After significant
+    growth without a single jump or slowing down, memory is cleaned, and again a quarter of a
+    window later; growth between the two cleanings is a leak. For slow leaks, each longer window
+    takes the minima of pairs of samples of the previous one. A sample takes 1 µs.
     """
 
     def __init__(self, least: int = 8 * MIB) -> None:
-        """`least` is the growth in bytes that counts."""
+        """`least` is the smallest growth of a leak, in bytes."""
         self.least = least
         self.windows: list[_Window] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
-        self.leaking = False  # a leak was confirmed
+        self.leaking = False  # whether a leak was confirmed
         self._suspicious: list[_Window] = []
 
     @property
     def samples(self) -> int:
-        """Samples after the warm-up; a verdict takes `NEEDED` of them."""
+        """Number of samples after the warm-up; a verdict needs `NEEDED`."""
         return self.windows[0].count if self.windows else 0
 
     def add(self, step: int, size: int) -> bool:
-        """Take a sample; True: clean the memory, and tell `cleaned` what is left."""
+        """Add a sample; True: clean the memory, and call `cleaned` with the new size."""
         self.start = step if self.start is None else self.start
         self._suspicious = []
         if step < self.start + WARM_UP:
@@ -91,7 +91,7 @@ class LeakDetector:
             self._suspicious.append(window)
 
     def cleaned(self, step: int, size: int) -> Trend | None:
-        """Take the size right after a cleaning; the trend, where that confirms a leak."""
+        """Add the size after a cleaning; return the trend if it confirms a leak, else None."""
         confirmed: Trend | None = None
         for window in self._suspicious:
             suspected, before = window.suspected, window.clean
@@ -102,14 +102,14 @@ class LeakDetector:
             slope = (size - before[1]) / (step - before[0])
             if slope > max(LEAST_SLOPE, AFTER_CLEANING * suspected.slope):
                 window.confirmed = self.leaking = True
-                low, high = sorted((slope, suspected.slope))  # garbage of the first is no leak
+                low, high = sorted((slope, suspected.slope))  # the suspected one may count garbage
                 confirmed = replace(suspected, slope=low, low=low, high=high, last=step, size=size)
                 self.trend = confirmed
         self._suspicious = []
         return confirmed
 
     def describe(self) -> str:
-        """The verdict, or by how many samples there is none yet."""
+        """Return the verdict, or the number of samples so far."""
         if self.leaking and self.trend is not None:
             return f"a leak: growing {_rate(self.trend.slope)} a step"
         if self.samples >= NEEDED:
@@ -119,7 +119,7 @@ class LeakDetector:
 
 @dataclass
 class _Window:
-    """The newest samples; of each two the smaller one goes to the next window."""
+    """The newest samples of one window length."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
@@ -139,7 +139,7 @@ class _Window:
 
 
 def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
-    """The verdicts on a process and on its device, once where they are the same."""
+    """Return the verdicts on process and device as text, once if they are the same."""
     texts = {name: detector.describe() for name, detector in detectors.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -147,7 +147,7 @@ def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
 
 
 def judge(window: Sequence[Sample], least: int) -> Trend:
-    """The trend of a window, oldest sample first."""
+    """Return the trend of a window, oldest sample first; `least` as in LeakDetector."""
     samples = list(window)
     blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
     floors = [min(block, key=lambda s: s[1]) for block in blocks]
@@ -157,7 +157,7 @@ def judge(window: Sequence[Sample], least: int) -> Trend:
 
 
 def _sen(points: list[Sample]) -> tuple[float, float, float]:
-    """The median of all pairs' slopes, and Sen's interval by ranks."""
+    """Return the median slope of all pairs of points, and Sen's interval by ranks."""
     slopes = sorted((b - a) / (t - s) for (s, a), (t, b) in combinations(points, 2) if t > s)
     count, pairs = len(points), len(slopes)
     if not pairs:
@@ -168,7 +168,7 @@ def _sen(points: list[Sample]) -> tuple[float, float, float]:
 
 
 def _is_steady(points: list[Sample], low: float, least: int) -> bool:
-    """Whether memory grew enough, surely, in no single jump and without slowing down."""
+    """Return whether memory grew enough and significantly, not in one jump nor slowing down."""
     values = [size for _, size in points]
     grown = values[-1] - values[0]
     if grown < max(least, SHARE * values[-1]) or low <= LEAST_SLOPE:

@@ -1,8 +1,7 @@
-"""How much memory there is, and how much was held at most; everything in bytes.
+"""Available, used and peak memory, in bytes.
 
-Process numbers are of this process alone: loader workers are not in them. They read one small
-file or make one system call, so they are cheap enough for each report (psutil on each step made
-a tiny training step 1.16 times as long).
+Values of the process exclude loader workers. They take one small file or one system call, cheap
+enough for each report (psutil on each step made a tiny training step 1.16 times as long).
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def process_bytes() -> int:
-    """Resident memory of this process now; 4 µs."""
+    """Return the resident memory of this process; 4 µs."""
     return _pages()[0]
 
 
 def anonymous_bytes() -> int:
-    """The part of `process_bytes` that is no file's: what could leak; 4 µs."""
+    """Return the part of `process_bytes` without file pages, which could leak; 4 µs."""
     resident, shared = _pages()
     return resident - shared
 
 
 def _pages() -> tuple[int, int]:
-    """Resident bytes, and those of files, which only Linux tells apart."""
+    """Return resident bytes, and those of file pages (0 except on Linux)."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             _, resident, shared, *_ = file.read().split()
@@ -49,7 +48,7 @@ def _pages() -> tuple[int, int]:
 
 
 def status_bytes(field: str) -> int | None:
-    """A size from /proc/self/status; None where there is none."""
+    """Return a size of /proc/self/status in bytes, or None if it is missing."""
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
             _, mark, rest = file.read().partition(field.encode() + b":")
@@ -60,31 +59,31 @@ def status_bytes(field: str) -> int | None:
 
 # -- peaks ------------------------------------------------------------------------------------
 #
-# The kernel keeps one high-water mark for the whole process, as CUDA does for a device. It is read
-# and restarted whenever a stretch begins, and what it said goes to all stretches that are open.
+# The kernel keeps one high-water mark per process, as CUDA does per device. When a measurement
+# begins, the mark is read for all measurements in progress, and then reset.
 
-_earlier: dict[str, int] = {}  # peaks of the process ("") and of devices before the last restart
+_earlier: dict[str, int] = {}  # peaks of the process ("") and of devices before the last reset
 _open: list[MemoryPeak] = []
 _lock = threading.RLock()
 
 
 def peak_process_bytes() -> int:
-    """Most resident memory of this process since it started or since `reset_peak`; 6 µs."""
+    """Return the peak resident memory of this process since its start or `reset_peak`; 6 µs."""
     return max(process_mark(), _earlier.get("", 0))
 
 
 def peak_device_bytes(device: Device) -> int:
-    """Most memory that tensors held on the accelerator; 0 on a CPU. No wait for the device.
+    """Return the peak memory of tensors on the accelerator, without a host sync; 0 on a CPU.
 
-    MPS keeps no peak: what Metal has handed out so far, which shrinks only on request.
+    MPS has no peak: it is the memory allocated by Metal, which shrinks only on request.
     """
     return max(device_mark(device), _earlier.get(str(device.torch), 0))
 
 
 def process_mark() -> int:
-    """The kernel's high-water mark since it was restarted; 6 µs.
+    """Return the kernel's high-water mark since its reset; 6 µs.
 
-    On Linux VmHWM: `getrusage` there hands a process the peak of the one that started it.
+    On Linux it is VmHWM: `getrusage` there includes the peak of the parent process.
     """
     mark = status_bytes("VmHWM")
     if mark is not None:
@@ -94,14 +93,14 @@ def process_mark() -> int:
 
 
 def device_mark(device: Device) -> int:
-    """The allocator's high-water mark since it was restarted."""
+    """Return the allocator's high-water mark since its reset."""
     if device.kind == "cuda":
         return torch.cuda.max_memory_allocated(device.torch)
     return torch.mps.driver_allocated_memory() if device.kind == "mps" else 0
 
 
 def reset_peak(device: Device | None = None) -> bool:
-    """Restart the peaks from what is held now; False where the kernel keeps the process's."""
+    """Reset the peaks to current use; False if the process's mark cannot be reset."""
     _earlier.pop("", None)
     if device is not None and device.kind == "cuda":
         _earlier.pop(str(device.torch), None)
@@ -115,17 +114,17 @@ def reset_peak(device: Device | None = None) -> bool:
 
 @dataclass(eq=False)
 class MemoryPeak:
-    """The most that was held in a stretch of work, in bytes; complete once that is over."""
+    """Peak memory during a measurement, in bytes; complete once `peak` is left."""
 
     device: Device | None
     process: int = 0
     on_device: int = 0
-    process_before: int = 0  # held when it began
+    process_before: int = 0  # in use at the beginning
     on_device_before: int = 0
-    exact: bool = True  # by the kernel's mark; else by what is held at both ends
+    exact: bool = True  # by the kernel's mark; else by the use at both ends
 
     def read(self) -> None:
-        """Take over the marks."""
+        """Update the peaks from the current marks."""
         self.process = max(self.process, process_mark() if self.exact else process_bytes())
         if self.device is not None:
             self.on_device = max(self.on_device, device_mark(self.device))
@@ -133,10 +132,10 @@ class MemoryPeak:
 
 @contextmanager
 def peak(device: Device | None = None) -> Iterator[MemoryPeak]:
-    """The most memory that the process, and `device`, hold meanwhile; 40 µs in all.
+    """Measure the peak memory of the process, and of `device`, while entered; 40 µs in all.
 
-    Stretches may nest, and overlap in threads; what other threads hold counts too. Where the
-    kernel's mark cannot be restarted (not on Linux, or in some sandboxes) only both ends are read.
+    Measurements may nest and overlap in threads, and include the memory of all threads. Where the
+    kernel's mark cannot be reset (not Linux, some sandboxes), only both ends are read.
     """
     stretch = MemoryPeak(device)
     with _lock:
@@ -168,15 +167,15 @@ def _restart_marks(device: Device | None) -> bool:
 
 
 def available_bytes() -> int:
-    """Bytes that can still be allocated: of the machine, the container, `ulimit -v`; 150 µs."""
+    """Return the bytes left on the machine, in the container and under `ulimit`; 150 µs."""
     lefts = (int(psutil.virtual_memory().available), cgroup.memory_left(), limit_left())
     return min(left for left in lefts if left is not None)
 
 
 def limit_left() -> int | None:
-    """Address space until this process's own limits (RLIMIT_AS, RLIMIT_DATA); None without any.
+    """Return the bytes left under this process's RLIMIT_AS and RLIMIT_DATA; None without any.
 
-    An allocation beyond them fails, where one beyond a container's limit ends the process.
+    An allocation beyond them fails, while one beyond a container's limit kills the process.
     """
     lefts = []
     for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
@@ -188,7 +187,7 @@ def limit_left() -> int | None:
 
 
 def room(device: Device) -> int:
-    """Bytes that can still be allocated where the model is."""
+    """Return the bytes that can still be allocated on the device."""
     share = device.memory_fraction or 1.0
     if device.kind == "cuda":
         free, total = torch.cuda.mem_get_info(device.torch)
@@ -201,7 +200,7 @@ def room(device: Device) -> int:
 
 
 def used_share(device: Device) -> float:
-    """Share of its memory that this process holds, 0 to 1: reserved on the device, or its own."""
+    """Return the share of memory, 0 to 1, that this process reserves on the device or in RAM."""
     share = device.memory_fraction or 1.0
     if device.kind == "cuda":
         return torch.cuda.memory_reserved(device.torch) / (device.memory_bytes * share)
@@ -215,7 +214,7 @@ def used_share(device: Device) -> float:
 
 
 def clean(device: Device) -> None:
-    """Give back what is not needed: garbage, cached blocks of the device, freed heap; 50 ms."""
+    """Collect garbage, and release cached device memory and the freed heap; 50 ms."""
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.empty_cache()
@@ -226,7 +225,7 @@ def clean(device: Device) -> None:
 
 
 def shared_memory_bytes() -> int | None:
-    """Free space in /dev/shm, through which loader workers hand over batches; None without one."""
+    """Return the free bytes in /dev/shm, by which loader workers send batches; None without it."""
     try:
         disk = os.statvfs("/dev/shm")  # noqa: S108  # read, never written
     except OSError:

@@ -1,4 +1,4 @@
-"""The process's cores and priority, and how busy its cores are; imported only where asked for."""
+"""Affinity and priority of the process, and the load of its cores; imported only if used."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runner.errors import ConfigError
 
 
 def set_affinity(cores: list[int], scope: ExitStack) -> None:
-    """Run on these cores only, every thread of the process and those it starts later."""
+    """Restrict all threads, and threads started later, to these cores; ConfigError if unusable."""
     if sys.platform != "linux":
         raise ConfigError("device.affinity", f"{sys.platform} has no affinity", "leave it out")
     allowed = os.sched_getaffinity(0)
-    absent = sorted(set(cores) - allowed)  # the kernel would drop them without a word
+    absent = sorted(set(cores) - allowed)  # the kernel would ignore them silently
     if not cores or absent:
         problem = f"this process cannot use core {absent[0]}" if absent else "names no core"
         raise ConfigError("device.affinity", problem, f"choose from {sorted(allowed)}")
@@ -27,7 +27,7 @@ def set_affinity(cores: list[int], scope: ExitStack) -> None:
 
 
 def set_priority(niceness: int, scope: ExitStack) -> None:
-    """Set the niceness of every thread; below the present one it needs a privilege."""
+    """Set the niceness of every thread; ConfigError if lowering it lacks the privilege."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
 
     def set_all(value: int) -> None:
@@ -43,14 +43,14 @@ def set_priority(niceness: int, scope: ExitStack) -> None:
 
 
 def _restore_priority(set_all: Callable[[int], None], before: int) -> None:
-    with suppress(PermissionError):  # anyone may become nicer, few may take it back
+    with suppress(PermissionError):  # lowering the niceness needs a privilege
         set_all(before)
 
 
 def busy_cores(seconds: float = 0.2) -> float:
-    """Cores' worth of time that other processes take on the cores this one may use; 0 if unknown.
+    """Return the load of other processes on this one's cores, in cores; 0 if unknown.
 
-    Waits so long and compares. A process with a niceness gives way to us and does not count.
+    Sleeps to measure it. Processes of positive niceness give way and are not counted.
     """
     if sys.platform != "linux":
         return 0.0
@@ -61,17 +61,17 @@ def busy_cores(seconds: float = 0.2) -> float:
 
 
 def free_threads(wanted: int, busy: float) -> int:
-    """So many threads as there are cores without a neighbour: `wanted` at most, half at least.
+    """Return the number of threads for cores that are not `busy`, from half `wanted` to `wanted`.
 
-    Operators wait for the slowest thread, which shares its core with a neighbour. Half, since
-    neighbours come and go and a run keeps its threads.
+    Operators wait for their slowest thread, which is one that shares its core. At least half, as
+    other processes come and go and a run keeps its threads.
     """
     cores = len(allowed_cores() or ()) or usable_cores()
     return max((wanted + 1) // 2, min(wanted, round(cores - busy)))
 
 
 def _core_seconds() -> float:
-    """Seconds for which this process's cores have been busy, nice work left out: /proc/stat."""
+    """Return busy seconds of this process's cores, without niced processes, by /proc/stat."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
@@ -86,7 +86,7 @@ def _core_seconds() -> float:
 
 
 def _each_thread(act: Callable[[int], None]) -> None:
-    """Linux keeps affinity and niceness for each thread."""
+    """Call `act` with each thread's id, as Linux has affinity and niceness per thread."""
     folder = Path("/proc/self/task")
     for thread in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else [0]:
         with suppress(ProcessLookupError):  # it ended meanwhile

@@ -1,4 +1,4 @@
-"""What the machine has left, and what it is doing: memory that may be had, swap, disk, CPU, GPU."""
+"""Free resources and load of the machine: memory, swap, disk, CPU and GPU."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Room:
 
     limit: int
     left: int
-    name: str  # "this machine's memory" and the like
-    own: bool = False  # a limit of this process: allocations beyond it fail, and nothing is killed
+    name: str  # such as "this machine's memory"
+    own: bool = False  # of this process: allocations beyond it fail, and nothing is killed
 
     @property
     def used_share(self) -> float:
-        """Share that is taken, 0 to 1, by all processes."""
+        """Share used by all processes, 0 to 1."""
         return 1 - self.left / self.limit
 
 
 def room() -> Room:
-    """The limit that is nearest, of the machine, the container and `ulimit`; 300 µs.
+    """Return the limit with the largest used share: machine, container or `ulimit`; 300 µs.
 
-    Free swap counts as left, since the kernel ends no process before it is full; so does file
-    cache that can be dropped.
+    Free swap counts as left, since the kernel kills no process before it is full, and so does
+    file cache that can be dropped.
     """
     ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     limits = [Room(ram.total + swap.total, ram.available + swap.free, "this machine's memory")]
@@ -56,12 +56,12 @@ def room() -> Room:
 
 
 def swap_bytes() -> int:
-    """Swap in use, by all processes."""
+    """Return the swap used by all processes."""
     return int(psutil.swap_memory().used)
 
 
 def gpu_readings(device: Device) -> dict[str, float]:
-    """What NVML tells of the GPU, through torch; nothing without the extra `gpu` (pynvml)."""
+    """Return NVML's readings of the GPU by name; empty without the extra `gpu` (pynvml)."""
     questions: dict[str, Callable[[torch.device], float]] = {
         "gpu_percent": torch.cuda.utilization,
         "gpu_gib": lambda where: torch.cuda.device_memory_used(where) / GIB,
@@ -71,24 +71,24 @@ def gpu_readings(device: Device) -> dict[str, float]:
     }
     answers = {}
     for name, ask in questions.items() if device.kind == "cuda" else ():
-        with suppress(Exception):  # a GPU, or a slice of one, need not tell; NVML may be missing
+        with suppress(Exception):  # a GPU or MIG slice may lack a reading; NVML may be missing
             answers[name] = float(ask(device.torch))
     return answers
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The machine at one time."""
+    """One reading of the machine."""
 
     at: float  # time.monotonic()
-    cpu_percent: float  # of all cores, since the reading before
+    cpu_percent: float  # of all cores, since the last reading
     ram_percent: float
     swap_bytes: int
     disk_free_bytes: int | None
     gpu: dict[str, float]
 
     def row(self) -> dict[str, float]:
-        """Names and values for TensorBoard's `usage`; swap where there is any in use."""
+        """Return values by name for TensorBoard's `usage`; swap only if in use."""
         values = {"cpu_percent": self.cpu_percent, "ram_percent": self.ram_percent}
         if self.disk_free_bytes is not None:
             values["disk_free_gib"] = self.disk_free_bytes / GIB
@@ -98,10 +98,9 @@ class Reading:
 
 
 class Machine:
-    """Readings of the machine, at most one in `every_s` seconds, for all who ask.
+    """Shared readings of the machine, at most one per `every_s` seconds.
 
-    `folder` is on the disk that counts. A reading takes a quarter of a millisecond, and as much
-    again where there is a GPU.
+    `folder` is on the disk to monitor. A reading takes 0.25 ms, and twice that with a GPU.
     """
 
     def __init__(
@@ -112,16 +111,16 @@ class Machine:
         self.reading: Reading | None = None
 
     def open(self, device: Device) -> None:
-        """Begin to count the CPU's time. Raises ConfigError where a GPU's state cannot be had."""
+        """Start measuring CPU load. Raises ConfigError if `gpu` is on and has no readings."""
         if self.gpu and not gpu_readings(device):
             problem = f"a {device.kind} device has no NVML, or it does not answer"
             raise ConfigError(GPU_KEY, problem, f"pip install nvidia-ml-py, or set {GPU_KEY}=null")
         if self.device is None:
-            psutil.cpu_percent(None)  # the first answer is about the time since this one
+            psutil.cpu_percent(None)  # the next call measures the time since this one
         self.device = device
 
     def sample(self) -> Reading:
-        """The newest reading; made now, if the last one is older than `every_s`."""
+        """Return the last reading, or a new one if that is older than `every_s`."""
         now = time.monotonic()
         if self.reading is None or now - self.reading.at >= self.every_s:
             self.reading = Reading(
@@ -136,7 +135,7 @@ class Machine:
 
 
 def _disk_free(folder: Path | None) -> int | None:
-    """Bytes that may still be written where `folder` is (None: here); None if it does not tell."""
+    """Return the free bytes on the disk of `folder` (None: current folder); None on errors."""
     try:
         disk = os.statvfs(folder or ".")
     except OSError as error:
