@@ -1,9 +1,9 @@
-"""The contents of a capture's folder, and which folder is meant. No torch at import.
+"""The layout of a capture's folder, and the search for one. Does not import torch.
 
 debug/captures/step_00000123/
     manifest.json      kind of fault, the run's config, sha256 of the files beside it
-    state.pt           batch, indices of its samples, numbers, random state, optimizer state
-    model.safetensors  weights and buffers; not where only a checkpoint leads to them
+    state.pt           batch, indices of its samples, loss, random state, optimizer state
+    model.safetensors  weights and buffers; absent if they follow from the checkpoint
     checkpoint/        hard links to the last checkpoint before the step
 """
 
@@ -22,22 +22,22 @@ from runner.record.text import dataclass_from_json
 from runner.security.sealed import read_sealed, sealed
 
 FOLDER = "debug/captures"
-CHECKPOINT = "checkpoint"  # the folder of the linked one
+CHECKPOINT = "checkpoint"  # folder with the hard links
 STEP = re.compile(r"step_\d{8,}", re.ASCII)
 FORMAT = 1
 
 
 class CapturedWeights(Enum):
-    """Which weights, buffers and optimizer state model.safetensors and state.pt hold."""
+    """Which step's weights, buffers and optimizer state a capture contains."""
 
-    then = "then"  # those of the step: nothing was updated since
-    again = "again"  # none: the linked checkpoint and some steps lead to them
-    later = "later"  # those of some steps later, without a checkpoint before the step
+    then = "then"  # of the step itself: nothing was updated since
+    again = "again"  # none: they are recomputed from the linked checkpoint
+    later = "later"  # of a later step, as there was no checkpoint before this one
 
 
 @dataclass(frozen=True)
 class CaptureManifest:
-    """Written last: a folder without it is no capture."""
+    """The manifest of a capture, written last: a folder without it is no capture."""
 
     step: int  # 1 is the first
     kind: str  # as in debug/history.json
@@ -49,24 +49,24 @@ class CaptureManifest:
     threads: int
     device: dict[str, Any]
     versions: dict[str, str]
-    loss: str  # in words, for people; the number is in state.pt
+    loss: str  # as text; the number is in state.pt
     grad_norm: str
-    checkpoint: int | None = None  # step of the linked one
+    checkpoint: int | None = None  # step of the linked checkpoint
     seed: int = 0
     config_hash: str = ""
-    # all of it, as it was composed, but for `security.trusted`
+    # the composed config as `runner.config.plain` returns it
     config: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, Any] = field(default_factory=dict)  # made automatically
     files: dict[str, FileDigest] = field(default_factory=dict)
     format: int = FORMAT
 
     def write(self, file: HashedFile) -> None:
-        """Write it with its own digest, so that no flipped bit goes unseen."""
+        """Write the manifest with its digest, so that any flipped bit is detected."""
         file.write(sealed({**asdict(self), "weights": self.weights.value}))
 
 
 def read_manifest(folder: Path) -> CaptureManifest:
-    """The manifest of a capture; CheckpointError where it is damaged or forged."""
+    """Return the manifest of a capture; CheckpointError if it is damaged or forged."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:  # a value of another type must not become text elsewhere
@@ -83,15 +83,15 @@ def read_manifest(folder: Path) -> CaptureManifest:
 
 
 def captures(run: Path) -> list[Path]:
-    """The captures in a run's folder, the first step's first."""
+    """Return the capture folders of a run, by step."""
     folders = (run / FOLDER).glob("step_*")
     return sorted(p for p in folders if STEP.fullmatch(p.name) and (p / NAME).is_file())
 
 
 def find(path: Path) -> Path:
-    """The capture that `path` is, or the first of the run that it is.
+    """Return the capture folder at `path`, or the first capture of the run at `path`.
 
-    Raises CheckpointError for a path that does not exist, UsageError for one of another kind.
+    Raises CheckpointError if the path does not exist, UsageError if it is neither.
     """
     if not path.exists():
         raise CheckpointError(f"replay.path: there is no folder {path} (looked from {Path.cwd()})")

@@ -1,4 +1,4 @@
-"""A capture opened again: every byte of it verified before it is used."""
+"""Reading of captures: every file is verified before it is used."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from runner.security.files.policy import FilePolicy
 
 @dataclass(frozen=True)
 class Capture:
-    """A bad step, as far as it was written down; tensors are on the CPU."""
+    """The recorded state of a bad step; tensors are on the CPU."""
 
     path: Path
     manifest: CaptureManifest
-    batch: Batch  # before it is placed: contiguous
+    batch: Batch  # contiguous, as before placement
     samples: list[int]  # indices in the data set
-    loss: float | None  # as the run recorded them; None where it ended in an exception
+    loss: float | None  # as reported; None: not reported, such as after an exception
     grad_norm: float | None  # before clipping
-    model: Mapping[str, Any] | None  # state_dict; None where only the checkpoint leads to it
-    buffers: Mapping[str, Tensor]  # those that are in no state_dict
-    update: Mapping[str, Any] | None  # state of `runner.optim.optimizer_step.Update`
+    model: Mapping[str, Any] | None  # state_dict; None: it follows from the checkpoint
+    buffers: Mapping[str, Tensor]  # non-persistent ones
+    update: Mapping[str, Any] | None  # state of `runner.optim.optimizer_step.OptimizerStep`
     random: Mapping[str, Any]  # of torch, python and numpy
-    random_then: bool  # it is that of the step: nothing drew from python's or numpy's
-    progress: Mapping[str, Any]  # of the run when it was captured
-    remedy: int  # step after which something was last done about a fault, before this was captured
-    skipped: list[int]  # steps between the checkpoint and this one that were not made
-    policy: FilePolicy | None = None  # for its checkpoint, where it is of another run tree
+    random_then: bool  # valid for the step: nothing drew from python's or numpy's
+    progress: Mapping[str, Any]  # of the run at the time of the capture
+    remedy: int  # step of the last remedy before this capture
+    skipped: list[int]  # steps without an update between the checkpoint and this one
+    policy: FilePolicy | None = None  # for reading its checkpoint from another run tree
 
     @property
     def step(self) -> int:
-        """1 is the first."""
+        """Number of the captured step; 1 is the first."""
         return self.manifest.step
 
     @property
     def as_it_was(self) -> bool:
-        """Whether what the step began with is in the capture itself."""
+        """Whether the capture contains the state at the start of the step."""
         return self.manifest.weights is CapturedWeights.then and self.random_then
 
     def checkpoint(self) -> Restored:
-        """The linked checkpoint, verified; CheckpointError where it is missing or not good."""
+        """Return the linked checkpoint, verified; CheckpointError if missing or damaged."""
         restored = checkpoints.load(self.path / CHECKPOINT, self.policy, check_state)
         if restored.step != self.manifest.checkpoint:
             raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
@@ -58,13 +58,13 @@ class Capture:
 
 
 def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
-    """The capture in that folder (see `runner.captures.manifest.find`).
+    """Read the capture in a folder (see `runner.captures.manifest.find`).
 
-    With a policy, one from outside this run tree is looked at as a foreign one first. Raises
-    CheckpointError naming the file that is damaged or missing, and SecurityError for one that
-    holds more than plain data, or whose digests are unknown under security=strict.
+    With a policy, a capture from outside this run tree is scanned first. Raises CheckpointError
+    naming a damaged or missing file, and SecurityError for files with more than plain data, or of
+    unknown digests under security=strict.
     """
-    # what reads foreign files is only imported where one is read
+    # a lazy import: most runs read no foreign files
     from runner.security.files.loader import admit_folder, read_state, read_tensors
 
     admitted = None if policy is None else admit_folder(path, policy)
@@ -90,7 +90,7 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
 
 
 def _has_plain_numbers(state: Mapping[str, Any]) -> bool:
-    """Whether what must be a number is one."""
+    """Return whether steps, indices, loss and grad_norm are plain numbers."""
     counts = [state["remedy"], *state["samples"], *state["skipped"]]
     numbers = [n for n in (state["loss"], state["grad_norm"]) if n is not None]
     return all(type(n) is int for n in counts) and all(type(n) in (float, int) for n in numbers)

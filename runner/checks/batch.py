@@ -1,7 +1,7 @@
-"""The checks of a batch: its form, and the least and largest value of each tensor.
+"""Checks of a batch: its form, and the minimum and maximum of each tensor.
 
-The reduction runs on the batch's own device. `veto` decides there, without a host sync; only
-`findings` needs the numbers on the host.
+The reduction runs on the batch's device. `veto` stays there, without a host sync; only `findings`
+needs the values on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 VETOES = (CheckPolicy.skip, CheckPolicy.stop)  # policies under which no update is made
 FORM = "form"
 LARGEST = torch.finfo(torch.float64).max
-PRESCAN_VALUES, PRESCAN_PART = 1 << 24, 1 << 22  # data in memory that are scanned at once: 0.02 s
+PRESCAN_VALUES, PRESCAN_PART = 1 << 24, 1 << 22  # most values in all (0.02 s) and per chunk
 CHECKED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -47,7 +47,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Limit:
-    """The valid range of one tensor, and the check that holds it."""
+    """The valid range of one tensor, and the check that it belongs to."""
 
     check: str
     leaf: str
@@ -55,13 +55,13 @@ class Limit:
     high: float = math.inf
 
     def holds(self, low: Any, high: Any) -> Any:
-        """Whether these least and largest values, floats or 0-d tensors, lie within."""
+        """Return whether a minimum and maximum, floats or 0-d tensors, satisfy the limit."""
         if self.check == "constant":
             return low != high
         return (low >= self.low) & (high <= self.high)  # NaN fails
 
     def message(self, low: float, high: float) -> str:
-        """The finding, for the least and largest value."""
+        """Return the message for a minimum and maximum that violate the limit."""
         if self.check == "not_finite":
             return f"{self.leaf}: has values that are NaN or infinite"
         if self.check == "constant":
@@ -75,15 +75,15 @@ class Limit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a batch."""
+    """A fault of a batch."""
 
     check: str
     message: str
-    bad: Tensor | None = None  # one flag a sample; None: the batch as a whole
+    bad: Tensor | None = None  # bool [samples]; None: the whole batch
 
 
 class BatchChecks:
-    """Checks batches; the form of the first one is required of all later ones."""
+    """Checks of batches; later batches must have the form of the first."""
 
     def __init__(self, config: InputsConfig, spec: DataSpec) -> None:
         self.config, self.spec = config, spec
@@ -92,12 +92,12 @@ class BatchChecks:
         self.unchecked: set[str] = set()  # tensors that are not dense, each named once
 
     def policy(self, check: str) -> CheckPolicy:
-        """The action that the config names for a finding of this check."""
+        """Return the configured policy of a check."""
         policy: CheckPolicy = getattr(self.config, check)
         return policy
 
     def tensors(self, batch: Batch) -> Tensors:
-        """The tensors that are checked; no value is read."""
+        """Return the dense, non-empty tensors of a batch by name, without reading values."""
         tensors: Tensors = {}
         for part, name in zip(batch, ("inputs", "target"), strict=True):
             for leaf, tensor in named_leaves(part, name):
@@ -113,7 +113,7 @@ class BatchChecks:
         return tensors
 
     def form_finding(self, tensors: Tensors) -> Finding | None:
-        """A dtype, name or shape that differs from the first batch's."""
+        """Return a finding if a name, dtype or shape differs from the first batch's, else None."""
         if self.config.form is CheckPolicy.off:
             return None
         form = {name: (t.dtype, tuple(t.shape[1:])) for name, t in tensors.items()}
@@ -133,7 +133,7 @@ class BatchChecks:
     def _fits(
         self, name: str, usual: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> bool:
-        """Lengths may vary; dimensions, features and channels may not."""
+        """Return whether a shape matches; lengths may vary, dimensions, features, channels not."""
         if usual == shape or len(usual) != len(shape):
             return usual == shape
         if not dtype.is_floating_point and not dtype.is_complex:
@@ -143,7 +143,7 @@ class BatchChecks:
         return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
 
     def limits(self, tensors: Tensors) -> list[Limit]:
-        """The limits of each tensor under a policy that is not off."""
+        """Return the limits of each tensor, except of checks that are off."""
         main, limits = _main_leaf(tensors), list[Limit]()
         low, high = self.config.schema.low, self.config.schema.high
         bounds = (-math.inf if low is None else low), (math.inf if high is None else high)
@@ -164,12 +164,12 @@ class BatchChecks:
         return [limit for limit in limits if self.policy(limit.check) is not CheckPolicy.off]
 
     def _index_count(self, leaf: str, main: str) -> int | None:
-        """The number of classes or tokens, of labels and of token ids."""
+        """Return the number of classes for labels, of tokens for token ids, if known; else None."""
         return self.classes if leaf == "target" else self.spec.vocab if leaf == main else None
 
     @torch.no_grad()
     def measure(self, tensors: Tensors, limits: Sequence[Limit]) -> Tensor:
-        """[limits, 2] least and largest values, on the batch's device. No host sync."""
+        """Return [limits, 2] minima and maxima, on the batch's device, without a host sync."""
         rows: dict[str, Tensor] = {}
         for name in dict.fromkeys(limit.leaf for limit in limits):
             tensor = _as_real(tensors[name])
@@ -182,7 +182,7 @@ class BatchChecks:
     def findings(
         self, limits: Sequence[Limit], values: Sequence[Sequence[float]], tensors: Tensors
     ) -> list[Finding]:
-        """The limits that the measured values cross, with the samples where tensors are given."""
+        """Return a finding per violated limit, with the bad samples if its tensor is given."""
         return [
             Finding(limit.check, limit.message(low, high), self._bad_samples(tensors, limit))
             for limit, (low, high) in zip(limits, values, strict=True)
@@ -204,13 +204,13 @@ class BatchChecks:
         return bad
 
     def veto(self, limits: Sequence[Limit], values: Tensor) -> Tensor | None:
-        """0-d 1.0 where a vetoing limit is crossed, else 0.0; None: none vetoes. No host sync."""
+        """Return 0-d 1.0 if a vetoing limit is violated, else 0.0; None without any. No sync."""
         pairs = zip(limits, values.unbind(), strict=True)
         sound = [x.holds(*row.unbind()) for x, row in pairs if self.policy(x.check) in VETOES]
         return 1.0 - torch.stack(sound).all().float() if sound else None
 
     def make_harmless(self, batch: Batch) -> Batch:
-        """The batch with labels and tokens outside their range set to 0; nothing is read."""
+        """Return the batch with labels and tokens outside their range set to 0; no host sync."""
         tensors = self.tensors(batch)
         main, harmless = _main_leaf(tensors), dict[int, Tensor]()
         for leaf in ("target", main):
@@ -223,7 +223,7 @@ class BatchChecks:
 
 
 class Prescan:
-    """One pass over data in memory, after which no batch of sound data needs a check of its own."""
+    """One pass over in-memory data, so that batches of clean data need no checks."""
 
     def __init__(self, inputs: Tensor, target: Tensor, rows: np.ndarray, batch_size: int) -> None:
         self.inputs, self.target, self.rows = inputs, target, torch.from_numpy(rows)
@@ -232,7 +232,7 @@ class Prescan:
         self.clean = False
 
     def is_clean(self, checks: BatchChecks) -> bool:
-        """Whether no batch can have a finding, until a value is written into the data."""
+        """Return whether no batch can have a finding; False once the data were written to."""
         versions = (self.inputs._version, self.target._version)
         if self.versions is None:
             self.versions, self.clean = versions, self._scan(checks)
@@ -252,7 +252,7 @@ class Prescan:
 
 
 def find(checks: BatchChecks, tensors: Tensors) -> list[Finding]:
-    """All findings about a batch; the host waits for its device."""
+    """Return all findings about a batch; takes host syncs."""
     form, limits = checks.form_finding(tensors), checks.limits(tensors)
     findings = [form] if form else []
     if limits:
@@ -261,11 +261,11 @@ def find(checks: BatchChecks, tensors: Tensors) -> list[Finding]:
 
 
 def _main_leaf(names: Iterable[str]) -> str:
-    """The model's first input: `input_ids` where there is one."""
+    """Return the name of the model's main input: `input_ids` if present, else the first."""
     inputs = [name for name in names if name.startswith("inputs")]
     return "inputs.input_ids" if "inputs.input_ids" in inputs else next(iter(inputs), "")
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, [..., 2]; others as they are."""
+    """Return a complex tensor as real, [..., 2], any other unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""A model's weights and buffers: `check_model`, and the hook by which a run calls it."""
+"""Checks of a model's weights and buffers: `check_model`, and the hook that calls it in a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORST = 5  # reasons that a summary holds; all are in the report and the history
 
 @dataclass
 class ModelReport:
-    """The findings about a model, the worst first; `print` shows it. None of them ends a run."""
+    """The findings about a model, worst first, printable; they never end a run."""
 
     reasons: list[Reason] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -34,21 +34,21 @@ class ModelReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing worse than a note."""
+        """Whether no finding is worse than a note."""
         return not self.findings
 
     @property
     def findings(self) -> list[Reason]:
-        """All that is worse than a note."""
+        """Findings worse than a note."""
         return [reason for reason in self.reasons if reason.severity > Severity.NOTE]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in plain values."""
+        """Return the report as plain values."""
         reasons = [asdict(r) | {"severity": r.severity.word} for r in self.reasons]
         return {"ok": self.ok, "reasons": reasons, "facts": self.facts}
 
     def compact(self) -> dict[str, Any]:
-        """The part that a run's summary holds."""
+        """Return counts and the worst reasons, for a run's summary."""
         severities = [reason.severity for reason in self.reasons]
         counts = {f"{s.word}s": severities.count(s) for s in reversed(Severity)}
         return {"ok": self.ok, **counts, "worst": self.as_dict()["reasons"][:WORST]}
@@ -61,11 +61,11 @@ class ModelReport:
 
 @torch.no_grad()
 def check_model(model: nn.Module) -> ModelReport:
-    """Faults: NaN and Inf. Warnings: parameters without values. Notes: mixed types of floats.
+    """Check for NaN and Inf (faults), empty parameters (warnings) and mixed float dtypes (notes).
 
-    Tensors without plain memory (meta, lazy, quantized, sharded) are named and passed over, as is
-    -Inf in a buffer, which may be a mask. The host waits for the device once, and again for each
-    tensor that is not finite.
+    Tensors that are meta, lazy, quantized, sharded or sparse are listed, not checked. -Inf in a
+    buffer other than `running_*` is ignored, as it may be a mask. One host sync per device, and
+    more for each non-finite tensor.
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tensors = parameters | buffers
@@ -77,7 +77,7 @@ def check_model(model: nn.Module) -> ModelReport:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values lie in memory as torch's own tensors have them."""
+    """Return whether the tensor is dense with values in memory, and no wrapper subclass."""
     if is_lazy(tensor) or tensor.is_meta or tensor.is_quantized:
         return False
     wrapper: object = tensor
@@ -100,7 +100,7 @@ def _value_reasons(plain: dict[str, Tensor], parameters: dict[str, Any]) -> Iter
 
 
 def _not_finite(name: str, tensor: Tensor) -> Iterator[Reason]:
-    """How many, and where the first is; none where float32 alone could not hold a value."""
+    """Yield a reason with counts and the first index; none if Inf arose only in float32."""
     bad = ~torch.isfinite(tensor)
     nans = int(torch.isnan(tensor).sum())
     counts = ((nans, "NaN"), (int(bad.sum()) - nans, "Inf"))
@@ -130,7 +130,7 @@ class ModelCheck(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Before and after; a run that ends early keeps the findings of before."""
+        """Check before and after training; after an exception the first findings remain."""
         self.check(run, after_training=False)
         yield
         self.check(run, after_training=True)

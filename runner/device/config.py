@@ -22,7 +22,7 @@ def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class DeviceKind(Enum):
-    """Where the run computes; `auto` takes the fastest that is there."""
+    """Kind of device of the run; `auto` is the fastest available."""
 
     auto = "auto"
     cpu = "cpu"

@@ -33,7 +33,7 @@ class Device:
     kind: str  # cpu | cuda | mps
     torch: TorchDevice
     name: str  # of the CPU or GPU
-    reason: str  # what was picked and why
+    reason: str  # why this kind was selected
     capabilities: Capabilities
     memory_bytes: int  # in all; of a CPU, usable by this process
     cores: int  # CPU cores this process may use
@@ -153,7 +153,7 @@ def _why_no_cuda() -> str | None:
     """Return why CUDA (or ROCm, which torch names the same) cannot be used, or None."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built without CUDA"
-    with warnings.catch_warnings(record=True) as caught:  # a driver too old only warns
+    with warnings.catch_warnings(record=True) as caught:  # too old a driver only warns
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return None

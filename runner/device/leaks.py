@@ -10,7 +10,7 @@ from math import sqrt
 from statistics import median
 
 MIB = 2**20
-WARM_UP = 50  # steps, whose samples do not count
+WARM_UP = 50  # first steps, whose samples are ignored
 WINDOW, QUARTER = 32, 8  # samples
 NEEDED = WINDOW + QUARTER  # samples for a window and the cleaning that confirms it
 BLOCK = 4  # samples per block; the smallest one counts
@@ -26,7 +26,7 @@ Sample = tuple[int, int]  # step and bytes
 
 @dataclass(frozen=True)
 class Trend:
-    """The slope of a window of samples, in bytes a step, with a 99 % interval."""
+    """The slope of a window of samples in bytes per step, with a 99 % interval."""
 
     leaking: bool
     slope: float
@@ -53,7 +53,7 @@ class LeakDetector:
         self.windows: list[_Window] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
-        self.leaking = False  # a leak was confirmed
+        self.leaking = False  # whether a leak was confirmed
         self._suspicious: list[_Window] = []
 
     @property

@@ -62,7 +62,7 @@ def status_bytes(field: str) -> int | None:
 # The kernel keeps one high-water mark per process, as CUDA does per device. It is read and reset
 # whenever a `peak` context begins, and its value is added to all open contexts.
 
-_earlier: dict[str, int] = {}  # peaks of the process ("") and of devices before the last restart
+_earlier: dict[str, int] = {}  # peaks of the process ("") and of devices before the last reset
 _open: list[MemoryPeak] = []
 _lock = threading.RLock()
 

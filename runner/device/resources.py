@@ -81,7 +81,7 @@ class Reading:
     """Readings of the machine at one time."""
 
     at: float  # time.monotonic()
-    cpu_percent: float  # of all cores, since the reading before
+    cpu_percent: float  # of all cores, since the last reading
     ram_percent: float
     swap_bytes: int
     disk_free_bytes: int | None

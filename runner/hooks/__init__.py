@@ -1,1 +1,1 @@
-"""What watches a run: the record and the display."""
+"""Hooks of a run: record, display, resources, limits and sinks."""

@@ -1,4 +1,4 @@
-"""`security.limits`: a run that reaches a limit is saved and ends."""
+"""`security.limits`: save and end a run that reaches a limit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger("runner")
 
 KEY = "security.limits"
 CHECK_S = 1.0  # between two checks of memory, time and the device
-SCAN_S = 5.0  # between two counts of the folder where no checkpoint is written
+SCAN_S = 5.0  # between two counts of the folder without a new checkpoint
 
 
 class Limits(Hook):
-    """Ends the run, with a checkpoint, as soon as a limit is reached; `stopped`, exit code 0.
+    """Saves and ends the run when a limit is reached (status `stopped`, exit code 0).
 
-    0.1 µs a step; once a second 10 µs (0.1 ms for each data worker). The folder's files are counted
-    every five seconds and after each checkpoint, whose writing is waited for. The accelerator's
-    allocator is told its limit, too: beyond it is an out-of-memory error.
+    Costs 0.1 µs a step, and 10 µs a second (0.1 ms per data worker). The folder's size is read
+    every five seconds and after each checkpoint is written. The limit of the accelerator's memory
+    is also set in its allocator, which raises out of memory beyond it.
     """
 
     def __init__(self, config: LimitsConfig) -> None:
@@ -41,7 +41,7 @@ class Limits(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Begin to count, and tell the allocator. Raises ConfigError for a limit exceeded now."""
+        """Set the allocator's limit. Raises ConfigError if memory_mb is exceeded at the start."""
         config = self.config
         if config.disk_mb is not None and run.folder is not None:
             self.before = limits.folder_bytes(run.folder)
@@ -56,7 +56,7 @@ class Limits(Hook):
             yield
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        """Check the limits now and then."""
+        """Check the limits every CHECK_S seconds and after a checkpoint; STOP if one is reached."""
         now = time.monotonic()
         counted = self.config.disk_mb is None or self.saved_step == run.saved_step
         if (now < self.next_check and counted) or step.number >= run.total_steps:
@@ -81,7 +81,7 @@ class Limits(Hook):
         if config.disk_mb is not None and run.folder is not None:
             if now >= self.next_scan or self.saved_step != run.saved_step:
                 self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
-                run.checkpointer.wait()  # a file being written is not counted
+                run.checkpointer.wait()  # so that a file is not counted while it is written
                 yield limits.over_disk(config.disk_mb, run.folder, self.before)
 
 
@@ -92,7 +92,7 @@ def _device_bytes(run: Run) -> int:
 
 
 def _limit_allocator(run: Run, limit_mb: float, scope: ExitStack) -> None:
-    """Let the allocator refuse more than the limit."""
+    """Set the limit in torch's allocator, if it is below the current one, until `scope` closes."""
     where = run.device.torch
     if run.device.kind == "cuda":
         total = torch.cuda.get_device_properties(where).total_memory

@@ -1,4 +1,4 @@
-"""Writes what happens in a run to its record."""
+"""The hook that writes a run's metrics, config and faults to its record."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from runner.training.run import Run
 from runner.training.signals import take_stop_request
 
 log = logging.getLogger("runner")
-DATA = ("path", "validation_path", "test_path")  # keys of what a run reads
+DATA = ("path", "validation_path", "test_path")  # keys of the files that a run reads
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
 HISTORY_S = 1.0  # between two writings of history.json
-MOST_CLASSES = 24  # of the confusion matrix; more could not be read
+MOST_CLASSES = 24  # of a readable confusion matrix
 
 
 class Recording(Hook):
-    """Rows of metrics, the config as text, the confusion matrix, and the history of faults.
+    """Records metrics, the config as text, the confusion matrix, and the history of faults.
 
-    `settings` is the config, flat: `optimizer.lr` and so on. With `empty`, a run without a fault
-    leaves history.json and anomalies.json that say so.
+    `settings` is the config by dotted keys: `optimizer.lr` etc. With `empty`, a run without faults
+    writes an empty history.json and anomalies.json.
     """
 
     monitors = True
@@ -55,7 +55,7 @@ class Recording(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Open with where the run comes from; close with how it ended."""
+        """Record provenance and config at the start, faults and status at the end."""
         self.machine.open(run.device)
         self.row_due = time.monotonic() + SYSTEM_ROW_S
         if run.folder is not None:
@@ -72,7 +72,7 @@ class Recording(Hook):
             self._conclude(run, status)
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
-        """A train row at the stretch's last step; now and then a row on the system."""
+        """Write a train row at the last step, and a system row when due; STOP if requested."""
         now = time.monotonic()
         if now >= self.history_due:
             self.history_due = now + HISTORY_S
@@ -94,7 +94,7 @@ class Recording(Hook):
         return _stop_where_asked(run)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
-        """A row, and when it is the best so far, the confusion matrix."""
+        """Write a validation row, and the confusion matrix if it is the best so far."""
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
         if evaluation.improved and run.recorder.showing:
@@ -117,7 +117,7 @@ class Recording(Hook):
             log.warning("no provenance.json: %s", error)
 
     def _write_system_row(self, run: Run) -> None:
-        """Rates over the steps since the last such row, and what the machine is doing."""
+        """Write rates over the steps since the last system row, memory, and load when due."""
         now = time.monotonic()
         self.row_due = now + SYSTEM_ROW_S
         if self.seconds <= 0:
@@ -154,7 +154,7 @@ class Recording(Hook):
 
 
 def _stop_where_asked(run: Run) -> Verdict | None:
-    """End the run, with a checkpoint, where a file in its folder asks for it."""
+    """Return STOP, and set the reason, if a file in the run's folder requests it; else None."""
     if run.folder is None or (reason := take_stop_request(run.folder)) is None:
         return None
     run.stop_reason = run.stop_reason or reason
@@ -162,13 +162,13 @@ def _stop_where_asked(run: Run) -> Verdict | None:
 
 
 def _mean(values: list[float]) -> float:
-    """Over those that are finite; NaN if none is."""
+    """Return the mean of the finite values; NaN without any."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def _record_confusion(run: Run, evaluation: Evaluation) -> None:
-    """Counts by true and predicted class, as a table in the Text tab."""
+    """Write counts by true and predicted class as a table in the Text tab."""
     counts = evaluation.confusion
     if counts is None or not counts.sum() or len(counts) > MOST_CLASSES:
         return
@@ -180,7 +180,7 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
 
 
 def _row_name(name: str, folder: Path) -> str:
-    """Of the run's row. Rows of one name are merged, so a job of a sweep says of which one."""
+    """Return the name of the run's row, with that of its sweep: rows of equal name are merged."""
     parent = folder.absolute().parent.name
     if parent == name:
         return f"{name}/{folder.name}"
@@ -188,7 +188,7 @@ def _row_name(name: str, folder: Path) -> str:
 
 
 def _metrics(run: Run) -> list[str]:
-    """Tags that become columns of HParams."""
+    """Return the tags that become columns of HParams."""
     best = f"val/best/{run.monitor.removeprefix('val/')}"
     rate = f"usage/{'tokens' if run.objective.unit == 'tokens' else 'samples'}_per_second"
     return list(dict.fromkeys([best, run.monitor, "val/loss", "train/loss", rate]))

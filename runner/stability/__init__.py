@@ -1,1 +1,1 @@
-"""What keeps a bad step from ruining the run."""
+"""Detection of bad steps, and recovery from them."""

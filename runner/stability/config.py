@@ -10,7 +10,7 @@ from runner.errors import ConfigError
 
 
 class Watch(Enum):
-    """The numbers in which spikes are detected."""
+    """The quantities in which spikes are detected."""
 
     loss = "loss"
     grad_norm = "grad_norm"
@@ -18,7 +18,7 @@ class Watch(Enum):
 
 
 class BadStepKind(Enum):
-    """The faults of a step."""
+    """Kinds of bad steps."""
 
     any = "any"  # of those below
     non_finite = "non_finite"  # the loss, or a gradient without a loss scale
@@ -29,7 +29,7 @@ class BadStepKind(Enum):
 
 
 class Action(Enum):
-    """The remedies; the update of a bad step is never made."""
+    """Remedies for a bad step; its update is never applied."""
 
     skip = "skip"  # and nothing else
     lower_lr = "lower_lr"  # times `factor`, for `for_steps` steps

@@ -1,4 +1,4 @@
-"""Classifies the numbers of each step and decides the remedy for a bad one."""
+"""Classification of reported steps, and remedies for bad ones."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ log = logging.getLogger("runner")
 # the kinds that end the run under debug.on_anomaly=raise
 FATAL = (BadStepKind.non_finite, BadStepKind.weights, BadStepKind.buffers)
 NUMERIC = (BadStepKind.non_finite, BadStepKind.overflow)
-PLAIN = ("settled", "forgotten", "streak", "share", "ruined")  # state that is numbers and flags
+PLAIN = ("settled", "forgotten", "streak", "share", "ruined")  # attributes saved unchanged
 NEVER = sys.maxsize
 
 
 class StabilityController:
-    """The host's part in keeping a bad step from ruining the run.
+    """Detects bad steps on the host, and decides and applies remedies.
 
-    The device skips a bad step by itself, spikes too: their limits are written there. The numbers
-    reach the host a stretch at a time, and on an accelerator one stretch late; so that a run goes
-    the same way wherever it is and however often it is resumed, limits made from a stretch hold
-    from the end of the next one.
+    The device itself skips bad steps, including spikes above the limits stored on it. Step values
+    reach the host one report at a time, on an accelerator one report late. Limits computed from a
+    report apply from the end of the next one, so that a run is the same on every device and after
+    every resume.
     """
 
     def __init__(
         self, config: StabilityConfig, update: OptimizerStep, model: nn.Module, raises: bool = False
     ) -> None:
-        """With `raises` the first step that is not finite ends the run."""
+        """With `raises`, the first bad step of a FATAL kind ends the run."""
         self.config, self.update, self.raises, self.model = config, update, raises, model
         self.spikes = Spikes(config.spike, config.guard)
         self.table = RecoveryTable.of(config)
         self.anomalies = Anomalies()
         self.decision: Decision | None = None
-        self.settled = 0  # up to this step, nothing was done after the last remedy
-        self.forgotten = 0  # up to this step, numbers are about weights or data of before
-        self.streak = 0  # first of the bad steps in a row that last until now; 0: there are none
-        self.share = 1.0  # of the learning rate, since the roll-backs
+        self.settled = 0  # step of the last remedy; earlier bad steps need no other
+        self.forgotten = 0  # values up to this step predate a roll-back or an accepted spike
+        self.streak = 0  # first of the latest consecutive bad steps; 0: none
+        self.share = 1.0  # factor of the learning rate from roll-backs
         self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
-        self.ruined = False  # whether the weights are not finite since a bad step
+        self.ruined = False  # the weights became non-finite
         self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
-        self.due = NEVER  # the step after which `apply_limits` has something to do
-        # buffers that are not finite by design, such as masks, say nothing of a checkpoint
+        self.due = NEVER  # the next step after which `apply_limits` must be called
+        # buffers that are non-finite by design, such as masks, do not make a checkpoint bad
         self.odd_at_first = {n for n, buffer in model.named_buffers() if not finite([buffer])}
 
-    # -- what the loop calls -------------------------------------------------------------------
+    # -- called by the loop --------------------------------------------------------------------
 
     def inspect(self, run: Run, report: Report) -> None:
-        """Add the numbers of a stretch, and decide; nothing is carried out yet."""
+        """Add the values of a report, and decide on remedies without applying them."""
         progress = run.progress
         progress.skipped += sum(report.skipped)
         for i, kind in enumerate(self._kinds(report)):
@@ -83,7 +83,7 @@ class StabilityController:
         self.anomalies.write(run.folder)
 
     def apply_limits(self, step: int) -> None:
-        """Apply what is due after that step: other limits, a learning rate that is as before."""
+        """Set the spike limits of the next step, and end lowerings of the learning rate in time."""
         if self.spikes.usual:
             limits = self.spikes.of(step + 1)
             self.update.set_limits(limits.loss, limits.grad_norm)
@@ -93,7 +93,7 @@ class StabilityController:
         self._set_due(step)
 
     def ask(self, run: Run) -> None:
-        """A hook wants a roll-back: the first row that is one says how, but for its kind."""
+        """Decide on a roll-back for a hook, by the first rollback rule, if any, of any kind."""
         from runner.stability.messages import Decision
 
         rows = [i for i, rule in enumerate(self.table.rules) if rule.action is Action.rollback]
@@ -102,9 +102,9 @@ class StabilityController:
         self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
 
     def execute(self, run: Run) -> RecoveryRule | None:
-        """Carry out the decision; a roll-back is left to the loop, and its rule is returned.
+        """Carry out the decision; return its rule if the loop has to roll back, else None.
 
-        Raises GaveUp where nothing is left to be done.
+        Raises GaveUp if the rule says stop or no rule is left.
         """
         decision = self.decision
         if decision is None:
@@ -117,7 +117,7 @@ class StabilityController:
         if rule is None or rule.action is Action.stop:
             from runner.stability.messages import describe_giving_up
 
-            self.decision = None  # a run that continues from here, under another table, may
+            self.decision = None  # a run resumed here with another table may continue
             first = next((row for row in self.anomalies if row.capture), None)
             rollbacks = run.progress.rollbacks
             raise GaveUp(describe_giving_up(decision, self.table, rollbacks, run.folder, first))
@@ -137,7 +137,7 @@ class StabilityController:
         return None
 
     def rolled_back(self, run: Run) -> None:
-        """The loop restored earlier weights."""
+        """Record the loop's roll-back, and multiply the learning rate by the rule's factor."""
         decision, self.decision = self.decision, None
         if decision is None:
             return
@@ -154,7 +154,7 @@ class StabilityController:
         self.apply_limits(run.progress.step)
 
     def give_up(self, run: Run) -> None:
-        """There is nothing to go back to: take the next row that fits."""
+        """Replace a roll-back that has no good checkpoint by the next rule that fits, if any."""
         decision = self.decision
         if decision is None:
             return
@@ -163,14 +163,14 @@ class StabilityController:
         row, decision.row = decision.row, None
         if decision.kind != "asked" and row is not None:
             decision.row = self._fitting(run, BadStepKind[decision.kind], row + 1)
-        if decision.row is not None:  # else the last words say so
+        if decision.row is not None:  # else the GaveUp message says so
             from runner.stability.messages import describe_remedy
 
             then = describe_remedy(self._rule(decision))
             log.warning("there is no good checkpoint to go back to; instead: %s", then)
 
     def sound(self) -> bool:
-        """Whether weights, averages and buffers are finite; the host waits for the device."""
+        """Return whether weights, averages and buffers are finite (host sync); True unguarded."""
         if not self.config.guard:
             return True
         weights = [*self.update.parameters, *self.update.average]
@@ -184,9 +184,9 @@ class StabilityController:
 
     @property
     def nonfinite_by_design(self) -> set[str]:
-        """Buffers that are not finite by design, or so filled by a forward, such as masks.
+        """Names of buffers that are non-finite by design or filled so by a forward, such as masks.
 
-        The host waits for the device, once a buffer.
+        Takes one host sync per buffer.
         """
         others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
         return self.odd_at_first | masks(others)
@@ -196,22 +196,22 @@ class StabilityController:
     def _kinds(self, report: Report) -> list[BadStepKind | None]:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
-        # the host waits for the device, here and nowhere else
+        # the only host sync
         if any(kind in NUMERIC for kind in kinds) and not self.update.finite(
             self.update.parameters
         ):
-            first = len(kinds)  # since when, the losses say
+            first = len(kinds)  # index of the first step with bad weights, from the losses
             while first and kinds[first - 1] in NUMERIC:
                 first -= 1
             if first < len(kinds) and not report.skipped[first] and not self.ruined:
-                first += 1  # the one that ruined them
+                first += 1  # the step that ruined them
             kinds[first:] = [BadStepKind.weights] * (len(kinds) - first)
             self.ruined = True
         return kinds
 
     def _kind(self, step: int, loss: float, norm: float, skipped: bool) -> BadStepKind | None:
         if skipped and norm == 0.0 and step in self.vetoed:
-            return None  # it was not made
+            return None  # a hook skipped the update
         if math.isfinite(loss) and math.isfinite(norm):
             if not skipped or step in self.vetoed:
                 return None
@@ -225,7 +225,7 @@ class StabilityController:
     # -- the remedy ----------------------------------------------------------------------------
 
     def _respond(self, run: Run, kind: BadStepKind, anomaly: Anomaly) -> None:
-        """Decide, capture and record; nothing is carried out yet."""
+        """Decide on a bad step, capture and record it, without applying a remedy."""
         from runner.stability.messages import describe_fault
 
         step = anomaly.step
@@ -236,7 +236,7 @@ class StabilityController:
         if (cause := run.history.causes.get(step)) is not None:
             message += f", and it comes from the batch: {cause}"
         anomaly.action = action = self._decide(run, kind, anomaly, message)
-        # an overflow that is merely skipped is how a loss scale finds its place
+        # skipped overflows are normal while the loss scale adapts
         if run.captures is not None and not (kind is BadStepKind.overflow and action == "skipped"):
             anomaly.capture = run.captures.take(run, step, kind.name, message) or ""
         if self.decision is not None and self.decision.step == step:
@@ -250,14 +250,14 @@ class StabilityController:
             action=action,
             severity="error" if kind is BadStepKind.weights else "warning",
             capture=anomaly.capture,
-            # debug=anomaly has logged more of it already; a remedy is news all the same
+            # debug=anomaly has logged the details already; a remedy is logged in any case
             say=step not in run.history.explained or action not in ("", "skipped"),
         )
         if run.captures is not None:
             run.captures.log_capture()
 
     def _decide(self, run: Run, kind: BadStepKind, anomaly: Anomaly, message: str) -> str:
-        """Set the decision, where none is pending; the action in words."""
+        """Set the decision unless one is pending; return the action as text."""
         from runner.stability.messages import Decision, describe_remedy
 
         many, fatal = run.progress.consecutive_skips, self.raises and kind in FATAL
@@ -289,7 +289,7 @@ class StabilityController:
         return self.table.rules[decision.row]
 
     def _forget(self, run: Run) -> None:
-        """The numbers so far say nothing of those to come."""
+        """Discard the spike statistics and the count of consecutive bad steps."""
         run.progress.consecutive_skips = self.streak = 0
         self.forgotten = run.progress.step
         self.spikes.forget(run.progress.step)
@@ -298,14 +298,14 @@ class StabilityController:
         self.update.set_backoff(self.share * math.prod(factor for _, factor in self.lowered))
 
     def _set_due(self, step: int) -> None:
-        """When `apply_limits` is due next."""
+        """Set `due` to the next step after `step` that changes limits or the learning rate."""
         times = [limits.after for limits in self.spikes.limits if limits.after > step]
         self.due = min(times + [last for last, _ in self.lowered], default=NEVER)
 
     # -- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint: all that later decisions depend on."""
+        """Return the state for a checkpoint: all that later decisions depend on."""
         return {
             "spikes": self.spikes.state(),
             "table": self.table.state(),
@@ -317,7 +317,7 @@ class StabilityController:
         }
 
     def load(self, state: dict[str, Any], step: int) -> None:
-        """Continue from a checkpoint, after that step."""
+        """Restore the state of a checkpoint made after `step`."""
         self.spikes.load(state["spikes"])
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])

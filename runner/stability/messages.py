@@ -18,18 +18,18 @@ from runner.stability.spike import Spikes
 
 @dataclass
 class Decision:
-    """The remedy for a bad step, until the loop carries it out."""
+    """The remedy for a bad step that the loop has yet to carry out."""
 
-    row: int | None  # of the table; None: give up
-    kind: str  # of the fault, or `asked` by a hook
+    row: int | None  # index in the recovery table; -1: roll back without a rule; None: give up
+    kind: str  # name of the BadStepKind, or `asked` by a hook
     step: int
     message: str
     capture: str = ""
     raises: bool = False  # because of debug.on_anomaly
-    in_a_row: int = 1  # bad steps, this one too
-    stuck: bool = False  # there was nothing to go back to
-    since: int = 0  # the first of those bad steps; 0: none is known
-    outdated: bool = False  # from a checkpoint: `row` follows from the table of this run
+    in_a_row: int = 1  # consecutive bad steps, including this one
+    stuck: bool = False  # there was no good checkpoint to roll back to
+    since: int = 0  # first of these bad steps; 0: unknown
+    outdated: bool = False  # from a checkpoint: `row` has to be looked up again
 
 
 def restore_decision(
@@ -38,10 +38,10 @@ def restore_decision(
     spikes: Spikes,
     fatal: Collection[BadStepKind],
 ) -> Decision | None:
-    """The decision of a checkpoint, for the config of this run; KeyError for an unknown kind.
+    """Return the decision saved in a checkpoint, or None; KeyError for an unknown kind.
 
-    The message comes from the recorded numbers of the step, so that no file can put words into
-    the log; without these there is no decision, and a hook that asked asks again.
+    The message is rebuilt from the recorded anomaly, so that a file cannot inject text into the
+    log. None without that anomaly, and for a request of a hook, which will ask again.
     """
     if saved is None or saved["kind"] == "asked":
         return None
@@ -58,7 +58,7 @@ def restore_decision(
 
 
 def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
-    """The fault of a step, in words."""
+    """Return a description of the fault of a step."""
     if kind is BadStepKind.weights:
         return "the weights are not finite"
     if kind is BadStepKind.buffers:
@@ -77,7 +77,7 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
 
 
 def describe_remedy(rule: RecoveryRule | None) -> str:
-    """The action of a row, in words; None: nothing is left."""
+    """Return a description of a rule's action; None (no rule left) gives up, as does `stop`."""
     if rule is None or rule.action is Action.stop:
         return "the run gives up"
     return {
@@ -96,9 +96,9 @@ def describe_giving_up(
     folder: Path | None,
     first: Anomaly | None,
 ) -> str:
-    """Why the run gives up, what was tried, and what to do now.
+    """Return why the run gives up, what was tried, and what to do next.
 
-    `first` is the first bad step of which there is a capture.
+    `first` is the first bad step with a capture.
     """
     see = "look at the data of these steps"
     for capture in (decision.capture, "" if first is None else first.capture):
