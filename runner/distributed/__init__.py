@@ -1,1 +1,1 @@
-"""Training by several processes: who they are, what they agree on, how they are started."""
+"""Distributed training: ranks, collectives, and the launch of processes."""

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: started together, watched, and all of them ended."""
+"""Agent that starts the processes of a run on this machine and waits until all have ended."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from runner import fork_server
 from runner.distributed.outcome import MachineReport, RankEnd, RankOutcome
 from runner.training.signals import AHEAD, ENDS, Terminated, raised, unclaimed
 
-PRELOAD = ["runner.distributed.preload"]  # which imports torch, once for all processes
+PRELOAD = ["runner.distributed.preload"]  # imports torch once for all processes
 POLL_S = 0.2
-RECORD_S = 5.0  # for a process to end after its grace period
-SAVE_S = 30.0  # at least, for a checkpoint at the end
-REPEAT_S = 6.0  # after which a signal is sent again: then a process waits for data no longer
-ABORT_S = 1.0  # for a hung one to write its stacks
-END_S = 5.0  # for one whose others have waited for the whole time-out, or have trained nothing
-LOST = 255  # what multiprocessing says of a process whose fork server was lost
-GONE_S = 10.0  # for one that was killed to leave
-CLOSE_S = 1.0  # from the end of a fork server's pipes to its own
+RECORD_S = 5.0  # for a process to exit after its grace period
+SAVE_S = 30.0  # at least, for a final checkpoint
+REPEAT_S = 6.0  # after which a signal is sent again, which ends a process's wait for data
+ABORT_S = 1.0  # for a hung process to write its stacks
+END_S = 5.0  # to exit, if another rank has timed out already or not all have started to train
+LOST = 255  # exit code in multiprocessing of a process whose fork server was lost
+GONE_S = 10.0  # for a killed process to disappear
+CLOSE_S = 1.0  # from the end of a fork server's pipes to its exit
 
 accept_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
 refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
 
 
 class Agent:
-    """Starts processes and waits for the end of all of them, which none of them can delay."""
+    """Starts processes and waits until all have ended; kills those that hang."""
 
     def __init__(
         self,
@@ -47,30 +47,30 @@ class Agent:
         grace_s: float,
         exchange: Callable[[bool], bool] = bool,
     ) -> None:
-        """`meeting` is the folder in which they leave their outcomes.
+        """`meeting` is the folder of the outcomes; `grace_s` is the time to end after a signal.
 
-        A process has `grace_s` to end after a signal. `exchange` is told whether one has failed
-        here, again and again, and answers whether one has on any machine.
+        `exchange` is polled with whether a process of this machine has failed, and returns whether
+        one has on any machine.
         """
         self.meeting, self.timeout_s, self.grace_s = meeting, timeout_s, grace_s
         self.exchange = exchange
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
-        self.received: int | None = None  # the signal that this process was sent
-        self.killed: dict[int, float] = {}  # ranks that did not end by themselves, and when
-        self.server_lost = False  # what they were forked from, without which none lives on
-        self._signalled = self._failed = 0.0  # when the first signal came, the first one failed
+        self.received: int | None = None  # signal sent to this process
+        self.killed: dict[int, float] = {}  # hung ranks, and when each was sent SIGABRT
+        self.server_lost = False  # the fork server has ended, and its processes with it
+        self._signalled = self._failed = 0.0  # times of first signal and failure; 0: none
         self._repeated = False
-        self._ending: dict[int, float] = {}  # since when a process is known to end
+        self._ending: dict[int, float] = {}  # when each rank's final outcome was first seen
 
     def run(self, start: Callable[..., None], arguments: Mapping[int, tuple[Any, ...]]) -> None:
-        """`start(*arguments[rank])` in a process for each rank; returns when all have ended."""
+        """Run `start(*arguments[rank])` in one process per rank; returns when all have ended."""
         context = multiprocessing.get_context("forkserver")
         if raised:
             raise Terminated(raised[0])
         with self._signals():
             try:
-                resource_tracker.ensure_running()  # which lets signals in again when it starts
-                with _no_signals():  # nor in the fork server, and what it starts
+                resource_tracker.ensure_running()  # first, since its start unblocks signals
+                with _no_signals():  # the fork server and its processes inherit the mask
                     fork_server.start(PRELOAD, os.environ)
                     for rank, own in arguments.items():
                         self.processes[rank] = context.Process(target=start, args=own)
@@ -85,13 +85,13 @@ class Agent:
             self._end_all()
 
     def codes(self) -> dict[int, int]:
-        """Exit codes by rank; negative for a signal, LOST for one that was not even started."""
+        """Return exit codes by rank: negative for a signal, LOST if never started."""
         missing = LOST if self.server_lost else 0
         pairs = self.processes.items()
         return {rank: (p.exitcode or 0) if p.pid else missing for rank, p in pairs}
 
     def report(self, names: Mapping[int, str]) -> MachineReport:
-        """How all have ended, whose messages are to name them in this way."""
+        """Return how each process ended; `names` are the processes' names in messages, by rank."""
         codes, outcomes = self.codes(), self.outcomes()
         ends = [
             RankEnd(rank, name, codes[rank], rank in self.killed, outcomes.get(rank))
@@ -102,7 +102,7 @@ class Agent:
         return MachineReport(ends, self.received or 0, problem)
 
     def outcomes(self) -> dict[int, RankOutcome]:
-        """What each process has written of its end so far, by rank."""
+        """Return the outcomes that processes have written so far, by rank."""
         read = {rank: RankOutcome.read(self.meeting, rank) for rank in self.processes}
         return {rank: outcome for rank, outcome in read.items() if outcome is not None}
 
@@ -124,7 +124,7 @@ class Agent:
         return not running
 
     def _end_all(self) -> None:
-        """Where the fork server is lost nothing says that a process has ended: kill each."""
+        """Kill every process: without the fork server their ends are not reported."""
         pids = [process.pid for process in self.processes.values() if process.pid]
         left = [process for process in psutil.process_iter() if process.pid in pids]
         self._send(signal.SIGKILL, self.processes.values())
@@ -144,7 +144,7 @@ class Agent:
         for rank, process in self._alive().items():
             if rank not in self.killed and now > self._limit(rank, outcomes):
                 self.killed[rank] = now
-                self._send(signal.SIGABRT, [process])  # it writes where it stands
+                self._send(signal.SIGABRT, [process])  # writes its stacks
             if rank in self.killed and now > self.killed[rank] + ABORT_S:
                 self._send(signal.SIGKILL, [process])
         if self.received and not self._repeated and now > self._signalled + REPEAT_S:
@@ -152,7 +152,7 @@ class Agent:
             self._send(self.received)
 
     def _limit(self, rank: int, outcomes: Mapping[int, RankOutcome]) -> float:
-        """When a process that has not ended is taken for hung."""
+        """Return the time after which a process that has not ended counts as hung."""
         if rank in outcomes and outcomes[rank].kind != "running":  # it may be saving a checkpoint
             since = self._ending.setdefault(rank, time.monotonic())
             return since + max(self.timeout_s, SAVE_S)
@@ -166,7 +166,7 @@ class Agent:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass on each signal that ends a run; a second one ends all processes at once."""
+        """Forward each terminating signal to the processes; a second one kills them."""
         numbers = {int(signal.SIGINT), *unclaimed()}
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:

@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of the whole batch, over all processes."""
+"""Synchronised BatchNorm: statistics of the whole batch, over all processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def synchronise_batchnorm(draft: RunBuilder) -> None:
-    """Have each BatchNorm normalise by the batch of all processes; its names stay.
+    """Make each BatchNorm normalise over the batch of all processes; parameter names stay.
 
-    On CUDA by torch's SyncBatchNorm, which refuses CPU tensors; there by one all-gather in the
-    forward and one all-reduce in the backward of each layer.
+    CUDA uses torch's SyncBatchNorm, which rejects CPU tensors; other devices use one all-gather in
+    the forward and one all-reduce in the backward of each layer.
     """
     layers = [m for m in draft.model.modules() if isinstance(m, _BatchNorm)]
     if not layers or draft.world is None:
@@ -35,10 +35,10 @@ def synchronise_batchnorm(draft: RunBuilder) -> None:
 
 
 def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
-    """`[samples, channels, …]` normalised by mean and variance over samples and places."""
+    """Normalise `[samples, channels, …]` by mean and variance over samples and positions."""
     if not layer.training:
         mean, variance = layer.running_mean, layer.running_var
-        own = mean is None or variance is None  # without running statistics, those of the batch
+        own = mean is None or variance is None  # no running statistics: use the batch's
         return F.batch_norm(x, mean, variance, layer.weight, layer.bias, own, 0, layer.eps)
     count = 0 if world.stand_in else x.numel() // x.shape[1]
     y, mean, variance, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
@@ -50,19 +50,19 @@ def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalisation by the statistics of all processes, on which each one's loss depends.
+    """Batch normalisation by statistics over all processes, differentiated through them.
 
-    The passes over `x` are kernels of torch: its statistics, its normalisation with given ones
-    (also for the affine part of the gradient), and the two sums of its backward.
+    Passes over `x` use torch's kernels: statistics, normalisation with given statistics (also for
+    the affine part of the gradient), and the two sums of the backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Also mean, biased variance and number of values per channel, of all processes."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # 16 bits count to 256
-        unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # gives the type, too
+        """Return output, mean, biased variance and values per channel, over all processes."""
+        dtype = torch.promote_types(x.dtype, torch.float32)  # bf16 counts exactly to 256 only
+        unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # also sets the dtype
         own = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
         mean, variance, n = _merge(own[0], own[1], count)
         mean, variance = mean.to(dtype), variance.to(dtype)
@@ -89,7 +89,7 @@ class _Normalise(torch.autograd.Function):
             total = torch.stack([products, sums])
             dist.all_reduce(total)
             factor = scale * torch.rsqrt(variance + ctx.eps)
-            # what stands in for samples had no part in mean and variance
+            # a stand-in batch did not contribute to mean and variance
             slope, level = -factor * total * (ctx.counts / n).to(dtype)
             dx = F.batch_norm(exact, mean, variance, slope, level, False, 0, ctx.eps)
             dx = dx.addcmul_(dy, factor.view(1, -1, *[1] * (x.dim() - 2))).to(x.dtype)
@@ -98,7 +98,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _merge(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of all processes, in fp64 (Chan, Golub, LeVeque 1983)."""
+    """Merge mean, biased variance and count of all processes in fp64 (Chan et al. 1983)."""
     own = torch.cat([mean.double(), variance.double(), mean.new_full((1,), count).double()])
     every = own.new_empty(dist.get_world_size(), own.numel())
     dist.all_gather(list(every), own)

@@ -1,4 +1,4 @@
-"""What can be asked of several processes: the `distributed` group."""
+"""The `distributed` config group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDPOINT = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 class DistributedKind(Enum):
-    """How a model is trained by several processes."""
+    """Kind of distributed training."""
 
     none = "none"
     ddp = "ddp"  # each has the whole model, and gradients are averaged
@@ -21,14 +21,14 @@ class DistributedKind(Enum):
 
 
 class Backend(Enum):
-    """What carries the data between processes."""
+    """Communication backend of torch.distributed."""
 
     nccl = "nccl"
     gloo = "gloo"
 
 
 class Compression(Enum):
-    """In which form gradients are sent."""
+    """Format of gradients while they are sent."""
 
     none = "none"
     bf16 = "bf16"

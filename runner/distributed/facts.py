@@ -1,4 +1,4 @@
-"""What the processes of a run took, for its summary."""
+"""Time, memory and throughput of the processes of a run, for its summary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.training.timing import Stopwatch
 
 
 class Processes(Hook):
-    """Has the waits within steps counted, and the processes described at the end."""
+    """Hook that times waits within steps and describes the processes at the end."""
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """An error leaves with what this process knows alone: the others may not answer."""
+        """Set `run.distributed` at the end; after an error, from this process alone."""
         world = run.world
         if world is None:
             raise ValueError("a run of one process")
@@ -38,7 +38,7 @@ class Processes(Hook):
         run.distributed = describe_processes(run, world)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        """TensorBoard's group `ranks`: the waiting and the memory of each process so far."""
+        """Show waiting and peak memory of each process in TensorBoard's group `ranks`."""
         if run.world is not None:
             memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
             each = run.world.gather((_waiting_share(run), *(size / 2**20 for size in memories)))
@@ -50,13 +50,13 @@ class Processes(Hook):
 
 @contextmanager
 def _waiting(watch: Stopwatch) -> Iterator[None]:
-    """Time inside is part of the step, but of none of its other phases."""
+    """Count the time inside as the step's phase `waiting`, and in no other phase."""
     if not watch.running:
         yield
         return
     start = perf_counter()
     if watch.sampling:
-        watch.marks.append(("", watch.mark()))  # the phase around it ends later
+        watch.marks.append(("", watch.mark()))  # the enclosing phase ends later
     try:
         yield
     finally:
@@ -68,15 +68,15 @@ def _waiting(watch: Stopwatch) -> Iterator[None]:
 
 
 def describe_processes(run: Run, world: World, together: bool = True) -> dict[str, Any]:
-    """What each process took, and what that comes to in all.
+    """Return facts of each process, and their totals.
 
-    `communication` is the share of a step that passes in waiting, the mean over the processes: the
-    calls of `World` within steps, by the host's clock on a CPU and the device's on CUDA, and under
-    DDP the part of the all-reduce that the backward does not hide, by DDP's own clock. What fsdp
-    and synchronised BatchNorm wait for within forward and backward belongs to those. `imbalance` is
-    the largest time of data and forward, which come before the first wait as a rule, over its mean.
-    `mfu` is the share of the peak of its data sheet that a device reaches (Chowdhery et al. 2022,
-    without what is recomputed); None on a CPU, whose peak no sheet says.
+    `communication` is the share of a step spent waiting, averaged over processes: calls of `World`
+    within steps, by the host's clock on a CPU and the device's on CUDA, and under DDP the part of
+    the all-reduce that the backward does not hide, by DDP's own clock. Waits of fsdp and
+    synchronised BatchNorm within forward and backward count as those phases. `imbalance` is the
+    largest time of data and forward, which usually precede the first wait, over its mean. `mfu` is
+    the reached share of the data sheet's peak FLOP/s (Chowdhery et al. 2022, without
+    recomputation); None on a CPU, which has no such peak.
 
     Without `together` a process describes itself alone.
     """
@@ -99,7 +99,7 @@ def describe_processes(run: Run, world: World, together: bool = True) -> dict[st
 
 
 def _own(run: Run, world: World) -> dict[str, Any]:
-    """Of this process; throughput is of its own part of each batch."""
+    """Return the facts of this process; throughput is that of its own part of each batch."""
     communication = _waiting_share(run)
     step, batch = run.watch.throughput(None), run.train.samples(0)
     part, usual_ms = world.part(batch), _usual_ms(run)
@@ -134,7 +134,7 @@ def _share(flops: Mapping[str, float | None]) -> float | None:
 
 
 def _product_type(run: Run) -> torch.dtype:
-    """Of the products of matrices in a step."""
+    """Return the dtype of matrix products in a step."""
     with ExitStack() as stack:
         for context in run.contexts:
             stack.enter_context(context())
@@ -148,14 +148,14 @@ def _usual_ms(run: Run) -> float:
 
 
 def _waiting_share(run: Run) -> float:
-    """Of a step, as its split has it from here on."""
+    """Return the share of waiting in a step; sets `watch.exposed`, on which it depends."""
     usual_ms = _usual_ms(run)
     run.watch.exposed = _exposed_ms(run) / usual_ms if usual_ms else 0.0
     return run.watch.throughput(None).split.get("waiting", 0.0)
 
 
 def _exposed_ms(run: Run) -> float:
-    """Of a backward, in which nothing is left to do but to wait for the others' gradients."""
+    """Return the ms of all-reduce that a backward does not overlap; 0 without DDP."""
     if not isinstance(run.forward, DistributedDataParallel):
         return 0.0
     facts: Any = run.forward._get_ddp_logging_data()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How one of several processes joins the others of its run."""
+"""Joining the other processes of a distributed run, and the config of each process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from runner.errors import DeviceError, UsageError
 
 
 def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
-    """Meet the others; the world ends with `scope`. Raises UsageError where they differ."""
+    """Join the other processes until `scope` ends. Raises UsageError if config or torch differ."""
     world = World(place, config.distributed, _device(config))
     scope.push(lambda kind, error, trace: world.close(error))
     own = {"config": config_hash(config)[:12], "torch": torch.__version__}
     others = world.gather(own)
-    for rank, other in enumerate(others):  # processes that differ would not agree
+    for rank, other in enumerate(others):
         for key in own:
             if other[key] != others[0][key]:
                 problem = f"process {rank} has {key} {other[key]}, process 0 {others[0][key]}"
@@ -36,9 +36,9 @@ def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
 def find_others(
     config: RunConfig, folder: Path | None, scope: ExitStack
 ) -> tuple[World, Path | None]:
-    """For a program of the user's that builds the run: the folder is the one that rank 0 names.
+    """Join the processes of a user's own program; return the world and rank 0's folder.
 
-    Raises UsageError where this is not one of several processes.
+    Raises UsageError if this is not one of several processes.
     """
     place = find_place()
     if place is None:
@@ -53,16 +53,13 @@ def find_others(
 
 
 def for_place(config: RunConfig, place: Place) -> RunConfig:
-    """The config on this process's device, with its share of the machine's cores.
-
-    One process shows the progress of all.
-    """
+    """Return the config with this process's device and CPU share; only rank 0 shows progress."""
     device = config.device
     if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
         device = replace(device, threads=_threads(place))
     if _device(config).type == "cuda":
         device = replace(device, index=place.local_rank)
-    config = copy(config)  # not checked again: its techniques may be those of the caller
+    config = copy(config)  # not validated again: its techniques may be the caller's objects
     config.device = device
     if place.rank:
         config.monitoring = replace(config.monitoring, progress=False)
@@ -70,7 +67,7 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
 
 
 def _threads(place: Place) -> int:
-    """Of the cores: SLURM may have given each process its own, a sweep each job its share."""
+    """Return the CPU threads of this process; SLURM or a sweep may have assigned a share."""
     own = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if place.by == "slurm" and own.isdigit():
         return int(own)
@@ -81,7 +78,7 @@ def _threads(place: Place) -> int:
 
 
 def _device(config: RunConfig) -> Any:
-    """The kind of device that the run will select, without selecting it."""
+    """Return the type of device that the run will select, without selecting it."""
     kind = config.device.kind
     cuda = kind is DeviceKind.cuda or (kind is DeviceKind.auto and torch.cuda.is_available())
     if kind is DeviceKind.mps:

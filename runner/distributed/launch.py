@@ -1,4 +1,4 @@
-"""The process that starts those of a distributed run, and starts them again when one is lost."""
+"""Launcher of a distributed run: starts its processes, and restarts all when one is lost."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from runner.training.summary import CheckpointPaths, Summary
 
 log = logging.getLogger("runner")
 
-LOST = "process_lost"  # kind of fault after which all start again `distributed.restarts` times
+LOST = "process_lost"  # fault after which all processes restart, up to `distributed.restarts` times
 
 
 def main(config: RunConfig, folder: Path) -> Summary | None:
     """Train by several processes; under torchrun or SLURM this is one of them already.
 
-    Returns the summary that rank 0 wrote; job=doctor leaves none. Raises what ended the run: the
-    error of the process that failed, by its exit code, ProcessLost where one was lost more often
-    than `distributed.restarts`, and Interrupted.
+    Returns rank 0's summary; None for job=doctor, and on machines without rank 0. Raises the error
+    that ended the run: that of the failed process with its exit code, ProcessLost after more than
+    `distributed.restarts` losses, or Interrupted.
     """
     place = find_place()
     if place is not None:
@@ -77,7 +77,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
             given = again.apply_to(given)
             last = folders.link_target(folder / folders.FOLDER, "last")
             log.warning("%s; all processes start again from %s", again, last or "the beginning")
-        # what they had come to is in the folder; else the run begins as it did before
+        # without a checkpoint the run begins again as configured
         if any(folder.glob("checkpoints/step_*")):
             resumed = replace(config.checkpoint, resume="auto")
             config = replace(config, checkpoint=resumed)
@@ -88,14 +88,14 @@ def _summary(config: RunConfig, folder: Path) -> Summary | None:
 
 
 def _point_to(elsewhere: str, folder: Path) -> None:
-    """Say where the record is, on a machine that does not have rank 0."""
+    """Log where the record is, on a machine without rank 0."""
     log.info("the record is on %s", elsewhere)
-    if not (folder / SUMMARY).exists():  # else what is here would look like a run that was killed
+    if not (folder / SUMMARY).exists():  # else this would look like a killed run
         shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
 def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
-    """Train as rank 0 of those that torchrun or SLURM has started."""
+    """Train as rank 0 under torchrun or SLURM."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
     try:
@@ -111,7 +111,7 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
 
 
 def earlier_folder(config: RunConfig, place: Place) -> Path | None:
-    """The run's folder, where torchrun has started all processes once more."""
+    """Return the run's folder if torchrun has restarted all processes, else None."""
     if not (place.attempt and place.hosted):
         return None
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
@@ -123,7 +123,7 @@ def _folder_key() -> str:
 
 
 class AttemptLost(Exception):
-    """The processes are to be started again, after a fault of this kind."""
+    """All processes are to restart, after a fault of `kind`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class AttemptLost(Exception):
         super().__init__(message)
 
     def apply_to(self, given: Components) -> Components:
-        """What the next processes take over: after out of memory, say, a smaller micro-batch."""
+        """Return `given` with the fault's choices, such as a smaller micro-batch after OOM."""
         others = [choice for choice in given.chosen if choice.key not in self.choices]
         made = [Choice(key, value, str(self)) for key, value in self.choices.items()]
         choices = {**given.choices, **self.choices}
@@ -152,10 +152,10 @@ def run_attempt(
     losses: Sequence[AttemptLost] = (),
     begin: Callable[..., None] = start,
 ) -> str:
-    """Start all processes and wait for their end; each attempt meets at a store of its own.
+    """Start all processes and wait until they end; each attempt has its own store.
 
-    Returns the host and the folder of rank 0 where that is on another machine. Raises the error
-    that ended the run, and AttemptLost where a process was lost.
+    Returns rank 0's host and folder if it is on another machine, else "". Raises the error that
+    ended the run, or AttemptLost if a process was lost or all are to restart.
     """
     before = _written(folder)
     with tempfile.TemporaryDirectory(prefix="runner-") as own:
@@ -179,7 +179,7 @@ def _name(place: Place) -> str:
 
 
 def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> RunVerdict:
-    """What ended the run, as its record has it: on the machine of rank 0."""
+    """Judge the run on rank 0's machine, which has the record."""
     verdict = judge(reports, unreachable)
     verdict.folder = str(folder.absolute())
     if verdict.kind == "interrupted":
@@ -188,16 +188,16 @@ def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> 
 
 
 def _written(folder: Path) -> int:
-    """When the record was last written, 0 where there is none."""
+    """Return the mtime of the summary in ns, 0 if there is none."""
     with suppress(OSError):
         return (folder / SUMMARY).stat().st_mtime_ns
     return 0
 
 
 def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
-    """The exception that a verdict other than `done` means, once the record says it, too.
+    """Return the exception for a verdict other than `done`, after recording it in the summary.
 
-    The record of a run that had ended before, and was not `trained` further, stays as it is.
+    Unless `trained`, the summary is that of an earlier run and stays unchanged.
     """
     if verdict.kind == "restart":
         kind = "out_of_memory" if MICRO_BATCH in verdict.choices else "compiler_failed"
@@ -221,7 +221,7 @@ def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
 
 
 def _leave_nothing(folder: Path) -> None:
-    """Of the processes, after a mistake before any of them has begun."""
+    """Remove the folders of the ranks after a usage error, unless there is a summary."""
     if (folder / SUMMARY).exists():
         return
     shutil.rmtree(folder / RANKS, ignore_errors=True)
@@ -239,11 +239,11 @@ def _lost(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost
 
 
 def _describe_interruption(folder: Path, number: int) -> str:
-    """How the signal ended the run, with the command that continues it."""
+    """Describe how the signal ended the run, with the command that resumes it."""
     where = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
         summary = Summary.read(folder)
-        if summary.status == "interrupted":  # as rank 0 has ended
+        if summary.status == "interrupted":  # written by rank 0
             return summary.reason
         where = f" at step {summary.steps}"
         if any(folder.glob("checkpoints/step_*")):
@@ -252,11 +252,11 @@ def _describe_interruption(folder: Path, number: int) -> str:
 
 
 def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()) -> None:
-    """Have the summary say how the run ended, where rank 0 could not, or did not know why."""
+    """Record in the summary how the run ended, if rank 0 could not, or did not know why."""
     root = folder / folders.FOLDER
     try:
         summary = Summary.read(folder)
-        if summary.status == status == "interrupted":  # which says what was saved
+        if summary.status == status == "interrupted":  # its reason says what was saved
             return
         counts = Counter(loss.kind for loss in losses)
         restarts = {"restarts": [str(loss) for loss in losses[:-1]]} if losses else {}
@@ -277,7 +277,7 @@ def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] =
 
 
 def count_processes(config: RunConfig) -> int:
-    """How many train the run on this machine. Raises ConfigError where it lacks the GPUs."""
+    """Return the number of processes on this machine. Raises ConfigError if it has too few GPUs."""
     if config.distributed.kind is DistributedKind.none:
         return 1
     asked = config.distributed.processes

@@ -1,7 +1,7 @@
-"""Where the processes of a run meet: a store, the rank of each, and what machines tell each other.
+"""Rendezvous of the machines of a run: ranks, the shared store, and messages between agents.
 
-Each machine has an agent, which starts its processes. That of rank 0 has the store, and judges what
-has ended the run; the others ask it.
+Each machine has an agent, which starts its processes. The first machine's agent judges what ended
+the run; the others ask it through the store.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from runner.errors import UsageError
 
 log = logging.getLogger("runner")
 
-MEET_S = 900  # that machines wait for each other at the start
-SILENCE_S = 30.0  # after which an agent that shows no sign of life is taken for lost
-READ_S = 10.0  # that the others have to read the verdict
+MEET_S = 900  # time-out of the rendezvous
+SILENCE_S = 30.0  # after which an agent without a heartbeat counts as lost
+READ_S = 10.0  # for the others to read the verdict
 POLL_S = 0.2
 STORE_S = 30  # for one call
 
@@ -38,20 +38,20 @@ Judge = Callable[[Sequence[MachineReport], str], RunVerdict]
 
 
 class Meeting:
-    """The places of this machine's processes, and the other machines' agents."""
+    """Places of this machine's processes, and communication with the other machines' agents."""
 
     def __init__(
         self, places: list[Place], node: int = 0, nodes: int = 1, store: TCPStore | None = None
     ) -> None:
-        """`store` is that of all agents, where there are several."""
+        """`store` is shared by all agents; None for one machine."""
         self.places, self.node, self.nodes, self._store = places, node, nodes, store
         self._failed = self._told = False
         self.exchange(False)
 
     def exchange(self, failed: bool) -> bool:
-        """Whether a process has failed on any machine; the others are told of those of this one.
+        """Publish whether a process of this machine has failed; return whether any machine's has.
 
-        To be called again and again, as it shows that this agent is alive.
+        Must be called repeatedly, since it is also this agent's heartbeat.
         """
         self._failed = self._failed or failed
         if self._store is None:
@@ -62,14 +62,14 @@ class Meeting:
                 self._store.set("failed", "")
                 self._told = True
             self._failed = self._failed or self._store.check(["failed"])
-        except RuntimeError:  # it has ended with the agent that had it
+        except RuntimeError:  # the store has ended with its agent
             self._failed = True
         return self._failed
 
     def agree(self, own: MachineReport, judge: Judge) -> RunVerdict:
-        """The verdict of the first machine on what all report, once all processes have ended.
+        """Return the first machine's verdict on all reports, once all processes have ended.
 
-        `judge` is also given the name of a machine whose agent has ended, or "".
+        `judge` also gets a text that names machines whose agent does not answer, or "".
         """
         store = self._store
         if store is None:
@@ -101,7 +101,7 @@ class Meeting:
         return verdict
 
     def _await(self, store: TCPStore, key: str, node: int) -> bool:
-        """Wait for a key of a machine; False where its agent shows no sign of life."""
+        """Wait for a key of machine `node`; return False if its agent's heartbeat stops."""
         heard, beats = time.monotonic(), -1
         while not store.check([key]):
             self.exchange(False)
@@ -121,7 +121,7 @@ class Meeting:
 
 @contextmanager
 def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
-    """The machines of a run; the store lives as long as this is entered."""
+    """Meet the other machines of a run; the store is open within the context."""
     asked = config.distributed
     if asked.nodes == 1:
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -155,10 +155,9 @@ def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
 def _rendezvous(
     parameters: RendezvousParameters, patience_s: float
 ) -> tuple[RendezvousHandler, RendezvousInfo]:
-    """The handler and what it came to.
+    """Return the rendezvous handler and its result.
 
-    The store that answers may be that of the attempt before, which is about to end: so long, a
-    connection that breaks is made again.
+    The previous attempt's store may answer and then end: reconnect for up to `patience_s`.
     """
     until = time.monotonic() + patience_s
     while True:

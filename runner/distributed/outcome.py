@@ -1,7 +1,7 @@
-"""How the processes of a run end, and which of their ends is the cause of the others.
+"""Outcomes of the processes of a run, and which of them caused the others.
 
-A process reports its end to the agent that started it by a file; under torchrun or SLURM to the
-other processes by the store. An exit code alone would say too little.
+A process reports its outcome to the agent that started it by a file; under torchrun or SLURM to the
+other processes through the store. Exit codes alone do not tell cause from consequence.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FILE = "outcome-{}.json"
-RANKS = "ranks"  # folder of what the others than rank 0 write, in the run's
-CAUSES = ("error", "restart", "interrupted")  # what has ended the others, too
-REPORT_S = 2.0  # that the others have to report, once one is lost
+RANKS = "ranks"  # subfolder of the run's folder for the files of ranks above 0
+CAUSES = ("error", "restart", "interrupted")  # kinds that end the other processes, by priority
+REPORT_S = 2.0  # for the others to report after a loss
 POLL_S = 0.05
 
 
 def dump_json(value: Any) -> str:
-    """A dataclass, for another process or machine."""
+    """Return a dataclass as JSON, for another process or machine."""
     return json.dumps(asdict(value))
 
 
 def parse_json(kind: type[T], text: str | bytes) -> T:
-    """The one that `dump_json` wrote."""
+    """Parse a dataclass that `dump_json` wrote."""
     return dataclass_from_json(kind, json.loads(text))
 
 
 @dataclass
 class RankOutcome:
-    """How one process ends, written as soon as it is known; `kind` tells cause from consequence.
+    """End of one process, written as soon as it is known; `kind` tells cause from consequence.
 
-    `lost` and `hung` are of the others: one of them has ended, or does not answer.
+    `lost` and `hung` are consequences: another process has ended, or does not answer.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class RankOutcome:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankOutcome:
-        """That of a process which this error ends."""
+        """Return the outcome of a process that ends with `error`."""
         if isinstance(error, RestartAll):
             return cls(rank, "restart", str(error), 1, error.choices)
         if isinstance(error, Interrupted):
@@ -72,13 +72,13 @@ class RankOutcome:
         return cls(rank, "error", f"{text} ({file}:{number})", 1)
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder that the process which started this one reads."""
+        """Write it to the folder that the agent reads; errors are ignored."""
         with suppress(OSError):
             replace_text(folder / FILE.format(self.rank), dump_json(self))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
-        """That of a process; None where it left none, as one that was killed."""
+        """Read the outcome of `rank`; None if there is no valid one, as after SIGKILL."""
         try:
             return parse_json(cls, read_record(folder / FILE.format(rank)))
         except (OSError, ValueError, TypeError, AttributeError):
@@ -86,20 +86,20 @@ class RankOutcome:
 
 
 class SharedOutcomes:
-    """What the processes of a run tell each other of their ends, where no agent of ours asks."""
+    """Outcomes that processes exchange through the store, in runs without our agent."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """`store` is of this attempt alone."""
+        """`store` belongs to this attempt alone."""
         self._store, self.rank, self.size = store, rank, size
 
     def publish(self, outcome: RankOutcome) -> None:
-        """Tell the others; nothing where the store has ended with the process that had it."""
+        """Publish `outcome`; does nothing if the store has ended with its process."""
         outcome.message = masked(outcome.message)
         with suppress(RuntimeError):
             self._store.set(f"outcome/{outcome.rank}", dump_json(outcome))
 
     def find_error(self) -> ProcessLost | None:
-        """That by which another process has ended, if one is told by now."""
+        """Return the error that ended another process, or None if none is published yet."""
         try:
             _, cause = self._read(0.0)
         except RuntimeError:
@@ -107,10 +107,10 @@ class SharedOutcomes:
         return None if cause is None or cause.kind != "error" else _lost_by(cause)
 
     def name_cause(self, error: ProcessLost) -> ProcessLost:
-        """The same error, saying which process was lost and why, as far as that is told in time."""
+        """Return `error` with the lost process and the reason, if published within REPORT_S."""
         try:
             others, cause = self._read(REPORT_S)
-        except RuntimeError:  # who has the store has left no process to ask
+        except RuntimeError:  # the store's process has ended
             return ProcessLost("process 0, which had the store of all, has ended", error.hung)
         if cause is not None:
             return _lost_by(cause, error.hung)
@@ -120,7 +120,7 @@ class SharedOutcomes:
         return ProcessLost(f"process {silent[0]} was killed, or has ended in the midst of it")
 
     def _read(self, wait_s: float) -> tuple[dict[int, RankOutcome], RankOutcome | None]:
-        """The others' outcomes by rank, and the one of them that is the cause."""
+        """Return the others' outcomes by rank, and the one that caused the rest, if any."""
         until, outcomes = time.monotonic() + wait_s, dict[int, RankOutcome]()
         while True:
             for rank in {*range(self.size)} - {self.rank, *outcomes}:
@@ -140,43 +140,43 @@ def _lost_by(cause: RankOutcome, hung: bool = False) -> ProcessLost:
 
 @dataclass
 class RankEnd:
-    """How a process has ended, as the agent that started it knows."""
+    """End of a process, as known to its agent."""
 
     rank: int
     name: str
     code: int = 0  # negative for a signal
-    killed: bool = False  # by the agent, as one that hung
-    outcome: RankOutcome | None = None  # none of one that was killed before it began to train
+    killed: bool = False  # by the agent, because it hung
+    outcome: RankOutcome | None = None  # None: killed before it began to train
 
     @property
     def kind(self) -> str:
-        """That of its outcome; "" of one that left none."""
+        """The kind of its outcome, or "" without one."""
         return "" if self.outcome is None else self.outcome.kind
 
 
 @dataclass
 class MachineReport:
-    """How the processes of a machine have ended."""
+    """Ends of the processes of a machine."""
 
     ends: list[RankEnd]
-    received: int = 0  # the signal that its agent was sent
+    received: int = 0  # signal sent to its agent
     problem: str = ""  # that ended all of them
 
 
 @dataclass
 class RunVerdict:
-    """How a run ends, or why its processes are started again; the same on each machine."""
+    """Result of a run, or the reason to restart it; the same on each machine."""
 
     kind: str = "done"  # done | error | interrupted | restart | lost | unreachable
     message: str = ""
     exit_code: int = 1
     choices: dict[str, Any] = field(default_factory=dict)
     folder: str = ""  # rank 0's
-    log: str = ""  # in it, with the traceback of an error that is no message to the user
+    log: str = ""  # file in it with the traceback of an unexpected error
 
 
 def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
-    """The verdict on what the machines report; `unreachable` names one that does not."""
+    """Return the verdict on the machines' reports; `unreachable` names machines without one."""
     ends = sorted((end for report in reports for end in report.ends), key=lambda end: end.rank)
     by_kind = {end.kind: end for end in reversed(ends)}
     if (end := by_kind.get("error")) and end.outcome:
@@ -202,7 +202,7 @@ def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict
 
 
 def _cause(ends: Sequence[RankEnd]) -> str:
-    """Which process was lost, and how: one that was killed before one that had to be."""
+    """Describe the lost process; one that ended on its own takes precedence over a hung one."""
     for end in ends:
         if end.code < 0 and not end.killed:
             memory = ", as the kernel does when memory runs out"

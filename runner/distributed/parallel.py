@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a run's model, and the proof that it engaged."""
+"""DistributedDataParallel around a run's model, and the evidence that it engaged."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "broadcast_": "broadcast",
 }
-"""By the names of the dispatcher's operators."""
+"""Names of collectives by dispatcher operator."""
 
 
 def parallelise(world: World, draft: RunBuilder) -> Named:
-    """Have the run's model trained by all processes; the techniques that do it, by name."""
+    """Apply DDP or FSDP to the run's model; return the applied techniques by name."""
     draft.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if draft.forward is not draft.model:
         raise UsageError("distributed: a technique has replaced the model's call; leave it out")
@@ -61,18 +61,18 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
 
 
 def _sample_flop(draft: RunBuilder) -> float | None:
-    """Of forward and backward, which takes twice as much; without what is recomputed."""
+    """Return FLOPs per sample of forward and backward (twice the forward), or None if unknown."""
     try:
         forward = forward_cost(draft).mflop * 1e6 / draft.micro_batch
-    except Exception:  # whatever a model raises that cannot be called with a few samples
+    except Exception:  # a model may raise anything when called with a few samples
         return None
     return 3 * forward if isfinite(forward) else None
 
 
 def restart_smaller(run: Run, error: Exception) -> bool:
-    """After out of memory all processes start again with the smaller micro-batch.
+    """Restart all processes with a smaller micro-batch after this one ran out of memory.
 
-    The others wait in the middle of this one's step, which nothing but its end can tell them.
+    The others wait in the middle of this process's step, so only its end can reach them.
     """
     if not halve_micro_batch(run, error):
         return False
@@ -81,7 +81,7 @@ def restart_smaller(run: Run, error: Exception) -> bool:
 
 
 def restart_uncompiled(run: Run, error: Exception) -> bool:
-    """After the compiler has failed all processes start again without it, for the same reason."""
+    """Restart all processes without the compiler after it failed in this one."""
     if run.compilation is None or not run.compilation.mode:
         return False
     from runner.techniques import compile, compiler
@@ -94,12 +94,12 @@ def restart_uncompiled(run: Run, error: Exception) -> bool:
 
 @dataclass
 class DataParallel(Technique):
-    """Each process has the whole model; gradients are averaged while the backward continues."""
+    """DDP: each process has the whole model; gradients are averaged during the backward."""
 
     module: DistributedDataParallel | None = None
 
     def apply(self, draft: RunBuilder) -> None:
-        """Wrap the model's call; the model keeps its names."""
+        """Wrap the model's forward in DDP; parameter names stay the same."""
         world = draft.world
         if world is None:
             return
@@ -107,14 +107,14 @@ class DataParallel(Technique):
             from runner.distributed.batchnorm import synchronise_batchnorm
 
             synchronise_batchnorm(draft)
-        # of 1x1 convolutions in channels_last, where both strides are the same layout
+        # harmless for 1x1 convolutions in channels_last: both strides mean the same layout
         draft.scope.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
         cuda, unused = draft.device.kind == "cuda", world.config.unused_parameters
         self.module = DistributedDataParallel(
             draft.model,
             device_ids=[draft.device.torch.index] if cuda else None,
-            bucket_cap_mb=world.config.bucket_mb,  # a float serves
+            bucket_cap_mb=world.config.bucket_mb,  # accepts a float
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,
         )
@@ -128,7 +128,7 @@ class DataParallel(Technique):
             world.no_sync = self.module.no_sync
 
     def engaged(self, run: Run) -> Evidence:
-        """Its buckets, and whether all processes have the same gradients."""
+        """Check that all processes have the same gradients; report buckets and collectives."""
         if self.module is None or run.world is None:
             return Evidence(False, "there is one process")
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -155,15 +155,15 @@ class DataParallel(Technique):
 
 @dataclass
 class GradientCompression(Technique):
-    """Gradients are sent in bfloat16, half of the bytes, and summed in it."""
+    """Gradients sent and summed in bfloat16, half the bytes of fp32."""
 
     parallel: DataParallel | None = None
 
     def apply(self, draft: RunBuilder) -> None:
-        """Registered with the buckets, by `DataParallel`."""
+        """Do nothing: `DataParallel` registers the hook with its buckets."""
 
     def engaged(self, run: Run) -> Evidence:
-        """The name of the hook that the buckets go through."""
+        """Check the name of DDP's communication hook."""
         module = None if self.parallel is None else self.parallel.module
         facts: Any = {} if module is None else module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         hook = facts.get("comm_hook", "")
@@ -172,7 +172,7 @@ class GradientCompression(Technique):
 
 
 def bf16_compress(state: Any, bucket: Any) -> Any:
-    """torch's hook, which DDP refuses by its name where there is no CUDA; gloo sums bf16, too."""
+    """Call torch's hook, which DDP rejects by name without CUDA, although gloo can sum bf16."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -180,10 +180,10 @@ bf16_compress.__annotations__.clear()  # DDP compares them with classes, and the
 
 
 def count_collectives(run: Run) -> dict[str, dict[str, int]]:
-    """Calls of each collective in a whole step, and the bytes that they leave in a process.
+    """Count the calls of each collective in a step, and the bytes of their outputs.
 
-    The step is made over the first batch, by all processes, and its update is not: forward and
-    backward of every micro-batch, and the sum that the step's decision rests on.
+    All processes run forward and backward of every micro-batch of the current step's batch, and the
+    all-reduce of the loss, without the update.
     """
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -204,7 +204,7 @@ def count_collectives(run: Run) -> dict[str, dict[str, int]]:
                 forward_backward(run, run.train.at(run.progress.step))
     finally:
         run.update.abandon()
-        run.watch.spent = spent  # this step is none of the run's
+        run.watch.spent = spent  # this step does not count
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     return {"collectives": dict(calls), "collective_bytes": dict(sizes)}

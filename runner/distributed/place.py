@@ -1,4 +1,4 @@
-"""Which of several processes this one is, by the environment that torchrun or SLURM has set."""
+"""Rank and address of this process, from the environment of torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pathlib import Path
 
 from runner.errors import ConfigError, UsageError
 
-FIRST_PORT, PORTS = 20_000, 20_000  # of SLURM's jobs, by their numbers
+FIRST_PORT, PORTS = 20_000, 20_000  # of SLURM's jobs, by job number
 
 
 @dataclass(frozen=True)
 class Place:
-    """One of `size` processes; `local_rank` counts those of its machine."""
+    """Rank of this process among `size`, and its `local_rank` on its machine."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    address: str  # of the store, at which they meet
+    address: str  # of the shared store
     port: int
-    hosted: bool  # by the agent that started them; else rank 0 opens it
-    attempt: int = 0  # how often all of them were started again
-    by: str = "torchrun"  # which has set the environment, or slurm, or runner
+    hosted: bool  # the store: by the launching agent; else rank 0 opens it
+    attempt: int = 0  # number of restarts so far
+    by: str = "torchrun"  # or slurm or runner: what set the environment
     nodes: int = 1
-    meeting: Path | None = None  # where an agent of ours reads how each process ends
-    losses: tuple[tuple[str, str], ...] = ()  # why all were started again: kind of fault, message
+    meeting: Path | None = None  # folder of outcomes for our agent; None: torchrun or SLURM
+    losses: tuple[tuple[str, str], ...] = ()  # reasons of the restarts: kind of fault, message
 
     def check(self, processes: int | None, nodes: int) -> None:
-        """Raise ConfigError where the config and those who started this process disagree."""
+        """Raise ConfigError if the config contradicts the number of started processes."""
         for key, number, actual in (
             ("processes", processes or self.size, (self.local_size, self.size)),
             ("nodes", nodes, (1, self.nodes)),
@@ -43,7 +43,7 @@ class Place:
                 raise ConfigError(f"distributed.{key}", problem, "leave it out")
 
     def environ(self) -> dict[str, str]:
-        """What torchrun sets, which code of the user's may read."""
+        """Return torchrun's environment variables, which user code may read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -55,9 +55,9 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """The place that the environment gives this process; None where it stands alone.
+    """Return this process's place from the environment; None if it is not distributed.
 
-    Raises UsageError for an environment that is not complete.
+    Raises UsageError if the environment is incomplete.
     """
     env = os.environ if environ is None else environ
     try:
@@ -103,7 +103,7 @@ def _of_slurm(env: Mapping[str, str]) -> Place:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of `node[1-3,7]`; SLURM itself knows how to read it."""
+    """Return the first host of `node[1-3,7]`, expanded by SLURM's scontrol."""
     if "[" not in nodes and "," not in nodes:
         return "127.0.0.1" if nodes == socket.gethostname() else nodes
     names = subprocess.run(  # noqa: S603  # a list of nodes, and no shell

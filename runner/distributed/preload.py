@@ -1,4 +1,4 @@
-"""What the fork server of a run imports: it ends with the process that started it."""
+"""Imports of a run's fork server, which ends with the process that started it."""
 
 from runner.parent_death import die_with_parent
 

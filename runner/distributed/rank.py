@@ -38,16 +38,16 @@ from runner.training.signals import interruption_before_run, signals_unwind
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
-STACKS = "debug/ranks"  # where each thread of each process stood when it waited for too long
+STACKS = "debug/ranks"  # stacks of processes that waited for too long
 
 
 def start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
-    """What a new process does: its part of the run. Its outcome is a file for the agent."""
-    os.setpgid(0, 0)  # a terminal's Ctrl-C comes by the process that started this one, once
-    os.environ.pop("PYTHONSAFEPATH", None)  # it was the fork server's
+    """Entry point of a new process: train, and write the outcome to a file for the agent."""
+    os.setpgid(0, 0)  # a terminal's Ctrl-C then arrives once, through the parent
+    os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server
     if not _is_alone(place):
         os.environ.update(place.environ())
-    multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
+    multiprocessing.set_start_method(None, force=True)  # the default: forked workers inherit the data
     _end_with_parent()
     outcome = _outcome(config, folder, given, place)
     if place.meeting is not None:
@@ -56,9 +56,9 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
 
 
 def follow(config: RunConfig, place: Place) -> int:
-    """Train as one that torchrun or SLURM has started, and not the first; returns the exit code.
+    """Train as a rank above 0 under torchrun or SLURM; return the exit code.
 
-    Rank 0 names the folder, has the record and the display: there is one line here at most.
+    Rank 0 names the folder and has record and display: this process prints one line at most.
     """
     outcome = _outcome(config, None, None, place)
     if outcome.kind not in ("done", "interrupted"):
@@ -67,9 +67,9 @@ def follow(config: RunConfig, place: Place) -> int:
 
 
 def end(code: int) -> None:
-    """End this process as a part of a run that failed: its group's threads would by SIGABRT.
+    """Exit at once with a non-zero `code`: the process group's threads would raise SIGABRT.
 
-    Others may still wait within a collective. One that did not fail goes on.
+    Other ranks may still wait in a collective. With code 0 this returns.
     """
     close_logging()
     for stream in (sys.stdout, sys.stderr):
@@ -81,7 +81,7 @@ def end(code: int) -> None:
 def _outcome(
     config: RunConfig, folder: Path | None, given: Components | None, place: Place
 ) -> RankOutcome:
-    """This process's part of the run, however it ends."""
+    """Run this process's part of the run and return its outcome, whether or not it fails."""
     outcome = RankOutcome(place.rank)
     try:
         with signals_unwind(), redact_errors():
@@ -108,9 +108,9 @@ def _outcome(
 def run_rank(
     config: RunConfig, folder: Path | None, given: Components | None, place: Place
 ) -> Summary | None:
-    """Train as one of several processes; `folder` is the run's, as rank 0 names it.
+    """Train as one of several processes; rank 0 names the folder if `folder` is None.
 
-    Without `given`, what `optimization=auto` comes to is found here, by rank 0.
+    Without `given`, rank 0 makes the choices of `optimization=auto` here.
     """
     if folder is None:  # until rank 0 has named it
         set_up_logging(config.monitoring.log_level, None, screen=False)
@@ -140,18 +140,18 @@ def run_rank(
                 given = world.choose(lambda: train.chosen(config, named)) or Components()
             return train.main(config, named, replace(given, world=world))
         except (KeyboardInterrupt, Interrupted):
-            if error := world.find_error():  # for which torchrun ends the others by a signal
+            if error := world.find_error():  # because of which torchrun signals the others
                 raise error from None
             raise
 
 
 def _is_alone(place: Place) -> bool:
-    """Whether it is the one process of a run, started for that."""
+    """Whether the runner started this as the only process of the run."""
     return place.by == "runner" and place.size == 1
 
 
 def _examine(config: RunConfig, folder: Path, world: World) -> None:
-    """What the doctor says of the machine, and of the links between the processes."""
+    """Measure the links between the processes, and run the doctor on rank 0."""
     with ExitStack() as scope:
         device = select(for_place(config, world.place).device, scope)
         links = measure(world, device.torch)
@@ -167,9 +167,9 @@ def _set_up_logging(config: RunConfig, folder: Path, place: Place) -> None:
 
 
 def _end_with_parent() -> None:
-    """No process trains on when the one that started it is killed, and another may continue.
+    """Kill this process when its parent ends: another run may continue in the folder.
 
-    On Linux the kernel kills also a stopped one, by way of the fork server: see `preload.py`.
+    On Linux the kernel kills a stopped process, too, through the fork server: see `preload.py`.
     """
     die_with_parent()
     if (parent := multiprocessing.parent_process()) is None:

@@ -1,7 +1,7 @@
 """FSDP2: each process has a shard of every weight, gradient and optimizer state.
 
-Blocks are gathered whole for their forward and again for their backward. Between the two, and for
-the update, a process has its rows alone: those are what the optimizer is given, as plain tensors.
+Blocks are gathered for their forward and again for their backward. In between, and for the update,
+a process holds only its rows, which the optimizer gets as plain tensors.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD",
     "Rprop",
 }  # fmt: skip
-"""Optimizers whose update of a number does not depend on the weight's other numbers."""
+"""Optimizers with an elementwise update."""
 
 FULL_PRECISION = (nn.Embedding, nn.EmbeddingBag, _BatchNorm)
-"""Layers whose weights stay in 32 bits under autocast, and so does the block that has one."""
+"""Layers with fp32 weights under autocast; a block that contains one is gathered in fp32."""
 IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-"""Of blocks under AMP in bf16: gathered in 16 bits, half of the bytes; gradients are summed in 32.
+"""Policy of blocks under bf16 AMP: gathered in bf16, half the bytes; gradients reduced in fp32.
 
-Autocast alone would keep a 16-bit copy of each gathered weight until its backward, which nothing
-frees, so that each process would have the whole model after all. What autocast leaves in 32 bits
-between the layers of a block is in 16 here. fp16 does not have the range for that.
+Autocast alone would keep a bf16 copy of each gathered weight until its backward, so that each
+process would hold the whole model after all. Activations that autocast leaves in fp32 between the
+layers of a block are bf16 here. fp16 does not have the range for that.
 """
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a process's rows lie in a weight."""
+    """Row range of a process's shard in a weight."""
 
     shape: torch.Size  # of the whole weight
     start: int
     rows: int
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The rows of a whole tensor; one that has these rows alone is left as it is."""
+        """Return the rows of a whole tensor; a tensor of these rows alone is returned unchanged."""
         if tensor.shape == self.shape:
             return tensor[self.start : self.start + self.rows]
         if tensor.shape == (self.rows, *self.shape[1:]):
@@ -80,7 +80,7 @@ class Extent:
 
 
 class Shards:
-    """This process's rows of every weight, in the memory that the sharded model has them in."""
+    """This process's rows of every weight, sharing memory with the sharded model."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
@@ -96,27 +96,27 @@ class Shards:
         self.names = {name for name, value in state.items() if id(value) in self._number}
 
     def by_name(self) -> dict[str, Tensor]:
-        """The rows of each weight, by the model's names."""
+        """Return the rows of each weight by parameter name."""
         numbers = ((n, self._number.get(id(p))) for n, p in self.model.named_parameters())
         return {name: self.own[number] for name, number in numbers if number is not None}
 
     def forget_gradients(self) -> None:
-        """Before a step."""
+        """Clear the gradients before a step."""
         for weight in self.weights:
             weight.grad = None
 
     def take_gradients(self) -> None:
-        """After the backward: the gradients of the rows."""
+        """Set the gradients of the rows after the backward."""
         for weight, own in zip(self.weights, self.own, strict=True):
             gradient: Any = weight.grad
             own.grad = None if gradient is None else gradient.to_local()
 
     def agree(self, sound: bool) -> bool:
-        """Whether it is so of every process's rows."""
+        """Whether `sound` is true on every process."""
         return not self.world.worst(int(not sound))[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's, with this process's rows of each sharded weight."""
+        """Return the model's state dict with this process's rows of each sharded weight."""
         state = self.model.state_dict(keep_vars=True).items()
         return {
             name: self.own[self._number[id(value)]].detach() if name in self.names else value
@@ -125,7 +125,7 @@ class Shards:
 
     @torch.no_grad()
     def load(self, model: Mapping[str, Any]) -> None:
-        """Take a state of the whole model, or of these rows. Raises where it does not fit."""
+        """Load a state dict of the whole model, or of these rows. Raises if it does not fit."""
         state = self.model.state_dict(keep_vars=True)
         if model.keys() != state.keys():
             differing = sorted(model.keys() ^ state.keys())
@@ -138,7 +138,7 @@ class Shards:
             self.own[number].copy_(self.places[number].cut(model[name]))
 
     def cut_update(self, update: Mapping[str, Any], trained: list[Tensor]) -> dict[str, Any]:
-        """Of what goes with the weights of an optimizer, in its order, these rows."""
+        """Cut an optimizer's state and average to these rows; `trained` has its weight order."""
         number = {id(own): n for n, own in enumerate(self.own)}
         places = [self.places[number[id(weight)]] for weight in trained]
         optimizer = update["optimizer"]
@@ -152,12 +152,10 @@ class Shards:
     def in_parts(
         self, batch: Batch, samples: int, size: int, own: int, compute: Callable[[Batch], T]
     ) -> list[T]:
-        """What `compute` returns for each part of what this process has of so many samples.
+        """Return the results of `compute` on micro-batches of this process's part of a batch.
 
-        It has `own` of them, and no more than the batch where some are left out.
-
-        It is called as often as by the others, who each give their shards of the weights; a part
-        is a micro-batch, whose size fits in training.
+        `own` samples are left of its part of `samples`. `compute` is called equally often on every
+        process, since each call gathers all shards; results of stand-in batches are dropped.
         """
         parts = self.world.parts(samples, size, own)
         filled = [part.stop > part.start for part in parts]
@@ -168,7 +166,7 @@ class Shards:
         return [each for each, mine in zip(results, filled, strict=True) if mine]
 
     def moved(self) -> int:
-        """How many of the model's shards are no longer in the memory that is updated."""
+        """Return how many of the model's shards no longer share memory with the updated rows."""
         pairs = zip(self.model.parameters(), self.own, strict=True)
         return sum(
             not isinstance(weight, DTensor) or weight.to_local().data_ptr() != own.data_ptr()
@@ -178,18 +176,18 @@ class Shards:
 
 @dataclass
 class Sharded(Technique):
-    """The repeated blocks are sharded one by one, and what is left of the model as one more.
+    """FSDP with one unit per repeated block, and one for the rest of the model.
 
-    Of several micro-batches the last one's backward alone sends gradients: until then a process
-    holds those of the whole model. With `distributed.no_sync=false`, or once the micro-batch was
-    halved because memory had run out, each sends, and a process holds those of its rows alone.
+    Only the last micro-batch's backward sends gradients: until then a process holds those of the
+    whole model. With `distributed.no_sync=false`, or after the micro-batch was halved for lack of
+    memory, each backward sends, and a process holds only its rows' gradients.
     """
 
     modules: int = 0
-    low: int = 0  # of them, those whose weights are gathered in 16 bits
+    low: int = 0  # blocks with weights gathered in bf16
 
     def apply(self, draft: RunBuilder) -> None:
-        """Shard the model in place: its names stay, and it is still what is called."""
+        """Shard the model in place; parameter names stay the same."""
         world, model = draft.world, draft.model
         if world is None:
             return
@@ -211,7 +209,7 @@ class Sharded(Technique):
             world.no_sync = partial(_without_reduction, model)
 
     def engaged(self, run: Run) -> Evidence:
-        """What a process keeps of weights, gradients, optimizer and average, against its share."""
+        """Check that the updated memory is the model's; report bytes held and predicted."""
         shards, update = run.shards, run.update
         if shards is None:
             return Evidence(False, "there is one process")
@@ -224,7 +222,7 @@ class Sharded(Technique):
             averaged = bool(update.average) and own.requires_grad
             row = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
             whole += len(weight) * row
-            # as FSDP hands rows out: the last processes may have fewer, or none
+            # FSDP's split: the last processes may have fewer rows, or none
             each = -(-len(weight) // shards.world.size)
             share += min(each, max(0, len(weight) - shards.world.rank * each)) * row
         moved = shards.moved()
@@ -243,7 +241,7 @@ class Sharded(Technique):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, low: bool) -> int:
-    """Have FSDP shard the model by its blocks; how many are gathered in bf16, under AMP in that."""
+    """Shard the model by blocks; return how many are gathered in bf16, which is 0 unless `low`."""
     count = 0
     for block in repeated_blocks(model):
         policy = MixedPrecisionPolicy()
@@ -255,7 +253,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, low: bool) -> int:
 
 
 class _Forward:
-    """The model for a validation: what it has gathered is freed, as its weights will change."""
+    """The model's forward in validation; frees gathered weights, which training will change."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
@@ -270,7 +268,7 @@ class _Forward:
 
 @contextmanager
 def _without_reduction(model: Any) -> Iterator[None]:
-    """While entered, a backward adds to gradients of whole weights and sends nothing."""
+    """Within the context, a backward accumulates gradients of whole weights and sends nothing."""
     model.set_requires_gradient_sync(False)
     try:
         yield

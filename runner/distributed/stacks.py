@@ -1,4 +1,4 @@
-"""Where a process stands, in a file: when it waits for too long, crashes or is ended as hung."""
+"""Stack dumps of a process that waits for too long, crashes or is aborted as hung."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pathlib import Path
 
 
 class StackWriter:
-    """Writes every thread's stack to a file when nothing is reported for so many seconds.
+    """Watchdog that writes all threads' stacks to a file after `patience_s` without `alive()`.
 
-    By a thread of Python's own, under the interpreter's lock: faulthandler's timer reads the stacks
-    of threads that run meanwhile, and has crashed a process that was only slow. What crashes, or is
-    ended by SIGABRT, goes through faulthandler: then no other Python code runs.
+    A Python thread does this under the GIL: faulthandler's timer reads stacks of running threads,
+    and has crashed a process that was only slow. Crashes and SIGABRT go through faulthandler, as no
+    other Python code runs then.
     """
 
     def __init__(self, file: Path, patience_s: float) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self.patience_s = patience_s
-        self._file = open(file, "a")  # those of an earlier attempt stay
+        self._file = open(file, "a")  # keeps the stacks of earlier attempts
         self._closed, self._alive = threading.Event(), time.monotonic()
         faulthandler.enable(self._file)
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
         self._thread.start()
 
     def alive(self) -> None:
-        """Begin to wait anew."""
+        """Restart the timer."""
         self._alive = time.monotonic()
 
     def close(self) -> None:
-        """Wait for nothing any more; an empty file is removed."""
+        """Stop the watchdog; an empty file is removed."""
         self._closed.set()
         self._thread.join()
         faulthandler.enable()
@@ -55,7 +55,7 @@ class StackWriter:
 
 
 def _stacks() -> str:
-    """The stack of each thread but this one, the innermost call last."""
+    """Return the stack of each thread but this one, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on: sums, flags, choices. Each call is made by all of them."""
+"""Collectives of a run: sums, flags and choices. All processes must make each call."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from runner.training.run import Run
 
 T = TypeVar("T")
-_numbers = count()  # of the worlds of this process, as of every other
+_numbers = count()  # numbers the worlds of this process, as in every other process
 
 NAMED = 3  # weights that a message names
-PATIENCE = 0.8  # share of the time-out after which a process writes where it stands
+PATIENCE = 0.8  # share of the time-out after which a process writes its stacks
 
 
 class World:
-    """The processes that train one model, as one of them sees them."""
+    """The process group that trains one model, as seen by one process."""
 
     def __init__(self, place: Place, config: DistributedConfig, device: torch.device) -> None:
-        """Meet the others. Raises ProcessLost where one does not come within the time-out."""
+        """Join the process group. Raises ProcessLost if a process is missing at the time-out."""
         self.place, self.rank, self.size = place, place.rank, place.size
         self.config, self.device = config, device
         self.host = socket.gethostname()
@@ -51,19 +51,19 @@ class World:
             problem = "nccl is between GPUs, and there is none"
             raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # the run's, once set
-        self.lost = False  # another process has ended: nothing is done together any more
+        self.lost = False  # another process has ended: no more collectives
         self._commit: Commit | None = None
-        self.shards: Shards | None = None  # set where each has a shard of every weight
-        # set with the model: while entered, a backward sends nothing; what a validation calls
+        self.shards: Shards | None = None  # set under FSDP
+        # set with the model: context without gradient reduction; forward of a validation
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
-        self.left = False  # this process does by itself what it has yet to do
-        self.sample_flop: float | None = None  # of a step, set with the model where it is known
-        self.stand_in = False  # the samples of this micro-batch are others', and count for nothing
-        self.trained: list[tuple[str, Tensor]] = []  # weights that each step's gradients are of
+        self.left = False  # this process finishes alone, without collectives
+        self.sample_flop: float | None = None  # of a step per sample, set with the model if known
+        self.stand_in = False  # this micro-batch repeats others' samples, with weight 0
+        self.trained: list[tuple[str, Tensor]] = []  # must get a gradient in each step
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
-            # gloo would look the machine's name up, which need not be known
+            # gloo would resolve the host name, which may be unknown
             for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         timeout = timedelta(seconds=config.timeout_s)
@@ -72,13 +72,13 @@ class World:
             raise UsageError("distributed: this process has a process group; let build make it")
         with self._waiting():
             self.store = open_store(place, timeout)
-            # apart from what an earlier attempt, or an earlier run of this process, has left there
+            # separate from keys of earlier attempts and of earlier runs of this process
             prefix = f"attempt_{place.attempt}/{next(_numbers)}"
             store = PrefixStore(prefix, self.store)
             dist.init_process_group(
                 both, store=store, rank=place.rank, world_size=place.size, timeout=timeout
             )
-        # who waits in one client holds up its other callers, as a collective may
+        # a wait in one client, as in a collective, blocks its other callers
         client: Any = self.store
         outcomes = PrefixStore(prefix, client.clone())
         self._outcomes = SharedOutcomes(outcomes, self.rank, self.size)
@@ -95,7 +95,7 @@ class World:
         return self.config.kind.value
 
     def describe(self) -> dict[str, Any]:
-        """What is known of it from the first step on."""
+        """Return kind, size, backend, attempt and restarts, for the summary."""
         return {
             "kind": self.kind,
             "world_size": self.size,
@@ -105,9 +105,9 @@ class World:
         }
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave; what the others still do with this one fails, and they are told the error.
+        """Leave the process group and publish `error`; later collectives of the others fail.
 
-        After a loss the group is left as it is: taking it down is not sure to return.
+        After `leave` the group is not destroyed, which might never return.
         """
         if isinstance(error, Exception) and not self.left:  # a signal is sent to all
             self._write(RankOutcome.of(self.rank, error))
@@ -120,24 +120,24 @@ class World:
     # -- what belongs to this process ----------------------------------------------------------
 
     def part(self, samples: int) -> slice:
-        """Which of a batch's samples are this process's; parts differ by one at most."""
+        """Return this process's slice of a batch; sizes differ by at most 1."""
         return _even(samples, self.size)[self.rank]
 
     def largest(self, samples: int) -> int:
-        """Samples in the largest of the processes' parts."""
+        """Return the size of the largest process's part of a batch."""
         return -(-samples // self.size)
 
     def parts(self, samples: int, micro_batch: int, own: int) -> list[slice]:
-        """The micro-batches of this process's part of a batch: as many as any has.
+        """Return micro-batch slices of this process's part: the same number on every process.
 
-        Where its part, or the `own` samples that are left of it, are too few, one is empty.
+        Some are empty if its part, or the `own` samples left of it, has too few samples.
         """
         mine = self.part(samples)
         own = min(own, mine.stop - mine.start)
         return _even(own, max(1, -(-self.largest(samples) // micro_batch)))
 
     def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
-        """Raise ConfigError where a training batch has fewer samples than there are processes."""
+        """Raise ConfigError if a training batch has fewer samples than there are processes."""
         last = samples % batch_size
         if batch_size < self.size:
             problem = f"is {batch_size}, and {self.size} processes take their part of each batch"
@@ -147,11 +147,11 @@ class World:
             raise ConfigError("training.batch_size", problem, "change it, or data.drop_last=true")
 
     def folder(self, folder: Path) -> Path:
-        """Where this process writes, in the folder of the run."""
+        """Return the folder for this process's files, within the run's folder."""
         return folder if self.first else folder / RANKS / str(self.rank)
 
     def refuses(self, technique: str) -> str | None:
-        """Why a technique of that name cannot work with the way the model is trained here."""
+        """Return why `technique` cannot be combined with FSDP, or None if it can."""
         if self.config.kind is not DistributedKind.fsdp:
             return None
         from runner.distributed.sharded import REFUSED
@@ -159,7 +159,7 @@ class World:
         return REFUSED.get(technique)
 
     def meeting(self) -> Commit:
-        """Where the processes agree that a checkpoint is whole."""
+        """Return the checkpoint commit, created on first use."""
         from runner.distributed.commit import Commit
 
         if self._commit is None:
@@ -169,15 +169,15 @@ class World:
     # -- what all do together ------------------------------------------------------------------
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all processes, in place, on the device: the host does not wait for it."""
+        """Sum `values` over all processes, in place, on the device: the host does not wait."""
         with self._waiting():
             dist.all_reduce(values)
         return values
 
     def whole_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
-        """The weight of a batch over all processes, from that of the `own` samples.
+        """Return the weight of a batch over all processes, from that of the `own` samples.
 
-        Where there is none of its own, the weight is another's, which counts for nothing.
+        A process without samples has the weight of a stand-in batch, and contributes 0.
         """
         if not isinstance(weight, Tensor):
             return weight / own * samples
@@ -188,7 +188,7 @@ class World:
     def measure(
         self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, gradient norm and skip flag of a step, by one sum of what each process has."""
+        """Return loss, gradient norm and skip flag of a step, by one all-reduce."""
         self._check_gradients()
         spoiled, square = update.local_part()
         parts = [loss, update.never if veto is None else veto.to(loss.device), spoiled, square]
@@ -198,9 +198,9 @@ class World:
         return total, norm, torch.maximum(skipped, unfit)
 
     def _check_gradients(self) -> None:
-        """Raise ConfigError where a weight has none: the others would wait for it, or not get it.
+        """Raise ConfigError if a weight has no gradient: the others would miss or wait for it.
 
-        What was sent together with it has not arrived either, so that no update may follow.
+        Gradients in the same bucket have not arrived either, so no update may follow.
         """
         missing = [name for name, weight in self.trained if weight.grad is None]
         if missing:
@@ -212,7 +212,7 @@ class World:
             raise ConfigError("distributed.unused_parameters", problem, fix)
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all processes rank 0's buffers, where each has followed its own samples."""
+        """Broadcast rank 0's buffers, since each process updated its own from its samples."""
         with self._waiting():
             for buffer in model.buffers():
                 value = buffer.detach().contiguous()
@@ -220,7 +220,7 @@ class World:
                 buffer.detach().copy_(value)
 
     def worst(self, *numbers: int) -> list[int]:
-        """The largest of each number over all processes; on the host, once a step."""
+        """Return the maximum of each number over all processes, on the host; called every step."""
         if self.left:
             return [*numbers]
         if self._stacks is not None:
@@ -231,7 +231,7 @@ class World:
         return flags.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """What each process gives, by rank; only its own where nothing is done together now."""
+        """Return each process's value by rank; only this process's after `leave`."""
         if self.left:
             return [value]
         values: list[Any] = [None] * self.size
@@ -240,15 +240,15 @@ class World:
         return values
 
     def union(self, numbers: list[int]) -> tuple[list[int], ProcessLost | None]:
-        """What any process has; where one is lost, its own and the error, for later."""
+        """Return the union over processes; after a loss, its own numbers and the error."""
         try:
             return sorted({*chain(*self.gather(numbers))}), None
         except ProcessLost as error:
             return numbers, error
 
     def choose(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides; an error that it meets there is raised by all."""
-        answer: list[Any] = [None, None]  # and the error, if there is one
+        """Return the result of `decide` on rank 0; a RunnerError there is raised on all ranks."""
+        answer: list[Any] = [None, None]  # result and error
         if self.first:
             try:
                 answer[0] = decide()
@@ -262,20 +262,20 @@ class World:
         return decided
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Wait for all processes."""
         self.worst(0)
 
     # -- what becomes of a process that is lost --------------------------------------------------
 
     @property
     def faults(self) -> Counter[str]:
-        """What has had all processes started again, by kind."""
+        """Number of restarts by kind of fault."""
         return Counter(kind for kind, _ in self.place.losses)
 
     def leave(self, error: BaseException) -> None:
-        """From here on this process does by itself what it has yet to do, such as saving.
+        """Make no more collectives: this process finishes alone, such as saving a checkpoint.
 
-        The agent is told, which would take a process that saves for long for a hung one.
+        The outcome is published, so that the agent does not take a long save for a hang.
         """
         self.left = True
         self._write(RankOutcome.of(self.rank, error))
@@ -287,15 +287,12 @@ class World:
             self._outcomes.publish(outcome)
 
     def watch(self, file: Path) -> None:
-        """Write every thread's stack there when nothing is agreed on for most of the time-out.
-
-        Also when this process crashes.
-        """
+        """Write stacks to `file` on a crash, or when `worst` is not called for PATIENCE."""
         self._stacks = StackWriter(file, PATIENCE * self.config.timeout_s)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For what needs the other processes: raises ProcessLost where one of them has ended."""
+        """Raise ProcessLost for an error within that means that another process has ended."""
         try:
             yield
         except Exception as error:
@@ -304,11 +301,11 @@ class World:
             raise self.lose(error) from error
 
     def find_error(self) -> ProcessLost | None:
-        """What has ended another process, where no agent of ours asks them all."""
+        """Return the error that ended another process, in runs without our agent; else None."""
         return self._outcomes.find_error() if self.place.meeting is None else None
 
     def lose(self, error: BaseException) -> ProcessLost:
-        """The error for one that `is_lost`, which says who was lost where no agent of ours does."""
+        """Convert an error that `is_lost`; without our agent the result names the lost process."""
         if isinstance(error, ProcessLost):
             return error
         lost, self.lost = as_lost(error), True
@@ -325,13 +322,13 @@ class World:
 
 @cache
 def open_store(place: Place, timeout: timedelta) -> TCPStore:
-    """Where all processes leave what the others read; open as long as this process lives."""
+    """Return the store shared by all processes; open until this process ends."""
     own = place.rank == 0 and not place.hosted
     return TCPStore(place.address, place.port, place.size, own, timeout, wait_for_workers=False)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether it means that another process has ended, or does not answer."""
+    """Whether `error` means that another process has ended, or does not answer."""
     if isinstance(error, ProcessLost | dist.DistError):
         return True
     text = str(error)
@@ -339,7 +336,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def as_lost(error: BaseException) -> ProcessLost:
-    """The error that is raised for one that `is_lost`."""
+    """Convert an error that `is_lost` to ProcessLost."""
     if isinstance(error, ProcessLost):
         return error
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -349,7 +346,7 @@ def as_lost(error: BaseException) -> ProcessLost:
 
 
 def refuse_lost(run: Run, error: Exception) -> bool:
-    """The first of a run's recoveries: a step is not repeated without the others."""
+    """First recovery of a run: raise ProcessLost, as a step is not repeated without the others."""
     if is_lost(error):
         raise (as_lost(error) if run.world is None else run.world.lose(error)) from error
     return False
