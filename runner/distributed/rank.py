@@ -47,7 +47,7 @@ def start(config: RunConfig, folder: Path, given: Components, place: Place) -> N
     os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server
     if not _is_alone(place):
         os.environ.update(place.environ())
-    multiprocessing.set_start_method(None, force=True)  # the default: forked workers inherit the data
+    multiprocessing.set_start_method(None, force=True)  # the default: forks inherit data
     _end_with_parent()
     outcome = _outcome(config, folder, given, place)
     if place.meeting is not None:

@@ -1,1 +1,1 @@
-"""Many jobs, each in a process of its own: `python -m runner -m …`."""
+"""Sweeps and searches: many jobs, each in its own process, by `python -m runner -m …`."""

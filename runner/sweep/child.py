@@ -1,4 +1,4 @@
-"""One job's process, from its start to its result."""
+"""The process of one sweep job, from its start to its result."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
 StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "JobProcess"]
-"""Given the command, its environment, and descriptors for its stdin and its output."""
+"""Starts a process, given its command, environment, and descriptors of stdin and output."""
 
 
 @dataclass
 class Child:
-    """A process in a session of its own, so that all it starts ends with it."""
+    """A job's process in its own session, so that its child processes end with it."""
 
     process: JobProcess
     folder: Path
     timeout_s: float | None
-    death_pipe: int  # closed, it ends the process
-    earlier_summary: tuple[int, int] | None  # identity of the one that an earlier try left
-    log_start: int = 0  # bytes in its log that earlier tries left
-    records: bool = False  # it leaves a summary at its end
+    death_pipe: int  # closing it ends the process
+    earlier_summary: tuple[int, int] | None  # identity of an earlier try's summary
+    log_start: int = 0  # bytes in its log of earlier tries
+    records: bool = False  # whether it writes a summary
     began: float = field(default_factory=time.monotonic)
     ooms: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
-    requested: str = ""  # the status it was made to end with: timeout or interrupted
+    requested: str = ""  # status for its end if `ask` was called: timeout or interrupted
     why: str = ""
     deadline: float = float("inf")  # when it is killed
 
@@ -68,7 +68,7 @@ class Child:
         chosen: bool = True,
         start_process: StartProcess | None = None,  # None: it is spawned
     ) -> Child:
-        """Start it, its output in `console.log` in its folder. Raises OSError."""
+        """Start the job with its output in `console.log` in its folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         earlier, log_start = _identity(folder / SUMMARY), 0
         variables, reads, writes = parent_death_pipe(overrides, chosen)
@@ -85,7 +85,7 @@ class Child:
         return cls(process, folder, timeout_s, writes, earlier, log_start, records)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; one that takes too long is made to."""
+        """Whether it has ended; asks it to end at its time-out, and kills it at its deadline."""
         if self.process.poll() is not None:
             return True
         late = self.timeout_s is not None and self.seconds > self.timeout_s
@@ -98,7 +98,7 @@ class Child:
     def ask(self, number: int, status: str, why: str, grace_s: float = float("inf")) -> None:
         """Ask it to finish its step and write a checkpoint.
 
-        The first reason is the one that is reported, the earliest deadline holds.
+        The first call's reason is reported; the earliest deadline holds.
         """
         if not self.requested:
             self.requested, self.why = status, why
@@ -113,7 +113,7 @@ class Child:
                 kill(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Leave nothing of it behind."""
+        """Kill and reap it, and close its pipe."""
         self.kill()
         self.process.wait()
         with suppress(OSError):
@@ -121,11 +121,11 @@ class Child:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since its start."""
         return time.monotonic() - self.began
 
     def last_line(self) -> str:
-        """The last line of this try in its log, without the time of day."""
+        """Return the last line of this try in its log, without the time of day."""
         try:
             with (self.folder / LOG).open("rb") as file:
                 file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - TAIL))
@@ -141,7 +141,7 @@ class Child:
         return _identity(self.folder / SUMMARY) not in (None, self.earlier_summary)
 
     def ending(self) -> tuple[str, str]:
-        """Status and reason, from its exit code, its summary and its log."""
+        """Return status and reason, from its exit code, summary and log."""
         code, summary = self.process.returncode, self._summary()
         well = summary is not None and summary.status in WELL
         reason = "" if summary is None or summary.status == "running" else summary.reason
@@ -150,7 +150,7 @@ class Child:
         if code == 0 and summary is not None and well:
             return summary.status, reason
         if code == 0:
-            with suppress(StorageError):  # it had ended before, as the sweep's process was killed
+            with suppress(StorageError):  # an earlier try has ended well, unrecorded
                 ended = Summary.read(self.folder)
                 if ended.status in WELL:
                     return ended.status, ended.reason
@@ -165,7 +165,7 @@ class Child:
         return ("oom" if MEMORY.search(reason) else "failed"), reason
 
     def _last_words(self, code: int) -> str:
-        """The error that it printed; else what the code says, and the line it printed last."""
+        """Return the error that it printed, or else its exit code and last line."""
         line = self.last_line()
         if line.startswith("error"):
             return line
@@ -199,7 +199,7 @@ def _spawn(
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Changes as soon as the file is replaced."""
+    """Return inode and mtime, which change when the file is replaced; None if it is missing."""
     try:
         status = path.stat()
     except OSError:

@@ -1,9 +1,8 @@
 """hydra/launcher=submitit_slurm and =ray: jobs that end without a result, and jobs that restart.
 
-submitit learns from `sacct` that a job has ended, which needs a database for accounting: without it
-the launcher waits for ever for one that was killed. `squeue` answers on every cluster. The Ray
-plugin's own loop raises at the first worker that is lost, and Ray would run its job once more in
-the same folder.
+submitit polls `sacct`, which needs an accounting database: without one the launcher waits for ever
+for a killed job. `squeue` works on every cluster. The Ray plugin's own loop raises at the first
+lost worker, and Ray would run its job again in the same folder.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ RAY_POLL_S = 0.5
 
 
 def adapt_launcher(target: str) -> None:
-    """Have the launcher of that class report a failed job when all have ended.
+    """Patch the launcher of class `target` to report failed jobs when all have ended.
 
-    Processes that it starts can import what unpickling Hydra's plugins needs: their module path
-    lacks the current folder, which `python -m` would put first.
+    Sets the module path of its processes, so that they can unpickle Hydra's plugins: they do not
+    have the current folder, which `python -m` would put first.
     """
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = PLUGINS.parents[1]
@@ -66,7 +65,7 @@ def adapt_launcher(target: str) -> None:
 
 
 def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
-    """Write how a job without a result ended, unless its own summary states an end."""
+    """Write the summary of a job that ended without a result, unless its own states an end."""
     with open_dict(config):
         config.hydra.job.num, config.hydra.job.id = number, id
     folder = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
@@ -79,7 +78,7 @@ def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reas
 
 
 def _failed(result: JobReturn, reason: str) -> JobReturn:
-    """A failure, which the sweeper raises when all have ended."""
+    """Mark `result` as failed; the sweeper raises the error when all jobs have ended."""
     result.status, result.return_value = JobStatus.FAILED, SweepFailed(reason)
     return result
 
@@ -88,7 +87,7 @@ def _failed(result: JobReturn, reason: str) -> JobReturn:
 
 
 def _watch_queue() -> None:
-    """Have submitit ask for jobs by squeue."""
+    """Patch submitit to query jobs by squeue."""
     from submitit.core.core import Job
     from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
@@ -108,14 +107,14 @@ def _ask_queue(watcher: Any) -> list[str] | None:
 
 
 def _read_queue(watcher: Any, answer: bytes | str) -> dict[str, dict[str, str]]:
-    """The state of each job; one that is not in the queue has ended."""
+    """Return the state of each job; ENDED for a job that is not in the queue."""
     text = answer.decode() if isinstance(answer, bytes) else answer
     states = dict(line.strip().split("|") for line in text.splitlines() if "|" in line)
     return {job: {"State": states.get(job, ENDED)} for job in watcher._registered}
 
 
 def _slurm_results(job: Any, wait: Any) -> list[Any]:
-    """The results of a job, or a failure that its folder records where the job could not."""
+    """Return the results of a job, or a failure, recorded in the job's folder."""
     try:
         results: list[Any] = wait(job)
         return results
@@ -136,9 +135,9 @@ def _slurm_results(job: Any, wait: Any) -> list[Any]:
 
 @contextmanager
 def in_slurm_job(config: DictConfig) -> Iterator[None]:
-    """While entered in a job: its run saves a checkpoint before submitit puts the job back.
+    """Within the context, the job's run saves a checkpoint before submitit requeues the job.
 
-    That begins again in the same folder, and continues there.
+    The requeued job resumes in the same folder.
     """
     from submitit import JobEnvironment
 
@@ -194,7 +193,7 @@ def _values(config: DictConfig) -> dict[str, Any]:
 
 
 def _run_on_ray(task: Any, config: DictConfig) -> Any:
-    """One job, in its worker; one that Ray begins again continues from its last checkpoint."""
+    """Run a job in its worker; a job that Ray restarts resumes from its last checkpoint."""
     begun = any(Path(HydraConfig.get().runtime.output_dir).glob("checkpoints/step_*"))
     if begun and config.checkpoint.resume == "none":
         config.checkpoint.resume = "auto"
@@ -202,7 +201,7 @@ def _run_on_ray(task: Any, config: DictConfig) -> Any:
 
 
 def _wait(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
-    """Until all jobs have ended. After a signal they have some time to write a checkpoint."""
+    """Wait until all jobs have ended; after a signal they have GRACE_S to write a checkpoint."""
     deadline = float("inf")
     while jobs and time.monotonic() < deadline:
         _, jobs = ray.wait(jobs, num_returns=len(jobs), timeout=RAY_POLL_S, fetch_local=False)
@@ -215,7 +214,7 @@ def _wait(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
 
 
 def _ray_result(ray: Any, job: Any, config: DictConfig) -> JobReturn:
-    """The result of a job; the loss of its worker is recorded in its folder."""
+    """Return the result of a job; the loss of its worker is recorded in its folder."""
     try:
         result: JobReturn = ray.get(job)
         return result

@@ -1,5 +1,4 @@
-"""How a sweep continues: the `sweep` group. How its jobs run: hydra/launcher. What a search of
-hyper-parameters tries, and when it ends: the `search` group."""
+"""Config of sweeps and searches: the groups `sweep`, `search` and `hydra/launcher`."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class SweepConfig:
 
 
 class Sampler(Enum):
-    """What proposes the values of the next trial."""
+    """Sampler that proposes the values of the next trial."""
 
     tpe = "tpe"  # tree-structured Parzen estimator: from the results of earlier trials
     random = "random"
@@ -34,7 +33,7 @@ class Sampler(Enum):
 
 
 class Pruner(Enum):
-    """When a trial ends early, by its metric at the validations so far."""
+    """Rule that ends a trial early, by its metric at the validations so far."""
 
     none = "none"
     median = "median"  # its best so far is worse than the median of the trials before it
@@ -42,7 +41,7 @@ class Pruner(Enum):
 
 
 class Direction(Enum):
-    """Which end of the metric is better."""
+    """Whether a higher or a lower metric is better."""
 
     auto = "auto"  # by the metric's name
     maximize = "maximize"

@@ -1,7 +1,7 @@
 """Jobs of a sweep as forks of one process that has imported torch and the runner.
 
-A job is a process of its own as a spawned one is: session, environment, output, module path. What
-it shares with others is memory that neither writes.
+Like a spawned job, it has its own session, environment, output and module path. Only memory that
+neither process writes is shared.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PRELOAD = [
     "runner.report.run",
     "runner.sweep.fork",
 ]
-"""What a job needs in any case; this module last."""
+"""Modules that every job needs; this module last."""
 TRACER = "torch._dynamo"
-"""What compiles, and torch's optimizers that are not fused, import besides: a second."""
+"""Also imported by torch.compile and by torch's optimizers unless fused; takes a second."""
 FIT = fork_server.is_fit()
-"""Of the fork server, once it has imported all; a child no longer sees what it has lost."""
+"""Whether the fork server may fork, evaluated in it after the imports; a child cannot tell."""
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` is to a spawned job."""
+    """A forked job, with the interface of `subprocess.Popen` that is needed."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self.process = process
@@ -42,15 +42,15 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | Any:
-        """None while it runs; negative for a signal."""
+        """The exit code: None while it runs, negative for a signal."""
         return self.process.exitcode
 
     def poll(self) -> int | None:
-        """The same, looked at now."""
+        """Return the exit code, or None while it runs."""
         return self.process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended. Raises TimeoutExpired."""
+        """Wait for its end and return the exit code. Raises TimeoutExpired."""
         self.process.join(timeout)
         code = self.process.exitcode
         if code is None:
@@ -61,7 +61,7 @@ class ForkedProcess:
 def fork(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
 ) -> ForkedProcess:
-    """Start a job; `command` is what a spawned one would be started with. Raises OSError."""
+    """Start a job by a fork; `command` is that of a spawned one. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
     arguments = (list(command), dict(environment), os.getcwd(), _Files(stdin, output))
     process = context.Process(target=_become, args=arguments)
@@ -70,7 +70,7 @@ def fork(
 
 
 class _Files:
-    """Descriptors for a process that is about to start; they are duplicated as it is pickled."""
+    """File descriptors for a new process; pickling duplicates them."""
 
     def __init__(self, *files: int) -> None:
         self.files = files
@@ -86,7 +86,7 @@ def _detach(*files: Any) -> tuple[int, ...]:
 def _become(
     command: list[str], environment: dict[str, str], folder: str, files: tuple[int, int]
 ) -> None:
-    """Be the job that `command` starts."""
+    """Turn this process into the job that `command` starts."""
     os.setsid()
     stdin, output = files
     for file, number in ((stdin, 0), (output, 1), (output, 2)):
@@ -96,7 +96,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    multiprocessing.set_start_method(None, force=True)  # the usual one: a fork inherits its data
+    multiprocessing.set_start_method(None, force=True)  # the default: forks inherit data
     if not FIT:
         os.execve(command[0], command, environment)  # noqa: S606  # the same, spawned
     sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)

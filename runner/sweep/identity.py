@@ -1,4 +1,4 @@
-"""When two sweeps are the same, and when a finished job is still up to date."""
+"""Hashes that identify a sweep, and that tell whether a finished job is up to date."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from runner.record import provenance
 
 VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
 EXECUTION = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
-"""Keys that say where and how jobs are run, not which."""
+"""Keys of where and how jobs run, which do not change the jobs."""
 GROWS = ("search.trials", "search.parallel")  # a search with more trials is the same one
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
-    """A sha256 of what was typed, in any order; how and where jobs run does not count."""
+    """Return a sha256 of the typed overrides and flags, in any order, without EXECUTION keys."""
     typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key holds
     ignored = (*EXECUTION, "sweep.", *GROWS)
     return digest([*flags, *sorted(v for k, v in typed.items() if not k.startswith(ignored))])
 
 
 def job_hash(config: RunConfig, variables: Any = None) -> str:
-    """A sha256 of resolved config, environment variables that the job is given, code, the data's
-    files, the checkpoint or weights it begins with, versions and device.
+    """Return a sha256 of config, code, data files, initial checkpoint or weights, and environment.
 
-    The code is that of our package and of those in `security.trusted`, by the contents of files.
+    Code is that of our package and of `security.trusted`, by file contents; environment is the
+    variables given to the job, the versions of packages, and the device.
     """
     tree = asdict(config)
     settings = {k: v for k, v in tree.items() if k not in OF_NO_CONSEQUENCE}
@@ -59,7 +59,7 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
 
 @cache
 def code_hash(package: str) -> str:
-    """A sha256 of the Python files of an importable package or module, which is not imported."""
+    """Return a sha256 of a package's or module's Python files, without importing it."""
     sha256 = hashlib.sha256()
     for path in _files(package.partition(".")[0]):
         sha256.update(path.name.encode() + b"\0")
@@ -83,7 +83,7 @@ def _files(package: str) -> Iterator[Path]:
 
 @cache
 def machine() -> dict[str, Any]:
-    """The processor and the GPUs, as far as they are known without torch."""
+    """Return processor, GPUs and visible devices, determined without torch."""
     gpus = sorted(
         path.read_text(errors="replace").split("IRQ")[0] for path in GPUS.glob("*/information")
     )
@@ -93,7 +93,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def stamp(path: Path) -> str:
-    """A sha256 of name, size and time of a file, or of all files in a folder; some 5 µs each."""
+    """Return a sha256 of path, size and mtime of a file, or of each in a folder; 5 µs per file."""
     sha256, files = hashlib.sha256(), [path]
     if path.is_dir():
         walk = sorted(os.walk(path), key=lambda entry: entry[0])
@@ -109,11 +109,11 @@ def stamp(path: Path) -> str:
 
 
 def _checkpoint_stamp(source: str | None) -> str:
-    """Of the checkpoints, or the file, that a run or a path of weights leads to."""
+    """Return the stamp of a run's checkpoints, or of a checkpoint or file; "" without one."""
     if source in (None, "none", "auto"):
         return ""
     path = Path(str(source)).expanduser()
-    if path.is_file() and path.name in ("last", "best"):  # where there are no links
+    if path.is_file() and path.name in ("last", "best"):  # text files where links are not supported
         path = path.parent
     inner = path / "checkpoints"
     return stamp(inner if inner.is_dir() else path)

@@ -1,4 +1,4 @@
-"""What a job's process gets beside its command line, and its end with its parent's."""
+"""Context of a job's process, passed by a pipe, which also ends the job with its parent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 VARIABLE = "RUNNER_JOB"
-GRACE_S = 60.0  # for a checkpoint, once the sweep's process is gone
+GRACE_S = 60.0  # for a checkpoint, after the sweep's process is gone
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """What the launcher adds to what was typed: the folder to write to, and values to compare.
+    """Overrides that the launcher adds to the typed ones, such as the folder to write to.
 
-    `chosen`: the sweep's folder was chosen by the user; one that is continued may be anybody's.
+    `chosen`: the user chose the sweep's folder; a continued one may be someone else's.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -30,10 +30,10 @@ class JobContext:
 def parent_death_pipe(
     overrides: Sequence[str], chosen: bool = True
 ) -> tuple[dict[str, str], int, int]:
-    """What the launcher starts a job with: a variable, its stdin, and the pipe's other end.
+    """Return a job's extra environment variable, its stdin, and the write end of that pipe.
 
-    The context is in the pipe, so that a stale variable makes no job. The other end is to be held
-    open as long as the job is to live.
+    The context is in the pipe, so that a stale variable makes no job. Closing the write end ends
+    the job.
     """
     reads, writes = os.pipe()
     os.write(writes, json.dumps(asdict(JobContext(list(overrides), chosen))).encode())
@@ -41,11 +41,11 @@ def parent_death_pipe(
 
 
 def take_job_context() -> JobContext:
-    """The launcher's context; an empty one where this process is no job.
+    """Return the launcher's context, or an empty one if this process is not a job.
 
-    It comes beside the command line, so that the recorded command can be typed; the variable is
-    deleted, so that a runner that the user's code starts is none of this sweep. From then on the
-    process ends, with all that it started, when its parent ends.
+    It is not on the command line, so that the recorded command can be typed; the variable is
+    deleted, so that a runner started by the user's code is not a job of this sweep. From then on
+    the process ends, with its child processes, when its parent ends.
     """
     if os.environ.pop(VARIABLE, None) is None:
         return JobContext()
@@ -59,7 +59,7 @@ def take_job_context() -> JobContext:
 
 
 def _read_stdin() -> bytes:
-    """What a pipe there holds already; nothing where it is no pipe."""
+    """Return what a pipe at stdin holds already; empty if stdin is not a pipe."""
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(0).st_mode) and select.select([0], [], [], 0)[0]:
             return os.read(0, 1 << 16)

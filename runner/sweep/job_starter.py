@@ -39,7 +39,7 @@ DROPPED = (
     *("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode"),
     *("hydra/sweeper", "hydra.sweeper", "hydra.run"),
 )
-"""Keys of Hydra's that a job alone does without."""
+"""Hydra's keys that a single job does not need."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class JobStarter:
     session: Session
     sweep: Sweep  # the session's
     settings: LauncherConfig
-    hydras: list[str]  # overrides of Hydra's own part, as typed
-    forks: bool  # whether jobs are forked from a process that has imported what they need
+    hydras: list[str]  # overrides of `hydra.*`, as typed
+    forks: bool  # whether jobs are forks of a process with imports done
 
     def arguments(self, overrides: Sequence[str]) -> list[str]:
-        """What to type to do one job alone."""
+        """Return the arguments that run one job alone."""
         kept = [text for text in self.hydras if not text.lstrip("+~").startswith(DROPPED)]
         return [*self.session.flags, *map(without_arguments, overrides), *kept]
 
     def command(self, overrides: Sequence[str]) -> str:
-        """What does the same by itself."""
+        """Return the command line that runs one job alone."""
         return shlex.join(["python", "-m", "runner", *self.arguments(overrides)])
 
     def start(self, plan: JobPlan) -> Child:
-        """Start it in its folder. Raises OSError.
+        """Start the job in its folder. Raises OSError.
 
-        Without -P Python would put the current folder first, where a module may shadow an installed
-        one. Only where the runner itself lies in that folder is that needed.
+        -P keeps Python from putting the current folder first, where a module may shadow an
+        installed one; it is left out only if the runner itself is in that folder.
         """
         place = self.session.folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
@@ -82,7 +82,7 @@ class JobStarter:
         )
 
     def start_fork_server(self) -> None:
-        """Begin to import what jobs need, where they are forked; once is enough."""
+        """Start the server that imports what forked jobs need; does nothing for spawned jobs."""
         if not self.forks:
             return
         needs_tracer = "optimization" in self.session.command  # else each job imports it itself
@@ -92,21 +92,21 @@ class JobStarter:
 
 @contextmanager
 def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStarter]:
-    """While entered, this process is the one that writes into the session's folder.
+    """Lock the session's folder within the context, and yield the starter of its jobs.
 
-    Raises UsageError when another one is.
+    Raises UsageError if another process has the lock.
     """
     session = current_session()
     session.folder.mkdir(parents=True, exist_ok=True)
     level = SecurityLevel[getattr(config.security.level, "name", "standard")]
     keep_private(session.folder, level)
     set_up_logging("info", None)
-    # as typed: what stands for a secret, or for the job's number, is the job's to resolve
+    # as typed: the job itself resolves secrets and its number
     hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     forks = config.sweep.start is StartMethod.fork and fork_server.available()
     try:
         with lock(session.folder):
-            if session.sweep is None:  # else an earlier call by a sweeper that makes several
+            if session.sweep is None:  # else it is from an earlier batch of the sweeper
                 session.earlier = load_previous_jobs(session.folder)
                 session.sweep = Sweep(session.command, session.hash, started=now())
             session.sweep.start = (StartMethod.fork if forks else StartMethod.spawn).name
@@ -120,7 +120,7 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
 
 
 def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
-    """The job as its process will see it, or the reason why it would refuse it."""
+    """Return the plan of a job with its hash, or with the error that would refuse it."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
     subdir = str(secrets.place(config, "hydra.sweep.subdir"))
@@ -136,9 +136,9 @@ def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
 
 
 def environment(jobs: int) -> dict[str, str]:
-    """This process's environment and module path, for one of so many jobs at a time.
+    """Return this process's environment and module path, for one of `jobs` parallel jobs.
 
-    They share the cores: threads that wait for one another's cores made steps four times as long.
+    They share the cores: oversubscribed threads made steps four times as long.
     """
     variables = {**os.environ, "PYTHONPATH": fork_server.module_path()}
     if jobs > 1:

@@ -1,6 +1,6 @@
-"""From the jobs that Hydra names to their results.
+"""Launch of the jobs that Hydra names, and their results.
 
-Each is composed when its turn comes, which takes 0.3 s: the first one does not wait for all.
+Each is composed just before it runs, which takes 0.3 s, so that the first does not wait for all.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ def launch(
     job_overrides: Sequence[Sequence[str]],
     first: int,
 ) -> list[JobReturn]:
-    """Run these jobs, each in a process of its own, but for those that are done already.
+    """Run each job in its own process, except jobs that are done already.
 
-    Raises UsageError when another process writes into the sweep's folder, and Interrupted.
+    Raises UsageError if another process writes into the sweep's folder, and Interrupted.
     """
     with open_sweep(config, settings) as starter:
         folder = starter.session.folder
         jobs = JobStream(starter, config, compose, job_overrides, first)
         Schedule(starter.sweep, folder, settings, starter.start, jobs).run()
-    # our sweeper would end at the first failure that it learns of; others learn from failures
+    # our sweeper would stop at the first failure that is reported; others learn from failures
     tolerant = config.hydra.sweeper._target_ == JobSweeperConfig._target_
     return [_result(plan.job, folder, one, tolerant) for plan, one in jobs.composed]
 
 
 class JobStream:
-    """Source of jobs for the schedule, which is one job ahead of what can run.
+    """Source of jobs for the schedule, composed one job ahead.
 
-    Raises RunnerError and Hydra's errors where the first job cannot be composed; a later one has
-    failed then.
+    Raises RunnerError or Hydra's errors if the first job cannot be composed; a later one counts as
+    failed, except for a SecurityError.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class JobStream:
         self.config, self._compose_config = config, compose
         self.composed: list[tuple[JobPlan, DictConfig]] = []
         self._rest = deque(enumerate(map(list, job_overrides), first))
-        self._batches = [*self.sweep.jobs]  # of earlier calls by a sweeper that makes several
+        self._batches = [*self.sweep.jobs]  # of earlier batches of the sweeper
         taken = [job.folder for job in self._batches]
         self.planner = Planner(self.session.folder, self.session.earlier, job_overrides, taken)
         self._ready = deque[JobPlan]()
         log.info("%s: %d jobs", self.session.folder, len(job_overrides))
-        if not _numbers_folders(config):  # one that is refused is an error before any job begins
+        if not _numbers_folders(config):  # a refused folder is an error before any job begins
             while (plan := self._compose()) is not None:
                 self._ready.append(plan)
 
     def next_job(self) -> JobPlan | None:
-        """The next job; None at the end."""
+        """Return the next job, or None at the end."""
         return self._ready.popleft() if self._ready else self._compose()
 
     def watch(self, _: JobPlan) -> None:
@@ -88,10 +88,10 @@ class JobStream:
             self._ready.append(plan)
 
     def settle(self, _: JobPlan) -> None:
-        """No job depends on another one's result."""
+        """Do nothing: no job depends on another's result."""
 
     def skip(self) -> list[Job]:
-        """The jobs that are left; one that an earlier process has begun stays as it was."""
+        """Return the jobs left over, except those that an earlier process has begun."""
         left = [plan.job for plan in self._ready if not plan.job.ended]
         while self._rest:
             number, overrides = self._rest.popleft()
@@ -130,12 +130,12 @@ class JobStream:
         self.composed.append((plan, config))
 
     def _record(self) -> None:
-        """Put the jobs into the sweep's record, with those that were begun before."""
+        """Update the sweep's record with the composed jobs and those of earlier processes."""
         planned = [plan.job for plan, _ in self.composed]
         self.sweep.jobs = [*self._batches, *planned, *(self.planner.left if self._rest else [])]
 
     def _log_earlier(self) -> None:
-        """All are planned: log what earlier processes have left of them."""
+        """Log what earlier processes have done, once all jobs are planned."""
         self.session.earlier = self.planner.left
         if self.planner.left:
             names = ", ".join(job.folder for job in self.planner.left)
@@ -156,7 +156,7 @@ def _numbers_folders(config: DictConfig) -> bool:
 
 
 def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
-    """What the sweeper gets: the value that the run monitors."""
+    """Return the sweeper's result of a job: the monitored value, or a failure."""
     place = folder / job.folder
     result = JobReturn(job.overrides, config, working_dir=str(place), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None

@@ -1,4 +1,4 @@
-"""The work left of a sweep: which jobs are done, which continue, which begin."""
+"""Plan of a sweep: which jobs are done, which continue, and which begin."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ ARCHIVE = ".earlier"  # hidden: its folders are no jobs of the sweep
 
 @dataclass
 class JobPlan:
-    """A job that was asked for, and what to do about it."""
+    """A requested job, and what to do with it."""
 
     job: Job
     trains: bool = False
-    records: bool = False  # it leaves a summary at its end
-    error: str = ""  # why there can be no such job
+    records: bool = False  # whether it writes a summary
+    error: str = ""  # why it cannot run
     done: bool = False  # by an earlier process
     continues: bool = False  # from the checkpoint in its folder
-    replaces: bool = False  # something else that lies in its folder
+    replaces: bool = False  # its folder is archived first
 
 
 def find_sweep(
     planned: Path, named: bool, resume: str, typed_hash: str, shared: bool = False
 ) -> Path | None:
-    """The folder of the sweep to continue, or None to begin one in `planned`.
+    """Return the folder of the sweep to continue, or None to begin one in `planned`.
 
-    `named` says that `planned` was typed; `shared` that several processes may do the same work,
-    each in a folder that no other one writes to. Raises UsageError.
+    `named`: `planned` was typed. `shared`: several processes may run the same sweep, each in its
+    own folder. Raises UsageError.
     """
     exists = (planned / FILE).exists()
     if resume == "auto" and not named:
@@ -73,14 +73,14 @@ def _newest(parent: Path, typed_hash: str, free: bool) -> Path | None:
 
 
 def load_previous_jobs(folder: Path) -> list[Job]:
-    """The jobs that an earlier process left in the folder. Raises StorageError."""
+    """Load the jobs of an earlier process from the folder. Raises StorageError."""
     return Sweep.read(folder).jobs if (folder / FILE).exists() else []
 
 
 def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
-    """Wait for processes of these jobs that have outlived their sweep and write a checkpoint.
+    """Wait up to GRACE_S for processes that outlived their sweep and write a checkpoint.
 
-    For the time that they have for it; a job that is still locked then reports that itself.
+    A job that is still locked afterwards reports that itself.
     """
     until, logged = time.monotonic() + GRACE_S + POLL_S, False
     while time.monotonic() < until and any(is_locked(folder / job.folder) for job in jobs):
@@ -91,10 +91,10 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 class Planner:
-    """Matches each job that is asked for with the one of an earlier process that it continues.
+    """Matches each requested job with the job of an earlier process that it continues.
 
-    That is the one with the same overrides, else, of those whose overrides are not asked for, one
-    with the same hash. So a job can be planned before the next one is composed.
+    That has the same overrides, or else the same hash and overrides that are not requested. So a
+    job can be planned before the next one is composed.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Planner:
         self._taken = {*taken, *(job.folder for job in self.left)}
 
     def place(self, name: str) -> str:
-        """`name`, or the first number that no other job has."""
+        """Reserve a job's folder: `name`, or the first free number."""
         names = chain([name], map(str, count()))
         free = next(n for n in names if n not in self._taken and not (self.folder / n).exists())
         self._taken.add(free)
         return free
 
     def take(self, overrides: Sequence[str], hash: str = "") -> Job | None:
-        """The earlier process's job that these overrides continue; it belongs to no other then."""
+        """Remove and return the earlier job that matches overrides or hash; None without one."""
         same = (job for job in self.left if job.overrides == overrides)
         others = (job for job in self.left if tuple(job.overrides) not in self._requested)
         job = next(chain(same, (job for job in others if hash == job.hash != "")), None)
@@ -126,7 +126,7 @@ class Planner:
         return job
 
     def match(self, plan: JobPlan) -> JobPlan:
-        """Complete the plan by the job's folder, an earlier one's or a new one, and its record."""
+        """Complete the plan with the matching earlier job's folder and record, or a new folder."""
         job = plan.job
         earlier = self.take(job.overrides, job.hash)
         if earlier is None:
@@ -137,7 +137,7 @@ class Planner:
         if job.hash == earlier.hash != "":
             job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
             plan.done = earlier.status in WELL and _ended_well(place)
-            if plan.done or earlier.failed:  # that stays true until it has begun again
+            if plan.done or earlier.failed:  # kept until it starts again
                 job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
                 job.exit_code = earlier.exit_code
             plan.continues = not plan.done and can_continue(plan, place)
@@ -153,14 +153,14 @@ def _ended_well(folder: Path) -> bool:
 
 
 def can_continue(plan: JobPlan, folder: Path) -> bool:
-    """Whether there is a checkpoint of that training in the folder."""
+    """Whether the job trains and its folder has a checkpoint."""
     return plan.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
 
 
 def archive_job(folder: Path, job: str) -> None:
-    """Move the folder of a job that begins again out of the way, hidden.
+    """Move the folder of a restarted job into a hidden archive.
 
-    Its curves are deleted: TensorBoard would show them as another job.
+    Its TensorBoard files are deleted, since they would appear as another job.
     """
     place, archive = folder / job, folder / ARCHIVE
     for path in (archive, *(place, *place.parents)[: len(Path(job).parts)]):

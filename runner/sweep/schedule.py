@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: so many at a time, with retries, and log their progress."""
+"""Scheduler of a sweep's jobs: runs several at a time, retries them, and logs progress."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ LINE_S = 30.0  # between two lines about each job
 
 
 class JobSource(Protocol):
-    """The jobs, each planned when its turn comes: it may depend on the results of earlier ones."""
+    """Source of jobs, each planned just before it runs, since it may depend on earlier results."""
 
     def next_job(self) -> JobPlan | None:
-        """The next one, which may be done already; None where there is none for now, or at all."""
+        """Return the next job, which may be done already; None if there is none at present."""
 
     def watch(self, plan: JobPlan) -> None:
         """Called often while the job runs."""
 
     def settle(self, plan: JobPlan) -> None:
-        """Called when it has ended and is not tried again; may change its status and reason."""
+        """Called when the job has ended without a retry; may change its status and reason."""
 
     def skip(self) -> Sequence[Job]:
-        """Those that were asked for and do not come any more, for the record."""
+        """Return the requested jobs that will not run, for the record."""
 
 
 class Schedule:
-    """Runs what is planned; every change is in `sweep.json` at once."""
+    """Runs planned jobs, and writes every change to `sweep.json` at once."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Schedule:
         self.retrying: deque[JobPlan] = deque()
         self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
-        self.over = ""  # why no further job begins
-        self.logged = time.monotonic()  # when there was a line about each job
+        self.over = ""  # why no more jobs start
+        self.logged = time.monotonic()  # time of the last progress lines
 
     def run(self) -> None:
-        """Until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the first
-        one asks the jobs to end, which leaves a checkpoint, a second one ends them at once.
+        """Run until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the
+        first signal asks the jobs to end, which saves a checkpoint, a second one kills them.
         """
         with Interrupts() as interrupts:
             try:
@@ -94,7 +94,7 @@ class Schedule:
                 raise Interrupted(interrupts.received, more)
 
     def _begin(self) -> bool:
-        """Begin one job, where there is room; whether a further one may follow at once."""
+        """Start one job if there is room; return whether another may follow at once."""
         if self.over or len(self.running) >= self.settings.jobs:
             return False
         plan = self.retrying.popleft() if self.retrying else self.source.next_job()
@@ -135,7 +135,7 @@ class Schedule:
                 log.info("%s: %s", plan.job.title, child.last_line() or "starting")
 
     def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
-        """Record how a process ended, and put the job back if it is to be tried again."""
+        """Record how a process ended, and queue the job again for a retry."""
         child.close()
         job = plan.job
         job.exit_code = child.process.returncode
@@ -144,7 +144,7 @@ class Schedule:
         unusable = plan.continues and job.exit_code == UNUSABLE and not child.left_a_record
         used = self.retried.get(job.number, 0)
         retries = again and job.status in RETRIED and (unusable or used < self.settings.retries)
-        if retries:  # from a checkpoint that is unusable it would fail each time
+        if retries:  # an unusable checkpoint would fail each time
             self.retried[job.number] = used + (not unusable)
             plan.continues = not unusable and can_continue(plan, self.folder / job.folder)
             plan.replaces = not plan.continues
@@ -175,7 +175,7 @@ class Schedule:
 
 
 def write_failed_summary(folder: Path, status: str, reason: str, command: str) -> None:
-    """Make the job's `summary.json` state how it ended, where the job could not itself."""
+    """Write status and reason into the job's `summary.json`, if the job did not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         summary = Summary(command=command)

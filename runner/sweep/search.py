@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 RECORD = "search.json"
-MODE = "hydra.mode=RUN"  # of a trial: its recipe would begin a search
+MODE = "hydra.mode=RUN"  # for trials, whose recipe would begin a search
 LONGEST = 1 << 20  # bytes of a line
 
 
 def is_search(config: DictConfig) -> bool:
-    """Whether the sweeper of that config is a search."""
+    """Whether the config's sweeper is a search."""
     return OmegaConf.get_type(config.hydra.sweeper) is SearchSweeperConfig
 
 
 def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) -> SearchPlan:
-    """What is to be searched. Raises ConfigError, and UsageError where Optuna is missing."""
+    """Return the plan of a search. Raises ConfigError, and UsageError if Optuna is missing."""
     if find_spec("optuna") is None:
         fix = install_command("search")
         raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
@@ -57,9 +57,9 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
 
 
 def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:
-    """Run trials until there are enough, each in a process of its own.
+    """Run trials, each in its own process, until the study has enough.
 
-    Raises UsageError when another process writes into the sweep's folder, StorageError, and
+    Raises UsageError if another process writes into the sweep's folder, StorageError, and
     Interrupted.
     """
     from runner.sweep.study import StudyFile
@@ -83,31 +83,31 @@ def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictCo
 
 @dataclass
 class RunningTrial:
-    """A trial that is being run, and what of its record was read."""
+    """A running trial, and how much of its record has been read."""
 
     trial: Trial
-    position: int = 0  # in metrics.jsonl
+    position: int = 0  # bytes read of metrics.jsonl
     validations: int = 0
     asked_to_stop: bool = False
 
 
 @dataclass
 class TrialJobs:
-    """The jobs of a search: each of them is the next trial of its study."""
+    """Source of a search's jobs: each is the next trial of the study."""
 
     study: StudyFile
     starter: JobStarter
     compose: Callable[[list[str]], DictConfig]
     running: dict[int, RunningTrial] = field(default_factory=dict)  # by the job's number
-    left: list[Trial] = field(default_factory=list)  # by an earlier process, unfinished
+    left: list[Trial] = field(default_factory=list)  # unfinished trials of an earlier process
 
     @property
     def folder(self) -> Path:
-        """The sweep's."""
+        """The sweep's folder."""
         return self.starter.session.folder
 
     def resume(self) -> None:
-        """Take up what an earlier process of this sweep has left."""
+        """Load the unfinished trials of an earlier process of this sweep."""
         self.left = self.study.unfinished()
         self._settle_recorded_jobs()
         counted = len(self.study.trials())
@@ -118,7 +118,7 @@ class TrialJobs:
             log.info("%s: %s", self.study.path, text)
 
     def _settle_recorded_jobs(self) -> None:
-        """Jobs that had ended when the process was killed, before it noted that."""
+        """Record the end of jobs that ended before a killed process could record it."""
         space = self.study.plan.space
         open_trials = {tuple(space.overrides(trial.params)): trial for trial in self.left}
         for job in self.starter.sweep.jobs:
@@ -135,12 +135,12 @@ class TrialJobs:
                 self.left.remove(trial)
 
     def next_job(self) -> JobPlan | None:
-        """The next trial's; None where all have been asked for."""
+        """Return the next trial's job; None if all have been requested."""
         trial = self.left.pop(0) if self.left else self.study.ask()
         return None if trial is None else self._plan(trial)
 
     def watch(self, plan: JobPlan) -> None:
-        """Report the trial's validations, and have it end where it is pruned."""
+        """Report the trial's validations, and ask it to stop if it is pruned."""
         running = self.running[plan.job.number]
         folder = self.folder / plan.job.folder
         for value in self._new_values(running, folder / "metrics.jsonl"):
@@ -151,10 +151,10 @@ class TrialJobs:
                 running.asked_to_stop = True
 
     def settle(self, plan: JobPlan) -> None:
-        """Tell the study; one that was interrupted stays open, for the same command again."""
-        self.watch(plan)  # what it wrote since it was last looked at
+        """Record the trial's end; an interrupted trial stays open and can be resumed."""
+        self.watch(plan)  # reads the rest of its metrics
         running, job = self.running.pop(plan.job.number), plan.job
-        take_stop_request(self.folder / job.folder)  # it ended before it read it
+        take_stop_request(self.folder / job.folder)  # a request that it did not read
         if job.status != "interrupted":
             self._tell(running.trial, job)
             self.write_record()
@@ -166,11 +166,11 @@ class TrialJobs:
         self.study.record_end(trial, status, value, job.reason)
 
     def skip(self) -> list[Job]:
-        """None: the study knows which trials are left."""
+        """Return no jobs: the study knows which trials are left."""
         return []
 
     def write_record(self) -> None:
-        """Write `search.json`, from which the page is made; a full disk is a warning."""
+        """Write `search.json`, from which the report page is made; an OSError is only logged."""
         try:
             text = json.dumps(json_safe(self.study.record()), indent=2, allow_nan=False)
             replace_text(self.folder / RECORD, text + "\n")
@@ -178,7 +178,7 @@ class TrialJobs:
             log.warning("%s is not written: %s", RECORD, error.strerror or error)
 
     def _plan(self, trial: Trial) -> JobPlan:
-        """The job of a trial: a new one, or that which an earlier process began."""
+        """Return the job of a trial: a new one, or one that an earlier process began."""
         from runner.sweep.study import COMMAND, JOB
 
         sweep = self.starter.sweep
@@ -197,7 +197,7 @@ class TrialJobs:
         return plan
 
     def _value(self, job: Job) -> float | None:
-        """The monitored metric; None, with the job's reason, where there is none to compare."""
+        """Return the monitored metric; None, and fail the job, if it cannot be compared."""
         if job.status not in WELL:
             return None
         metric, folder = self.study.plan.metric, self.folder / job.folder
@@ -216,7 +216,7 @@ class TrialJobs:
         return None
 
     def _new_values(self, running: RunningTrial, path: Path) -> list[float]:
-        """The metric in the rows of validations that were added to the run's record."""
+        """Return the metric of each validation added to the run's record since the last call."""
         values, name = [], self.study.plan.metric.removeprefix("val/")
         try:
             with open_regular(path) as lines:

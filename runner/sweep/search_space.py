@@ -1,4 +1,4 @@
-"""What a search varies, read from overrides, and the metric that it goes by."""
+"""Search space, read from overrides, and the metric of a search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_POINTS = 10_000  # of a grid
 
 @dataclass(frozen=True)
 class Space:
-    """The keys that a search varies, and the overrides that all of its trials share.
+    """The parameters that a search varies, and the overrides that all trials share.
 
     Choices are spelled as overrides spell them.
     """
@@ -41,28 +41,28 @@ class Space:
 
     @property
     def points(self) -> int | None:
-        """How many combinations there are; None with an interval of real numbers."""
+        """The number of combinations; None with an interval of real numbers."""
         return math.prod(map(len, map(_values, self.parameters.values()))) or None
 
     def all_points(self) -> list[dict[str, Any]]:
-        """Every combination. Only where `points` is a number, which may be large."""
+        """Return every combination. Requires `points` to be a number, which may be large."""
         points = product(*map(_values, self.parameters.values()))
         return [dict(zip(self.parameters, point, strict=True)) for point in points]
 
     def overrides(self, values: Mapping[str, object]) -> list[str]:
-        """Those of one trial, which can be typed."""
+        """Return the overrides of one trial, as they can be typed."""
         return [*self.shared, *(f"{key}={values[key]}" for key in self.parameters)]
 
 
 def _values(parameter: BaseDistribution) -> Sequence[Any]:
-    """Every value; none of an interval of real numbers."""
+    """Return all values; empty for an interval of real numbers."""
     if isinstance(parameter, IntDistribution):
         return range(parameter.low, parameter.high + 1, parameter.step)
     return parameter.choices if isinstance(parameter, CategoricalDistribution) else ()
 
 
 def parameter_text(parameter: Any) -> str:
-    """What a key is varied over, for people."""
+    """Describe the choices or range of a parameter."""
     if isinstance(parameter, CategoricalDistribution):
         return ", ".join(map(str, parameter.choices))
     by = ", by its logarithm" if parameter.log else ""
@@ -71,19 +71,19 @@ def parameter_text(parameter: Any) -> str:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """What is searched, by which metric."""
+    """Space, settings and metric of a search."""
 
     space: Space
     settings: SearchConfig
     metric: str  # `val/…`
-    rises: bool  # more of it is better
+    rises: bool  # higher is better
     name: str  # of the study: searches of other spaces may share the file
 
 
 def read_space(overrides: Sequence[str], search: SearchConfig) -> Space:
-    """The space that overrides describe in Hydra's sweep syntax. Raises ConfigError.
+    """Parse the space from overrides in Hydra's sweep syntax. Raises ConfigError.
 
-    The keys of the search itself, and the recipe of its name, are of no trial.
+    Keys of the search itself, and `experiment=search`, are not passed to trials.
     """
     last = {o.key: o for o in map(parse_override, overrides)}
     varied = {key: o for key, o in last.items() if o.parsed.is_sweep_override()}
@@ -144,9 +144,9 @@ def _interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDistribut
 
 
 def resolve_metric(config: RunConfig) -> tuple[str, bool]:
-    """The metric of a search over such runs, and whether more of it is better.
+    """Return the metric of a search over such runs, and whether higher is better.
 
-    Raises ConfigError where that depends on the data or on a user's own metric.
+    Raises ConfigError if that depends on the data or on a user's own metric.
     """
     search, given = config.search, config.search.metric or config.training.monitor
     metric = given or _own_metric(config)

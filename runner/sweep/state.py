@@ -25,7 +25,7 @@ FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
 LONGEST = 240  # bytes of a name in a folder's path; file systems take 255
 WELL = ("done", "stopped")
-"""How a job ends that is not run again. Otherwise: interrupted failed killed timeout oom skipped"""
+"""Statuses of jobs that are not run again. Others: interrupted failed killed timeout oom skipped"""
 
 
 @dataclass
@@ -43,16 +43,16 @@ class Job:
     seconds: float = 0.0  # of all tries
     tries: int = 0
     exit_code: int | None = None  # of the last try; -9: killed by signal 9
-    command: str = ""  # does the same by itself
+    command: str = ""  # runs this job alone
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly; a job that never began has not."""
+        """Whether it ended in failure; False for a job that never began."""
         return self.status not in (*WELL, WAITING, RUNNING, SKIPPED)
 
     @property
     def title(self) -> str:
-        """Its number and overrides."""
+        """Number and overrides, for messages."""
         return f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
 
 
@@ -69,7 +69,7 @@ class Sweep:
     schema: int = 1
 
     def write(self, folder: Path) -> None:
-        """Replace `sweep.json` atomically; a disk that does not take it is a warning."""
+        """Replace `sweep.json` atomically; an OSError is only logged."""
         try:
             replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
         except OSError as error:
@@ -77,7 +77,7 @@ class Sweep:
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """The sweep in a folder. StorageError where there is none or it is damaged."""
+        """Read the sweep in a folder. Raises StorageError if it is missing or damaged."""
         path = folder / FILE
         try:
             record = json.loads(read_record(path))
@@ -92,7 +92,7 @@ class Sweep:
 
 
 def now() -> str:
-    """The time, as it is recorded."""
+    """Return the current UTC time in ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -109,17 +109,17 @@ def _job(values: Any) -> Job:
 
 @dataclass
 class Session:
-    """A sweep that was asked for; the launcher records its progress in `sweep`."""
+    """A requested sweep; the launcher records its progress in `sweep`."""
 
     folder: Path
     command: str  # as typed
     flags: list[str] = field(default_factory=list)  # Hydra's own that jobs need: --config-dir=…
     hash: str = ""  # of what was typed
-    resumed: bool = False  # its folder was named to be continued, and may be anybody's
+    resumed: bool = False  # its folder was named to be continued, and may be someone else's
     sweep: Sweep | None = None
-    earlier: list[Job] = field(default_factory=list)  # of an earlier process, not asked for yet
-    search: Any = None  # a SearchPlan, where the jobs are trials of a search
-    sweeper: list[str] = field(default_factory=list)  # the override that names another one
+    earlier: list[Job] = field(default_factory=list)  # of an earlier process, not matched yet
+    search: Any = None  # a SearchPlan, if the jobs are trials of a search
+    sweeper: list[str] = field(default_factory=list)  # override that selects another sweeper
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
@@ -127,7 +127,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
 
 @contextmanager
 def active_session(session: Session) -> Iterator[Session]:
-    """While entered, the launcher uses this session."""
+    """Make `session` the one that the launcher uses within the context."""
     token = _CURRENT.set(session)
     try:
         yield session
@@ -136,7 +136,7 @@ def active_session(session: Session) -> Iterator[Session]:
 
 
 def current_session() -> Session:
-    """The active session. UsageError where the sweep was not started by `python -m runner`."""
+    """Return the active session. Raises UsageError for a sweep not started by the runner."""
     session = _CURRENT.get()
     if session is None:
         problem = "hydra/launcher=isolated: is for `python -m runner -m …`"

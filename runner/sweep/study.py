@@ -24,7 +24,7 @@ from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
 
 JOURNAL = (".journal", ".log")  # suffixes of Optuna's other format
-WAIT_S = 60  # for another process that writes to the same file
+WAIT_S = 60  # for another process that writes to the file
 SWEEP, JOB, REASON, COMMAND = "sweep", "job", "reason", "command"
 """User attributes of a trial."""
 STATES = {
@@ -34,14 +34,14 @@ STATES = {
     TrialState.RUNNING: "running",
 }
 DIGITS = 4
-FEWEST = 4  # finished trials from which on an importance says something
+FEWEST = 4  # finished trials needed for an importance
 
 
 class StudyFile:
-    """The trials of one search. Each ask is made under a lock, so that no two trials are alike."""
+    """Trials of one search; `ask` takes a lock, so that processes do not try the same values."""
 
     def __init__(self, plan: SearchPlan, folder: Path) -> None:
-        """Open or begin it; `folder` is the sweep's. Raises StorageError."""
+        """Open or create the study; `folder` is the sweep's. Raises StorageError."""
         self.plan, self.folder = plan, folder.absolute()
         given = plan.settings.storage
         self.path = Path(given).expanduser() if given else folder / "search.db"
@@ -62,11 +62,11 @@ class StudyFile:
             raise StorageError(f"search.storage: {self.path}: cannot be used: {reason}") from error
 
     def trials(self) -> list[FrozenTrial]:
-        """All that count, in the order of their numbers."""
+        """Return the trials in one of STATES, ordered by number."""
         return self.study.get_trials(deepcopy=False, states=tuple(STATES))
 
     def unfinished(self) -> list[Trial]:
-        """The trials that an earlier process of this folder's sweep left running."""
+        """Return the trials that an earlier process of this folder's sweep left running."""
         return [
             Trial(self.study, trial._trial_id)
             for trial in self.trials()
@@ -74,7 +74,7 @@ class StudyFile:
         ]
 
     def ask(self) -> Trial | None:
-        """A trial with values that no other one has; None where all have been asked for."""
+        """Return a trial with values not tried before; None if all have been requested."""
         with self._locked():
             self._end_lost_trials()
             counted, space = self.trials(), self.plan.space
@@ -103,7 +103,7 @@ class StudyFile:
             self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
 
     def report(self, trial: Trial, validation: int, value: float) -> str:
-        """Note the metric at the n-th validation; why the trial is to end, or nothing."""
+        """Record the metric at the n-th validation; return why the trial is pruned, or ""."""
         if validation not in self._values(trial) and math.isfinite(value):
             trial.report(value, validation)
         pruner = self.plan.settings.pruner
@@ -114,7 +114,7 @@ class StudyFile:
         )
 
     def record(self) -> dict[str, Any]:
-        """The search as `search.json` holds it."""
+        """Return the content of `search.json`."""
         plan, trials = self.plan, self.trials()
         done = [trial for trial in trials if trial.state is TrialState.COMPLETE]
         importance = self._importance(done)
@@ -136,21 +136,21 @@ class StudyFile:
         }
 
     def _importance(self, done: list[FrozenTrial]) -> dict[str, float]:
-        """The share of each parameter, by PED-ANOVA, which needs no scikit-learn."""
+        """Return each parameter's importance by PED-ANOVA, which needs no scikit-learn."""
         if len(done) < FEWEST or len({trial.value for trial in done}) < 2:
             return {}
         try:
             return get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
-        except (ValueError, RuntimeError, ZeroDivisionError):  # too much alike
+        except (ValueError, RuntimeError, ZeroDivisionError):  # trials are too similar
             return {}
 
     def _values(self, trial: Trial) -> Mapping[int, float]:
         return self.study._storage.get_trial(trial._trial_id).intermediate_values
 
     def _propose(self, number: int) -> dict[str, Any]:
-        """What the sampler would try next, real numbers with DIGITS digits: they are typed again.
+        """Sample the next values; floats have DIGITS digits, since they are typed as overrides.
 
-        A function of the trials so far, the search's seed and the trial's number.
+        Depends only on the trials so far, the search's seed and the trial's number.
         """
         settings, proposed = self.plan.settings, {}
         sampler = _sampler(settings.sampler, settings.seed + number)
@@ -165,7 +165,7 @@ class StudyFile:
         return proposed
 
     def _end_lost_trials(self) -> None:
-        """Those of processes of this machine that are gone, and of one that ended in `ask`."""
+        """Fail running trials of processes that are gone on this machine, or ended in `ask`."""
         for trial in self.trials():
             sweep = trial.user_attrs.get(SWEEP)
             lost = sweep is None or (Path(sweep).is_dir() and not is_locked(Path(sweep)))
@@ -175,7 +175,7 @@ class StudyFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """While entered, no other process asks."""
+        """Exclude other processes from `ask` within the context."""
         name = f"{self.path}.ask"  # .lock is the journal's own
         with open(name, "ab", opener=for_owners) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -193,8 +193,8 @@ def _storage(path: Path) -> Any:
 
 
 def _sampler(kind: Sampler, seed: int) -> Any:
-    """The same values for the same trials before; other ones for each trial."""
-    if kind is Sampler.tpe:  # running trials count as bad ones, so that several do not flock
+    """Return a sampler that is deterministic given `seed` and the earlier trials."""
+    if kind is Sampler.tpe:  # running trials count as bad, so that parallel ones differ
         return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     return optuna.samplers.RandomSampler(seed=seed)
 
