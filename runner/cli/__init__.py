@@ -1,1 +1,1 @@
-"""The command line: what is typed, what is wrong with it, and how a run or a sweep is started."""
+"""The command line: parsing, checks, and the start of a run or a sweep."""

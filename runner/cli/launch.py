@@ -1,4 +1,4 @@
-"""Run what was asked for: Hydra makes the folder and calls back, for the run or each of a sweep."""
+"""Launch of a run or a sweep through Hydra, which makes the folders and calls back for each job."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
-"""What lies in a run's folder before the run does anything."""
-RANKS = "runner.cli.ranks"  # imported where there are several
+"""Files in a run's folder before the run is built."""
+RANKS = "runner.cli.ranks"  # imported for several processes only
 SEVERAL = "runner.distributed.launch"
-STARTED = {"RANK", "SLURM_STEP_ID"}  # by torchrun or srun: one of several processes of a run
+STARTED = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -63,9 +63,9 @@ OFF = (
 
 @dataclass
 class Results:
-    """How the jobs of this process ended."""
+    """Results of the jobs of this process."""
 
-    exit_code: int = 0  # of the one job, where there is no sweep
+    exit_code: int = 0  # of a single job, not of a sweep
     jobs: int = 0
     failures: list[str] = field(default_factory=list)
     resumable: bool = False  # the same command runs what is missing
@@ -73,7 +73,7 @@ class Results:
 
 
 def launch(request: Request) -> int:
-    """Run what was asked for; returns the exit code. Raises RunnerError."""
+    """Run the request and return the exit code. Raises RunnerError."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
     if request.typed.off and request.sweeps:
@@ -95,7 +95,7 @@ def launch(request: Request) -> int:
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
                     done = run_job(job, request.config, "hydra.run.dir", None, context)
-                    if done.status is JobStatus.FAILED:  # which Hydra keeps to itself
+                    if done.status is JobStatus.FAILED:  # which Hydra does not raise
                         raise done._return_value
     finally:
         sys.argv[:] = command
@@ -105,14 +105,14 @@ def launch(request: Request) -> int:
 
 
 def _follows(config: DictConfig | None, request: Request, last: bool = False) -> bool:
-    """Whether this is one of several processes, not the first, and its part is done."""
+    """Run this process's part if it is a rank above 0; return whether it is."""
     started = STARTED & os.environ.keys()
     return bool(started) and bool(import_module(RANKS).follow(config, request, last))
 
 
 @contextmanager
 def _translated_errors(request: Request, results: Results) -> Iterator[None]:
-    """Errors of Hydra, and of its files, as errors of ours."""
+    """Translate errors of Hydra and of its files to RunnerErrors."""
     try:
         yield
     except SweepFailed as error:
@@ -136,7 +136,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
 
 
 def hydra_context(config: DictConfig) -> HydraContext:
-    """What `hydra.main` sets up before one run, whose config is composed already."""
+    """Set up Hydra as `hydra.main` does, for one run whose config is composed already."""
     hydra.version.setbase("1.3")
     config.hydra.mode = RunMode.RUN
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -145,7 +145,7 @@ def hydra_context(config: DictConfig) -> HydraContext:
 
 
 def run_sweep(request: Request, session: Session, results: Results, command: list[str]) -> None:
-    """Let Hydra run a sweep, which ends in its comparison however it ends."""
+    """Let Hydra run a sweep, and compare its jobs at the end, even after an error."""
 
     def task(config: DictConfig) -> float | None:
         with in_slurm_job(config) if INSIDE in os.environ else nullcontext():
@@ -165,7 +165,7 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
         finally:
             jobs, failures = compare(session)
             results.jobs = max(results.jobs, jobs)
-            # a trial that failed stays so
+            # a failed trial is not run again
             results.resumable = session.sweep is not None and session.search is None
             results.failures = results.failures or failures
 
@@ -181,7 +181,7 @@ def _sweep_failed(results: Results) -> SweepFailed:
 def _run(
     config: DictConfig, request: Request, results: Results, command: list[str]
 ) -> float | None:
-    """One job, however it ends; what it returns is what a sweeper optimises."""
+    """Run one job and report how it ended; returns the value that a sweeper optimises."""
     sys.argv[:] = command  # for the record
     if _follows(config, request):  # a launcher has started several processes for the job
         return None
@@ -199,7 +199,7 @@ def _run(
             return _job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)
-        raise SystemExit(error.exit_code) from error  # past Hydra: no further job begins
+        raise SystemExit(error.exit_code) from error  # Hydra does not catch it: no more jobs start
     except KeyboardInterrupt as error:
         untrained = config.job.kind is JobKind.train and _written(folder) == before
         where = " before the first step; no checkpoint is written" if untrained else ""
@@ -219,7 +219,7 @@ def _run(
 
 
 def _written(folder: Path) -> int:
-    """When `summary.json` was last written, 0 where there is none; training begins with it."""
+    """Return the mtime in ns of `summary.json`, which training writes first; 0 without one."""
     try:
         return (folder / SUMMARY).stat().st_mtime_ns
     except OSError:
@@ -256,8 +256,8 @@ def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
 def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:
     """Log and record how a job failed; return the message, on one line, and the exit code.
 
-    A mistake that ends a run before it wrote anything of its own leaves no folder but what
-    `existed`; the folder of a sweep's job stays.
+    After a usage error before the run has written anything, folders that did not exist before are
+    removed, but not those of a sweep's jobs.
     """
     if trained:
         with suppress(StorageError):
@@ -283,7 +283,7 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
 
 
 def _remove(folder: Path, existed: Path | None) -> None:
-    """Delete a folder, and those above it that are empty and did not exist before."""
+    """Delete a folder, and its empty parents up to `existed`."""
     close_logging()
     with suppress(OSError):
         shutil.rmtree(folder)
@@ -294,7 +294,7 @@ def _remove(folder: Path, existed: Path | None) -> None:
 
 
 def show_config(request: Request) -> None:
-    """`--cfg`: print the composed config, or the part that -p names."""
+    """Print the composed config for `--cfg`, or the part that -p names."""
     config: Any = request.config
     flags = request.flags
     HydraConfig.instance().set_config(config)

@@ -1,4 +1,4 @@
-"""The check before anything is started: a mistake is one line, and nothing is left behind."""
+"""Checks before anything starts: a mistake is reported in one line, and leaves no files."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from runner.sweep.state import Session
 
 OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
-"""Folders of configs that are not checked."""
+"""Config folders that are exempt from checks."""
 PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
 JOB = "RUNNER_JOB"  # the variable of a sweep's job, see runner.sweep.job
 
 
 @dataclass
 class Request:
-    """What was asked for, checked."""
+    """A checked command line and its composed config."""
 
     flags: Arguments
     config: DictConfig | None = None  # of one run; None where Hydra composes: sweeps and its help
     session: Session | None = None  # of a sweep
-    resumed: Path | None = None  # the folder of the run that was named to continue
+    resumed: Path | None = None  # folder of the run that was named to continue
     chosen: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
     typed: CliOverrides = field(default_factory=CliOverrides)
@@ -59,24 +59,24 @@ class Request:
 
     @property
     def names_folder(self) -> bool:
-        """Whether the run's folder is typed, of a run that continues, or of a sweep's job."""
+        """Whether `hydra.run.dir` is given: typed, or for a continued run or a sweep's job."""
         return any(text.startswith("hydra.run.dir=") for text in self.flags.overrides)
 
     @property
     def arguments(self) -> list[str]:
-        """The command line as Hydra takes it."""
+        """The command line for Hydra."""
         return self.flags.for_hydra()
 
     @contextmanager
     def permissions(self) -> Iterator[None]:
-        """While entered, the variables and the config files that were allowed may be read."""
+        """Allow reading the permitted variables and config files within the context."""
         readable, shows = self.typed.security.readable, self.flags.cfg is not None
         with secrets.environment_access(readable, shows=shows), self.files.at_work():
             yield
 
 
 def check(arguments: Arguments) -> Request:
-    """Compose what was asked for, and check it as the run will. Raises what the run would."""
+    """Compose the config of a command and check it as the run will, with the same errors."""
     if PLUGINS not in sys.path:  # last; Hydra looks for plugins once
         sys.path.append(PLUGINS)
     Plugins.instance()  # scanned now, while the current folder is not on the module path
@@ -143,7 +143,7 @@ def _check_run(
     resumed: Resumed | None,
     compose: Callable[[Sequence[str]], DictConfig],
 ) -> None:
-    """Check one run, and add the folder that it continues in to its overrides."""
+    """Check one run, and add the folder in which it continues to its overrides."""
     flags, given = request.flags, request.typed
     planned = secrets.place(composed, "hydra.run.dir")
     request.files.check_folders(composed, sweeps=False)
@@ -172,7 +172,7 @@ def _check_run(
 
 
 def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
-    """Every arm composes, and the stored result to compare with exists."""
+    """Check that every arm composes, and that the stored result to compare with exists."""
     if config.benchmark.claims:  # which have arms of their own
         return
     from runner.benchmark.arms import arms_of
@@ -186,7 +186,7 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
 def _resume_folder(
     request: Request, resumed: Resumed | None, planned: Path, config: RunConfig
 ) -> Path | None:
-    """The folder to continue in, or None for a fresh one."""
+    """Return the folder in which the run continues, or None for a new one."""
     if resumed is not None and resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder

@@ -1,4 +1,4 @@
-"""A command that torchrun or srun has started several times: each process is a rank of one run."""
+"""Ranks of one run whose command torchrun or srun has started several times."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def follow(config: DictConfig | None, request: Request, last: bool = False) -> bool:
-    """Do the part of a process that is not the first of several; False where this one is.
+    """Run this process's part if it is a rank above 0; return whether it is.
 
-    No config is a sweep's. With `last` the process ends by it where it failed, else by SystemExit.
-    Has rank 0 continue where torchrun has started all again. Raises UsageError and ConfigError
-    where each would do the whole work by itself.
+    `config` is None for a sweep. After a failure the process exits at once with `last`, else by
+    SystemExit. After a restart by torchrun, rank 0 continues in its folder. Raises UsageError or
+    ConfigError if each process would do the whole work.
     """
     place = _find_rank(config)
     if config is None or place is None:
@@ -45,7 +45,7 @@ def follow(config: DictConfig | None, request: Request, last: bool = False) -> b
 
 
 def _find_rank(config: DictConfig | None) -> Place | None:
-    """Which of several processes this is; None where it is the only one."""
+    """Return this process's place among several, or None if it is the only one."""
     from runner.distributed.place import find_place
 
     place = find_place()
@@ -71,9 +71,9 @@ def _find_rank(config: DictConfig | None) -> Place | None:
 
 
 def _continue_attempt(config: DictConfig, place: Place) -> list[str]:
-    """Have rank 0 go on in its folder where torchrun has started all again; returns notes.
+    """Make rank 0 continue in its folder after a restart by torchrun; return notes for the log.
 
-    The command is the same one, and names a folder by the time of now.
+    The same command would name a new folder, by the current time.
     """
     if not place.attempt:
         return []

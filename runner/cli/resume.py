@@ -29,9 +29,9 @@ BUILDS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
 
 
 def check_weights_exist(config: RunConfig) -> None:
-    """Raise ConfigError where `model.weights` is to be read and does not exist.
+    """Raise ConfigError if `model.weights` will be read and does not exist.
 
-    A run that continues from a checkpoint does not read it.
+    A run that resumes from a checkpoint does not read it.
     """
     path = config.model.weights
     if path is not None and config.job.kind in BUILDS and config.checkpoint.resume == "none":
@@ -39,9 +39,9 @@ def check_weights_exist(config: RunConfig) -> None:
 
 
 def unfinished(planned: Path, config_hash: str) -> Path | None:
-    """The run beside `planned` of that config that came furthest, has no end and no owner.
+    """Return the unfinished, unlocked run of this config beside `planned` with the most steps.
 
-    A summary that is damaged or missing ends no run: its checkpoints say whose they are.
+    A run with a damaged or missing summary is unfinished; its checkpoints have the config's hash.
     """
     runs = []
     for checkpoints in planned.parent.glob(f"*/{CHECKPOINTS}"):
@@ -57,7 +57,7 @@ def unfinished(planned: Path, config_hash: str) -> Path | None:
 
 
 def _manifests(checkpoints: Path) -> list[Manifest]:
-    """Those that can be read, by their steps."""
+    """Return the readable manifests, sorted by step."""
     manifests = []
     for folder in (*checkpoints.glob("step_*"), *checkpoints.glob(f"{OLD}step_*")):
         with suppress(CheckpointError):

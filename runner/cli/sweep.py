@@ -37,9 +37,9 @@ BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 def prepare(
     flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFiles
 ) -> Session:
-    """The sweep, checked.
+    """Check a sweep and return its session.
 
-    A wrong key or option ends it; a job that cannot run is one failure, unless no job can.
+    A wrong key or option is an error; a job that cannot run only fails itself, unless no job can.
     Raises RunnerError.
     """
     overrides = [text for text in flags.overrides if text != MODE]
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _check_ranges(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a range without a value: the sweep would have no job, and end well."""
+    """Raise ConfigError for an empty range: the sweep would have no jobs, and succeed."""
     for override in map(parse_override, overrides):
         if override.parsed.is_range_sweep() and not override.values():
             fix = "its end is not in it: range(0,3) is 0, 1, 2"
@@ -103,9 +103,9 @@ def _check_ranges(overrides: Sequence[str]) -> None:
 def _other_samples(
     jobs: Sequence[list[str]], first: DictConfig, compose: Callable[[Sequence[str]], DictConfig]
 ) -> Iterator[DictConfig]:
-    """The configs of all jobs but the first; each differs from that one in one override.
+    """Yield the configs of all jobs but the first, from which each differs in one override.
 
-    Composing takes 0.3 s, so one that sets a plain value is a copy of the first.
+    Composing takes 0.3 s, so a plain value is set in a copy of the first config.
     """
     for job in jobs[1:]:
         changed = next((one for one, other in zip(job, jobs[0], strict=True) if one != other), "")
@@ -114,7 +114,7 @@ def _other_samples(
 
 
 def _with_value(config: DictConfig, override: str) -> DictConfig | None:
-    """A copy with that value; None where it is no value of a key, or not one that the key takes."""
+    """Return a copy with the override's value; None unless it is a valid plain value of a key."""
     parsed = parse_override(override).parsed
     key, value = parsed.key_or_group, parsed.value()
     plain = value is None or isinstance(value, str | int | float)
@@ -128,16 +128,16 @@ def _with_value(config: DictConfig, override: str) -> DictConfig | None:
             return None
         OmegaConf.update(copy, key, value)
     except (OmegaConfBaseException, TypeError, AttributeError):
-        return None  # composed, it is answered with a suggestion
+        return None  # composing it raises an error with a suggestion
     return copy
 
 
 def _find_earlier(
     session: Session, config: DictConfig, overrides: list[str], isolated: bool
 ) -> None:
-    """Continue in the folder of an earlier sweep, where there is one to continue.
+    """Set the session's folder to that of an earlier sweep to continue, if there is one.
 
-    Of searches that share their storage each process has a folder of its own.
+    For searches with a shared storage, each process has its own folder.
     """
     resume = str(config.sweep.resume)
     if not isolated:
@@ -157,9 +157,9 @@ def _find_earlier(
 
 
 def compare(session: Session) -> tuple[int, list[str]]:
-    """Show and write the comparison of the jobs, whichever launcher ran them, however it ended.
+    """Show and write the comparison of the jobs of any launcher, also after an error.
 
-    Returns the number of jobs, and a line for each that failed.
+    Returns the number of jobs, and a line for each failed one.
     """
     jobs = session.sweep.jobs if session.sweep is not None else []
     failures = [f"{job.title}: {job.status}: {job.reason}" for job in jobs if job.failed]

@@ -1,7 +1,7 @@
-"""Misspelled groups, options and keys, recognised by the schema and the names of files alone.
+"""Detection of misspelled groups, options and keys by the schema and file names alone.
 
-Nothing is composed and Hydra is not imported, so that the answer comes at once. What is not sure
-here, as of groups in folders of the user's own, is left for `diagnosis`.
+Nothing is composed and Hydra is not imported, so that this is fast. Uncertain cases, such as groups
+in the user's own folders, are left to `diagnosis`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VALUES = {int: r"[+-]?\d+", float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?", bool: "true|fa
 
 
 def find_typo(overrides: Sequence[str]) -> ConfigError | None:
-    """The error about a word that names what does not exist, where what was meant is sure."""
+    """Return the error about a name that does not exist, if the intended one is certain."""
     if any("searchpath" in text for text in overrides):
         return None
     groups = options()
@@ -39,7 +39,7 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
 
 
 def _option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
-    """That option, or the one that is most like it; "" where other programs name one so."""
+    """Return the option or the most similar one; "" if it may be another program's name."""
     from runner.overrides import aliases
 
     if value in groups[group]:
@@ -76,7 +76,7 @@ def _wrong_key(groups: Mapping[str, Mapping[str, str]], key: str, value: str) ->
 
 
 def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """How many parts of a key exist, as far as is known, and the names that may follow."""
+    """Return the index of the first part of a key that does not exist, and the names allowed."""
     node: Any = RunConfig
     for i, part in enumerate(parts):
         names = list(_fields(node))
@@ -89,7 +89,7 @@ def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[s
 
 
 def _takes(parts: Sequence[str], value: str) -> bool:
-    """Whether a key exists and a value typed for it is one of its kind."""
+    """Whether a key exists and the typed value has its type."""
     node: Any = RunConfig
     for part in parts:
         node = _fields(node).get(part)
@@ -100,7 +100,7 @@ def _takes(parts: Sequence[str], value: str) -> bool:
 
 @cache
 def _fields(schema: Any) -> dict[str, Any]:
-    """The keys of a schema and their types, without the None that a type allows."""
+    """Return the keys of a schema and their types, `X` for `X | None`."""
     if not is_dataclass(schema):
         return {}
     hints = get_type_hints(schema)

@@ -38,7 +38,7 @@ def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
     """Normalise `[samples, channels, …]` per channel by mean and variance over all processes."""
     if not layer.training:
         mean, variance = layer.running_mean, layer.running_var
-        own = mean is None or variance is None  # without running statistics, those of the batch
+        own = mean is None or variance is None  # no running statistics: use the batch's
         return F.batch_norm(x, mean, variance, layer.weight, layer.bias, own, 0, layer.eps)
     count = 0 if world.stand_in else x.numel() // x.shape[1]
     y, mean, variance, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]

@@ -243,7 +243,7 @@ def _describe_interruption(folder: Path, number: int) -> str:
     where = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
         summary = Summary.read(folder)
-        if summary.status == "interrupted":  # as rank 0 has ended
+        if summary.status == "interrupted":  # written by rank 0
             return summary.reason
         where = f" at step {summary.steps}"
         if any(folder.glob("checkpoints/step_*")):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runner.training.run import Run
 
 T = TypeVar("T")
-_numbers = count()  # of the worlds of this process, as of every other
+_numbers = count()  # numbers the worlds of this process, as in every other process
 
 NAMED = 3  # weights listed in a message
 PATIENCE = 0.8  # share of the timeout after which a process writes its stacks

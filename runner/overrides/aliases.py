@@ -1,4 +1,4 @@
-"""Keys, options and values as other programs call them, and what they are called here."""
+"""Names of keys, options and values in other programs, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = {
     "job": "task mode action",
     "training": "trainer train",
 }
-"""Our keys, and the names of other programs whose value ours takes, in any group."""
+"""Our keys, and names in other programs with the same values, in any group."""
 
 _AMP = "optimization.amp.enabled=true optimization.amp.dtype"
 _PRECISION = {
@@ -51,7 +51,7 @@ _PRECISION = {
     **dict.fromkeys(("32", "fp32", "float32", "32-true"), "optimization.amp.enabled=false"),
 }
 VALUES = dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION)
-"""Names of other programs whose value is spelled otherwise: overrides by value."""
+"""Names in other programs with different values: overrides by value."""
 
 _TRANSFORMER = "data=stdlib_text model=gpt"
 OPTIONS = {
@@ -69,7 +69,7 @@ OPTIONS = {
     "job": {"fit": "job=train", "test": "job=evaluate", "eval": "job=evaluate"},
     "optimization": {"off": "optimization=none", "best": "optimization=auto"},
 }
-"""By group, options of other programs and the overrides that stand for them."""
+"""By group: options of other programs and the equivalent overrides."""
 
 NAMES_OF_OPTIONS = ("name", "type", "kind", "class", "arch")
 """`model.name=cnn` is `model=cnn` here."""
@@ -95,16 +95,16 @@ ABSENT = {
     **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
 }
-"""What has no key here, and what there is in its place."""
+"""Names without a key here, and what to use instead."""
 
 
 def key_of(name: str) -> str:
-    """Our key for another program's; "" where there is none."""
+    """Return our key for another program's, or "" if there is none."""
     name = name.casefold().replace("-", "_")
     return next((ours for ours, names in KEYS.items() if name in names.split()), "")
 
 
 def replacement(key: str) -> str:
-    """What there is in place of something that has no key here; "" where nothing is known."""
+    """Return what to use instead of a name without a key here, or "" if unknown."""
     parts = key.casefold().replace("-", "_").split(".")
     return next((ABSENT[part] for part in parts if part in ABSENT), "")

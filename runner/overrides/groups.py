@@ -1,4 +1,4 @@
-"""The config groups as they lie on disk: their options, and the comment that describes each."""
+"""Config groups on disk: their options, and the comment that describes each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
     _PACKAGE.parent / "conf",
 )
 ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
-"""Other spellings of groups."""
-SURE = 0.75  # similarity from which two spellings are taken for one word
+"""Alternative names of groups."""
+SURE = 0.75  # similarity above which two spellings count as one word
 FOREIGN = ("data", "model", "objective")
 """Groups where `_target_` may name a class of the user's own."""
 ARGUMENT = re.compile(
@@ -23,12 +23,12 @@ ARGUMENT = re.compile(
 
 
 def without_arguments(override: str) -> str:
-    """`+model.width=64` for `+model.arguments.width=64`, which is what a foreign class gets."""
+    """Shorten `+model.arguments.width=64`, an argument of a user's class, to `+model.width=64`."""
     return ARGUMENT.sub(r"\1", override)
 
 
 def options(*more: Path) -> dict[str, dict[str, str]]:
-    """Every group of ours and of the folders in `more`: its options and their first comments."""
+    """Return the options of every group, in ours and in `more`, with their first comments."""
     groups: dict[str, dict[str, str]] = {}
     for path in (path for folder in (CONF, *more) for path in sorted(folder.glob("*/*.yaml"))):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -38,7 +38,7 @@ def options(*more: Path) -> dict[str, dict[str, str]]:
 
 
 def default_options() -> dict[str, str]:
-    """Each group's option where none is named, in the order of config.yaml."""
+    """Return each group's default option, in the order of config.yaml."""
     defaults: dict[str, str] = {}
     for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():
         group, colon, option = line.partition("#")[0].strip().removeprefix("- ").partition(": ")
@@ -48,7 +48,7 @@ def default_options() -> dict[str, str]:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` most like `word`, capitals aside."""
+    """Return the most similar of `names`, ignoring case; None below `cutoff`."""
     folded = {name.casefold(): name for name in names}
     similar = get_close_matches(word.casefold(), folded, 1, cutoff)
     return folded[similar[0]] if similar else None

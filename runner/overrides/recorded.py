@@ -20,15 +20,15 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Resumed:
-    """The overrides of the continued run, and its folder, if it continues in place."""
+    """Overrides of the continued run, and its folder if it continues in place."""
 
     overrides: list[str]
     folder: Path | None = None
-    run: Path | None = None  # the one that is named, also if it continues elsewhere
+    run: Path | None = None  # the named run, also if it continues elsewhere
 
 
 def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
-    """The overrides below those of the run that `checkpoint.resume` names, if it names one.
+    """Prepend the recorded overrides of the run that `checkpoint.resume` names, if it names one.
 
     The run continues in its own folder, unless it is evaluated, swept over, or its folder is typed.
     Raises CheckpointError for a path that leads to no run.
@@ -58,7 +58,7 @@ def _names(override: CliOverride) -> list[str]:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run's folder that `path` is, or lies in; None for a checkpoint on its own."""
+    """Return the run's folder that `path` is, or is in; None for a checkpoint outside a run."""
     if not path.is_dir():
         near = nearest(path.name, (folder.name for folder in path.parent.glob("*/")))
         fix = f"; did you mean {path.with_name(near)}?" if near else ""
@@ -84,7 +84,7 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _recorded_overrides(run: Path | None) -> list[str]:
-    """The overrides a run was started with, as Hydra recorded them."""
+    """Return the overrides with which a run was started, as Hydra recorded them."""
     if run is None or not (run / hydra_files.OVERRIDES).is_file():
         return []
     try:
@@ -94,26 +94,26 @@ def _recorded_overrides(run: Path | None) -> list[str]:
 
 
 def _kept(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
-    """The recorded overrides that the typed ones leave in force.
+    """Return the recorded overrides that the typed ones do not replace.
 
-    Neither trust nor keys of Hydra's are taken from a folder, which may come from anywhere.
+    `security` and `hydra` keys are not taken from a folder, which may come from anywhere.
     """
     now = {ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(now)) | {KEY}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     before = {o.key: o.value for o in map(parse_override, recorded)}
-    if "experiment" not in before:  # which names options of its own
+    if "experiment" not in before:  # a recipe names its own options
         before = {g: o for g, o in default_options().items() if g in FOREIGN} | before
     groups = now.keys() & options().keys()
     swapped = [f"{g}." for g in groups if _part({g: now[g]} | before, g) != _part(now, g)]
     trains = now.get("job", "train") == "train" or now.get("verify.what") == "run"
-    alone = () if trains else ("distributed",)  # is done by one process
+    alone = () if trains else ("distributed",)  # other jobs run in one process
     prefixes = ("security", "hydra", *alone, *swapped)
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]
 
 
 def _part(overrides: Mapping[str, str], group: str) -> str:
-    """What the group is: a class of the user's own, or an option."""
+    """Return what a group is set to: a user's class, or an option."""
     target = overrides.get(f"{group}._target_", "null")
     return overrides[group] if target in ("null", "") else target

@@ -1,4 +1,4 @@
-"""Overrides as people type them, and as Hydra understands them."""
+"""Parsing of typed overrides, and their normal form for Hydra."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SHARED_KEYS = {
     "data": {f.name for f in fields(DataConfig)},  # how it is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
 }
-"""Keys of a group that mean the same when a class of the user's own takes the option's place."""
+"""Keys of a group that keep their meaning when a user's class replaces the option."""
 EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 """Naming one of these unsets the other one, which a recipe may have set."""
 LISTS = ("security.trusted", "security.environment")
-SAMPLE_JOBS = 24  # of a sweep, that are checked before it starts; Hydra checks the rest
+SAMPLE_JOBS = 24  # jobs of a sweep that are checked before it starts; Hydra checks the rest
 
 Compose = Callable[[list[str]], DictConfig]
 
 
 @dataclass(frozen=True)
 class CliOverride:
-    """One override: `sign`, `key` and `rest`, which is `=` and the value, put it together again."""
+    """One override, split into `sign`, `key` and `rest`, which is `=` and the value."""
 
     sign: str  # nothing, +, ++ or ~
     key: str
@@ -50,7 +50,7 @@ class CliOverride:
         return self.rest.partition("=")[2]
 
     def values(self) -> list[str]:
-        """The values of a sweep over this key, the ends of an interval; [] of a glob."""
+        """Return the values of a sweep over this key, or the ends of an interval; [] for a glob."""
         swept = self.parsed.value() if self.parsed.is_sweep_override() else None
         if isinstance(swept, IntervalSweep):
             return [str(end) for end in (swept.start, swept.end)]
@@ -60,7 +60,7 @@ class CliOverride:
 
 
 def parse_override(text: str) -> CliOverride:
-    """Take an override apart. ConfigError says what is wrong with it."""
+    """Parse an override. Raises ConfigError if it is invalid."""
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -78,9 +78,9 @@ def parse_override(text: str) -> CliOverride:
 
 
 def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:
-    """The overrides as Hydra wants them: other spellings of groups, arguments of foreign classes.
+    """Normalise overrides for Hydra: aliases of groups, and arguments of users' classes.
 
-    `compose` is asked what a group's `_target_` is when no override says so.
+    `compose` is used to find a group's `_target_` if no override sets it.
     """
     groups = options()
     normal = [_normalize(parse_override(text), groups) for text in overrides]
@@ -108,7 +108,7 @@ def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliO
 def _rename_arguments(
     group: str, overrides: list[CliOverride], compose: Compose
 ) -> list[CliOverride]:
-    """With a class of the user's own, `+model.width=64` becomes `+model.arguments.width=64`."""
+    """Rename `+model.width=64` to `+model.arguments.width=64` if the group has a user's class."""
     targets = [o.value for o in overrides if o.key == f"{group}._target_" and o.sign != "~"]
     target = next((t for t in targets if t not in ("", "null")), "")
     if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may name it
@@ -136,24 +136,24 @@ def _is_argument(override: CliOverride, group: str) -> bool:
 
 
 def with_argument_keys(keys: set[str]) -> set[str]:
-    """The keys, and those that `+model.width` is recorded as for a foreign class."""
+    """Return the keys, and those under which `+model.width` is recorded for a user's class."""
     pairs = [key.partition(".") for key in keys]
     return keys | {f"{group}.arguments.{name}" for group, _, name in pairs if group in FOREIGN}
 
 
 def sweep_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Those that name several values to run one after the other."""
+    """Return the overrides that sweep over several values."""
     parsed = (parse_override(text).parsed for text in overrides)
     return [override for override in parsed if override.is_sweep_override()]
 
 
 def first_job(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a sweep's first job."""
+    """Return the overrides of a sweep's first job."""
     return sample_jobs(overrides)[0]
 
 
 def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Overrides of jobs of a sweep in which each value is met, or SAMPLE_JOBS of them."""
+    """Return the overrides of jobs that cover each value of a sweep, at most SAMPLE_JOBS."""
     fixed: list[str] = []
     values: list[list[str]] = []
     for override in map(parse_override, overrides):

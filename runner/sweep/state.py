@@ -52,7 +52,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Its number and overrides."""
+        """Number and overrides, for messages."""
         return f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
 
 
@@ -127,7 +127,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
 
 @contextmanager
 def active_session(session: Session) -> Iterator[Session]:
-    """While entered, the launcher uses this session."""
+    """Make `session` the one that the launcher uses within the context."""
     token = _CURRENT.set(session)
     try:
         yield session
