@@ -1,3 +1,1 @@
-"""What is looked for in data, models and their outputs: values and habits, where `security` is
-about code. Each finding is a `runner.findings.Reason`.
-"""
+"""Checks of the values in data, models and outputs; findings are `runner.findings.Reason`s."""

@@ -1,7 +1,7 @@
-"""The checks of a batch: its form, and the least and largest value of each tensor.
+"""Checks of a batch: dtypes and shapes, and the minimum and maximum of each tensor.
 
-The reduction runs on the batch's own device. `veto` decides there, without a host sync; only
-`findings` needs the numbers on the host.
+The reduction runs on the batch's device. `veto` needs no host sync; only `findings` needs the
+numbers on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 VETOES = (CheckPolicy.skip, CheckPolicy.stop)  # policies under which no update is made
 FORM = "form"
 LARGEST = torch.finfo(torch.float64).max
-PRESCAN_VALUES, PRESCAN_PART = 1 << 24, 1 << 22  # data in memory that are scanned at once: 0.02 s
+PRESCAN_VALUES, PRESCAN_PART = 1 << 24, 1 << 22  # most values of a prescan (0.02 s), and per part
 CHECKED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -38,7 +38,7 @@ CHECKED = (
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The ranges of labels and tokens that are known before the first batch."""
+    """Ranges of labels and tokens that are known before the first batch."""
 
     classes: int | None = None  # labels are below it
     ignored: int | None = None  # a label that carries no loss
@@ -47,7 +47,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Limit:
-    """The valid range of one tensor, and the check that holds it."""
+    """The valid range of one tensor, and the check that it belongs to."""
 
     check: str
     leaf: str
@@ -55,13 +55,13 @@ class Limit:
     high: float = math.inf
 
     def holds(self, low: Any, high: Any) -> Any:
-        """Whether these least and largest values, floats or 0-d tensors, lie within."""
+        """Whether a minimum and maximum, floats or 0-d tensors, are valid."""
         if self.check == "constant":
             return low != high
         return (low >= self.low) & (high <= self.high)  # NaN fails
 
     def message(self, low: float, high: float) -> str:
-        """The finding, for the least and largest value."""
+        """Return the finding's message, for this minimum and maximum."""
         if self.check == "not_finite":
             return f"{self.leaf}: has values that are NaN or infinite"
         if self.check == "constant":
@@ -75,15 +75,15 @@ class Limit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a batch."""
+    """A problem of a batch."""
 
     check: str
     message: str
-    bad: Tensor | None = None  # one flag a sample; None: the batch as a whole
+    bad: Tensor | None = None  # a flag per sample; None: the whole batch
 
 
 class BatchChecks:
-    """Checks batches; the form of the first one is required of all later ones."""
+    """Checks batches; all must have the dtypes and shapes of the first one."""
 
     def __init__(self, config: InputsConfig, spec: DataSpec) -> None:
         self.config, self.spec = config, spec
@@ -92,12 +92,12 @@ class BatchChecks:
         self.unchecked: set[str] = set()  # tensors that are not dense, each named once
 
     def policy(self, check: str) -> CheckPolicy:
-        """The action that the config names for a finding of this check."""
+        """Return the configured action for a finding of this check."""
         policy: CheckPolicy = getattr(self.config, check)
         return policy
 
     def tensors(self, batch: Batch) -> Tensors:
-        """The tensors that are checked; no value is read."""
+        """Return the tensors to check, by name. No host sync."""
         tensors: Tensors = {}
         for part, name in zip(batch, ("inputs", "target"), strict=True):
             for leaf, tensor in named_leaves(part, name):
@@ -113,7 +113,7 @@ class BatchChecks:
         return tensors
 
     def form_finding(self, tensors: Tensors) -> Finding | None:
-        """A dtype, name or shape that differs from the first batch's."""
+        """Return a finding if a name, dtype or shape differs from the first batch, else None."""
         if self.config.form is CheckPolicy.off:
             return None
         form = {name: (t.dtype, tuple(t.shape[1:])) for name, t in tensors.items()}
@@ -133,7 +133,7 @@ class BatchChecks:
     def _fits(
         self, name: str, usual: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> bool:
-        """Lengths may vary; dimensions, features and channels may not."""
+        """Whether a shape fits: lengths may vary; dimensions, features and channels may not."""
         if usual == shape or len(usual) != len(shape):
             return usual == shape
         if not dtype.is_floating_point and not dtype.is_complex:
@@ -143,7 +143,7 @@ class BatchChecks:
         return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
 
     def limits(self, tensors: Tensors) -> list[Limit]:
-        """The limits of each tensor under a policy that is not off."""
+        """Return the limits of each tensor with a policy other than off."""
         main, limits = _main_leaf(tensors), list[Limit]()
         low, high = self.config.schema.low, self.config.schema.high
         bounds = (-math.inf if low is None else low), (math.inf if high is None else high)
@@ -182,7 +182,7 @@ class BatchChecks:
     def findings(
         self, limits: Sequence[Limit], values: Sequence[Sequence[float]], tensors: Tensors
     ) -> list[Finding]:
-        """The limits that the measured values cross, with the samples where tensors are given."""
+        """Return findings for violated limits, with the bad samples if tensors are given."""
         return [
             Finding(limit.check, limit.message(low, high), self._bad_samples(tensors, limit))
             for limit, (low, high) in zip(limits, values, strict=True)
@@ -204,13 +204,13 @@ class BatchChecks:
         return bad
 
     def veto(self, limits: Sequence[Limit], values: Tensor) -> Tensor | None:
-        """0-d 1.0 where a vetoing limit is crossed, else 0.0; None: none vetoes. No host sync."""
+        """Return 0-d 1.0 if a vetoing limit is violated, else 0.0; None without such limits."""
         pairs = zip(limits, values.unbind(), strict=True)
         sound = [x.holds(*row.unbind()) for x, row in pairs if self.policy(x.check) in VETOES]
         return 1.0 - torch.stack(sound).all().float() if sound else None
 
     def make_harmless(self, batch: Batch) -> Batch:
-        """The batch with labels and tokens outside their range set to 0; nothing is read."""
+        """Return the batch with out-of-range labels and tokens set to 0. No host sync."""
         tensors = self.tensors(batch)
         main, harmless = _main_leaf(tensors), dict[int, Tensor]()
         for leaf in ("target", main):
@@ -223,7 +223,7 @@ class BatchChecks:
 
 
 class Prescan:
-    """One pass over data in memory, after which no batch of sound data needs a check of its own."""
+    """One pass over in-memory data: if it is clean, batches need no checks of their own."""
 
     def __init__(self, inputs: Tensor, target: Tensor, rows: np.ndarray, batch_size: int) -> None:
         self.inputs, self.target, self.rows = inputs, target, torch.from_numpy(rows)
@@ -232,7 +232,7 @@ class Prescan:
         self.clean = False
 
     def is_clean(self, checks: BatchChecks) -> bool:
-        """Whether no batch can have a finding, until a value is written into the data."""
+        """Whether no batch can have a finding; False after a write to clean data."""
         versions = (self.inputs._version, self.target._version)
         if self.versions is None:
             self.versions, self.clean = versions, self._scan(checks)
@@ -252,7 +252,7 @@ class Prescan:
 
 
 def find(checks: BatchChecks, tensors: Tensors) -> list[Finding]:
-    """All findings about a batch; the host waits for its device."""
+    """Return all findings about a batch. Host sync."""
     form, limits = checks.form_finding(tensors), checks.limits(tensors)
     findings = [form] if form else []
     if limits:
@@ -261,11 +261,11 @@ def find(checks: BatchChecks, tensors: Tensors) -> list[Finding]:
 
 
 def _main_leaf(names: Iterable[str]) -> str:
-    """The model's first input: `input_ids` where there is one."""
+    """Return the name of the model's main input: `input_ids` if present, else the first."""
     inputs = [name for name in names if name.startswith("inputs")]
     return "inputs.input_ids" if "inputs.input_ids" in inputs else next(iter(inputs), "")
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, [..., 2]; others as they are."""
+    """Return complex numbers as pairs, [..., 2]; others unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

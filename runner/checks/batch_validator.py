@@ -1,4 +1,4 @@
-"""Acts on bad batches before their step: the update vetoed, or the run stopped."""
+"""Validation of batches before their step: a bad one vetoes the update or stops the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.record.history import History
 from runner.record.text import resume_argument
 
 LAG = 2  # steps after which the numbers of a batch on an accelerator are read
-MAX_SKIPPED = 100  # batches in a row, then the run ends
+MAX_SKIPPED = 100  # consecutive batches, after which the run ends
 NAMED = 20  # samples that a message names
 LAST = 2**62  # later than any step
 WAYS_OUT = {
@@ -33,7 +33,7 @@ WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings about a step's batch, and whether its update must not be made."""
+    """Findings about a step's batch, and whether they veto its update."""
 
     number: int
     notes: tuple[tuple[str, str], ...] = ()  # check and message
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pending:
-    """The numbers of a batch on an accelerator, on their way to the host."""
+    """Measured values of a batch on an accelerator, being copied to the host."""
 
     number: int
     limits: list[Limit]
@@ -53,9 +53,9 @@ class Pending:
 class BatchValidator:
     """Checks each batch of a run and applies the policies of `checks.inputs`.
 
-    A batch on the CPU is checked before it is moved, so no step is made of a bad one. One that a
-    data set puts on an accelerator is reduced there: the flag that vetoes its update stays on the
-    device, and the host reads the numbers two steps later.
+    A batch on the CPU is checked before it is moved, so a bad one never reaches a step. One that
+    the data set puts on an accelerator is reduced there: the flag that vetoes its update stays on
+    the device, and the host reads the values two steps later.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class BatchValidator:
     ) -> None:
         self.checks, self.history, self.folder = checks, history, folder
         self.first_batch, self.indices, self.prescan = first_batch, indices, prescan
-        self.host_type = "cpu"  # of devices whose values are read without waiting
+        self.host_type = "cpu"  # device type with reads that need no sync
         self.always, self.never = torch.ones((), device=device), torch.zeros((), device=device)
-        self.outcome: Outcome | None = None  # of the batch that the loader handed over last
-        self.veto: Tensor | None = None  # 1 where the current step's update must not be made
+        self.outcome: Outcome | None = None  # of the loader's last batch
+        self.veto: Tensor | None = None  # 1 if the current step's update must be skipped
         self.vetoed: list[int] = []  # steps, until the stability controller takes them
         self.pending: deque[Pending] = deque()
         self.late_stop: DataError | None = None
         self.skipped_in_a_row = 0
 
     def inspect(self, step: int, batch: Batch) -> Batch:
-        """For the loader: the batch of that step (0 is the first), or DataError."""
+        """Check the batch of `step`, from 0, for the loader. Raises DataError."""
         if self.prescan is not None and self.prescan.is_clean(self.checks):
             self.outcome = Outcome(step + 1)
             return batch
@@ -91,7 +91,7 @@ class BatchValidator:
         return batch
 
     def admit(self, number: int, batch: Batch) -> Batch:
-        """For the loop: the batch that the step is made of; sets `veto`. Raises DataError."""
+        """Return the batch for the step, for the loop, and set `veto`. Raises DataError."""
         if self.pending or self.late_stop is not None:
             self._catch_up(number - LAG)
         outcome, self.outcome = self.outcome, None
@@ -111,25 +111,25 @@ class BatchValidator:
         while self.pending and self.pending[0].number <= last:
             entry = self.pending.popleft()
             if entry.ready is not None:
-                entry.ready.synchronize()  # waits for the start of that step, long since made
+                entry.ready.synchronize()  # no real wait: that step began long ago
             self._record(entry)
 
     def take_vetoed(self) -> list[int]:
-        """The steps whose update a check prevented, each once."""
+        """Return the steps vetoed since the last call."""
         vetoed, self.vetoed = self.vetoed, []
         return vetoed
 
     def settle(self) -> None:
-        """At the end of a run: read what is pending, and raise the stop that it may hold."""
+        """Read pending values at the end of a run; raise DataError for a pending stop."""
         self._catch_up(LAST)
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint; reads what is pending, which waits for the device."""
+        """Return the state for a checkpoint, after reading pending values. Host sync."""
         self.read(LAST)
         return {"in_a_row": self.skipped_in_a_row}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.skipped_in_a_row = int(state["in_a_row"])
         self.outcome, self.late_stop = None, None
         self.pending.clear()
@@ -138,7 +138,7 @@ class BatchValidator:
         return all(tensor.device.type == self.host_type for tensor in tensors.values())
 
     def _validate(self, number: int, batch: Batch, tensors: Tensors) -> tuple[Batch, Outcome]:
-        """Stop, skip or warn; for a step to skip, a batch that can be computed without harm."""
+        """Stop, skip or warn; a batch to skip is replaced by one that is safe to compute."""
         if self.checks.reference is None:  # the first batch after a checkpoint may be a bad one
             self.checks.form_finding(self.checks.tensors(self.first_batch()))
         findings = find(self.checks, tensors)
@@ -158,7 +158,7 @@ class BatchValidator:
         return self.checks.make_harmless(batch), outcome
 
     def _message(self, finding: Finding, step: int) -> str:
-        """The finding with the samples at fault; without blanks, so that repeats are recognised."""
+        """Return the finding with its samples, without blanks, so that repeats are recognised."""
         if finding.bad is None:
             return finding.message
         bad, every = finding.bad.nonzero().flatten().tolist(), self.indices(step)
@@ -168,7 +168,7 @@ class BatchValidator:
         return f"{finding.message}, in {count} (of the data set: {names}{more})"
 
     def _admit_on_device(self, number: int, batch: Batch, tensors: Tensors) -> Batch:
-        """Nothing is read: the flag goes into the update, the numbers to the host later."""
+        """Measure the batch without a host sync: the flag vetoes the update on the device."""
         checks, self.veto = self.checks, None
         if not (limits := checks.limits(tensors)):
             return batch
@@ -222,7 +222,7 @@ class BatchValidator:
         )
 
     def _count(self, number: int, skipped: bool) -> None:
-        """Count skipped batches in a row; a run that skips all of them ends."""
+        """Count consecutive skipped batches; DataError after MAX_SKIPPED."""
         if skipped:
             self.vetoed.append(number)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

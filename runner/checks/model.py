@@ -1,4 +1,4 @@
-"""A model's weights and buffers: `check_model`, and the hook by which a run calls it."""
+"""Checks of a model's weights and buffers: `check_model`, and the hook that runs it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runner.training.hook import Hook
 from runner.training.run import Run
 
 SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
-WORST = 5  # reasons that a summary holds; all are in the report and the history
+WORST = 5  # reasons in a summary; all are in the report and the history
 
 
 @dataclass
 class ModelReport:
-    """The findings about a model, the worst first; `print` shows it. None of them ends a run."""
+    """Findings about a model, worst first, printable; none of them ends a run."""
 
     reasons: list[Reason] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -34,21 +34,21 @@ class ModelReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing worse than a note."""
+        """Whether there are no findings worse than a note."""
         return not self.findings
 
     @property
     def findings(self) -> list[Reason]:
-        """All that is worse than a note."""
+        """The findings worse than a note."""
         return [reason for reason in self.reasons if reason.severity > Severity.NOTE]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in plain values."""
+        """Return the report as plain values."""
         reasons = [asdict(r) | {"severity": r.severity.word} for r in self.reasons]
         return {"ok": self.ok, "reasons": reasons, "facts": self.facts}
 
     def compact(self) -> dict[str, Any]:
-        """The part that a run's summary holds."""
+        """Return the part for a run's summary."""
         severities = [reason.severity for reason in self.reasons]
         counts = {f"{s.word}s": severities.count(s) for s in reversed(Severity)}
         return {"ok": self.ok, **counts, "worst": self.as_dict()["reasons"][:WORST]}
@@ -61,11 +61,11 @@ class ModelReport:
 
 @torch.no_grad()
 def check_model(model: nn.Module) -> ModelReport:
-    """Faults: NaN and Inf. Warnings: parameters without values. Notes: mixed types of floats.
+    """Report NaN and Inf (faults), empty parameters (warnings) and mixed float dtypes (notes).
 
-    Tensors without plain memory (meta, lazy, quantized, sharded) are named and passed over, as is
-    -Inf in a buffer, which may be a mask. The host waits for the device once, and again for each
-    tensor that is not finite.
+    Tensors without plain memory (meta, lazy, quantized, sharded) are listed and skipped, as is -Inf
+    in a buffer, which may be a mask. One host sync per device, and one for each tensor that is not
+    finite.
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tensors = parameters | buffers
@@ -77,7 +77,7 @@ def check_model(model: nn.Module) -> ModelReport:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values lie in memory as torch's own tensors have them."""
+    """Whether the tensor is a plain strided one with values."""
     if is_lazy(tensor) or tensor.is_meta or tensor.is_quantized:
         return False
     wrapper: object = tensor
@@ -100,7 +100,7 @@ def _value_reasons(plain: dict[str, Tensor], parameters: dict[str, Any]) -> Iter
 
 
 def _not_finite(name: str, tensor: Tensor) -> Iterator[Reason]:
-    """How many, and where the first is; none where float32 alone could not hold a value."""
+    """Yield the counts and the first position; nothing if only the cast to float32 overflowed."""
     bad = ~torch.isfinite(tensor)
     nans = int(torch.isnan(tensor).sum())
     counts = ((nans, "NaN"), (int(bad.sum()) - nans, "Inf"))
@@ -130,13 +130,13 @@ class ModelCheck(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Before and after; a run that ends early keeps the findings of before."""
+        """Check before and after training; a run that ends early keeps the first findings."""
         self.check(run, after_training=False)
         yield
         self.check(run, after_training=True)
 
     def check(self, run: Run, after_training: bool) -> None:
-        """Check the weights that are evaluated."""
+        """Check the evaluated (averaged) weights, and record the findings."""
         with run.update.averaged():
             report = check_model(run.model)
         for reason in report.findings:

@@ -1,6 +1,6 @@
-"""Outputs for people and programs: finite, and within limits; changes are counted.
+"""Sanitising of model outputs: finite, and within limits; changes are counted.
 
-Training and validation never use this: a loss must show what a model really puts out.
+Training and validation never use this: a loss must reflect the model's real output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = ("NaN", "Inf", "beyond their limits")
 
 @dataclass(frozen=True)
 class Changes:
-    """How many values were changed, and why: on the device until they are read.
+    """Counts of changed values by reason, on the device until they are read.
 
     `counts` is int64 [3]: values that were NaN; that were ±Inf; finite ones beyond a limit.
     """
@@ -35,7 +35,7 @@ class Changes:
         return Changes(self.counts + other.counts.to(self.counts.device, non_blocking=True))
 
     def read(self) -> dict[str, int]:
-        """The counts by name: nan, inf, limited. The host waits for the device."""
+        """Return the counts by name: nan, inf, limited. Host sync."""
         counts = [0] * len(COUNTED) if self.counts is None else self.counts.tolist()
         return dict(zip(COUNTED, counts, strict=True))
 
@@ -48,13 +48,13 @@ def sanitise(
     low: float | None = None,
     high: float | None = None,
 ) -> tuple[Any, Changes]:
-    """The output (a tensor, or tensors in dicts, tuples and lists), and what was changed.
+    """Sanitise an output (a tensor, or a nest of tensors); return it and the changes.
 
-    NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the type. Values
-    are kept from `low` to `high`. What is in order comes back bit for bit.
+    NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the dtype. Values
+    are clamped to `low` … `high`. Valid values are returned bit for bit.
 
-    Queues work on the device and waits for nothing. Raises UsageError for limits that contradict
-    each other, and for tensors that are not dense and real.
+    No host sync. Raises UsageError for limits that contradict each other, and for tensors that are
+    not dense and real.
     """
     for name, value in (("nan", nan), ("inf", inf), ("low", low), ("high", high)):
         if value is not None and not math.isfinite(value):
@@ -83,20 +83,20 @@ def sanitise(
 
 
 def described(changes: Mapping[str, int]) -> str:
-    """In words, such as `2 NaN, 1 beyond their limits`; empty where nothing was changed."""
+    """Return text such as `2 NaN, 1 beyond their limits`; "" without changes."""
     words = zip(COUNTED, WORDS, strict=True)
     return ", ".join(f"{changes[name]:,} {word}" for name, word in words if changes.get(name))
 
 
 class Watched:
-    """A model's forward whose outputs are counted, and passed on as they are."""
+    """Wrapper of a forward that counts what sanitising would change; outputs are unchanged."""
 
     def __init__(self, forward: Callable[..., Any], order: Callable[[Any], Changes]) -> None:
         self.forward, self.order = forward, order
         self.changes = Changes()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The output of the forward."""
+        """Call the forward, count changes, and return its output."""
         output = self.forward(*inputs, **named)
         self.changes = self.changes + self.order(output)
         return output
@@ -105,13 +105,13 @@ class Watched:
 def _clean(
     x: Tensor, nan: float, inf: float | None, low: float | None, high: float | None
 ) -> tuple[Tensor, Changes]:
-    wide = x.float() if x.element_size() < 4 else x  # a type that all of torch computes in
+    wide = x.float() if x.element_size() < 4 else x  # a dtype with all operators
     largest = torch.finfo(x.dtype).max
-    # a number that the type does not hold would be Inf again
+    # a number beyond the dtype's range would become Inf again
     nan = min(max(nan, -largest), largest)
     clean = torch.nan_to_num(wide, nan, inf := min(inf or largest, largest), -inf)
     if low is not None or high is not None:
         limited = clean.clamp(low, high)
-        clean = torch.where(limited == clean, clean, limited)  # -0 is in order
+        clean = torch.where(limited == clean, clean, limited)  # keeps -0
     counts = [wide.isnan().sum(), wide.isinf().sum(), ((clean != wide) & wide.isfinite()).sum()]
     return clean.to(x.dtype), Changes(torch.stack(counts))

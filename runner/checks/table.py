@@ -1,6 +1,6 @@
-"""A table before it is trained on: constant columns, label leaks, rows shared with validation.
+"""Checks of a table before training: constant columns, label leaks, rows shared with validation.
 
-Inputs are judged as the model gets them, float32, over training rows; names are those of the file.
+Checks use the encoded float32 inputs of training rows, and column names of the file.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from runner.errors import DataError
 from runner.findings import Reason, Severity
 from runner.techniques.base import Choice
 
-MIN_ROWS = 20  # below which a column may be of one value by chance
-MIN_JUDGED = 100  # rows below which a column may give the label by chance
-MIN_ERRORS = 20  # rows that are not of the commonest class, likewise
-LEAK = {True: 0.98, False: 0.99}  # errors saved by a leak: of a class, of a rank's variance
-EASY = 0.9  # saved by the best of the other columns: no column gives an easy label away
-MANY_VALUES = 256  # above which a column is judged by its order, and not by its single values
+MIN_ROWS = 20  # with fewer a column may be constant by chance
+MIN_JUDGED = 100  # rows; with fewer a column may predict the label by chance
+MIN_ERRORS = 20  # rows not of the most frequent class, likewise
+LEAK = {True: 0.98, False: 0.99}  # share of errors that a leak saves: of a class, of rank variance
+EASY = 0.9  # if the best other column explains this share, the label is easy and nothing leaks
+MANY_VALUES = 256  # with more, a column is judged by order only, not by value
 SAMPLE_CELLS, SAMPLE_ROWS, MAX_COLUMNS = 1_500_000, 50_000, 2_048  # a tenth of a second
 SHOWN = 5
 
 
 @dataclass(frozen=True)
 class CheckedTable:
-    """A table as a model gets it."""
+    """A table as encoded for the model."""
 
     inputs: NDArray[np.float32]  # [rows, features]
     target: NDArray[Any]  # [rows] labels, or quantities [rows] or [rows, targets]
     columns: tuple[Column, ...]
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
-    rows: Callable[[int], str] = RowNames()  # their names in messages
-    classes: int | None = None  # None: quantities
-    ignore: str = ""  # the key that leaves a column out, where there is one
+    rows: Callable[[int], str] = RowNames()  # name of a row in messages
+    classes: int | None = None  # None: regression
+    ignore: str = ""  # config key that leaves out a column; "": none
 
     def values(self, rows: Any = slice(None)) -> Iterator[NDArray[np.float32]]:
-        """Each column: its numbers, or the place of its category (-1: none)."""
+        """Yield each column: its numbers, or category indices (-1: none)."""
         end = 0
         for column in self.columns:
             block, end = self.inputs[rows, end : end + column.width], end + column.width
@@ -52,7 +52,7 @@ class CheckedTable:
 
 @dataclass
 class TableFindings:
-    """The findings about a table, and what is left out for them."""
+    """Findings about a table, and the columns and rows dropped for them."""
 
     reasons: list[Reason] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)  # taken for each of the reasons
@@ -83,10 +83,10 @@ class TableFindings:
 
 
 def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
-    """The findings of one pass over columns and rows.
+    """Check columns and rows of a table.
 
-    Raises DataError, which names every finding, where the policy for one of them is `stop`, and
-    where nothing would be left to learn from or to validate with.
+    Raises DataError, which names every finding, if the policy of one is `stop`, or if no input
+    column or validation row would be left.
     """
     findings, sample = TableFindings(), _sample(table)
     skills: list[float | None] = []
@@ -132,14 +132,14 @@ def _stop(findings: TableFindings, config: TableConfig) -> None:
 
 
 def _value(column: Column, value: np.float32) -> str:
-    """A value of a column as it was read."""
+    """Return a value of a column as text, decoded."""
     if column.values:
         return repr(dict(enumerate(column.values)).get(int(value), "a category of no training row"))
     return f"{value * column.deviation + column.mean:.6g}"
 
 
 def _sample(table: CheckedTable) -> NDArray[np.int64]:
-    """Evenly spaced training rows, few enough for a bounded time; a resumed run has the same."""
+    """Return evenly spaced training rows, limited for time; the same in a resumed run."""
     most = min(SAMPLE_ROWS, max(1_000, SAMPLE_CELLS // max(1, table.inputs.shape[1])))
     if len(table.train) <= most:
         return table.train
@@ -147,7 +147,7 @@ def _sample(table: CheckedTable) -> NDArray[np.int64]:
 
 
 def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[int, str]]:
-    """The columns that give the label away, with what speaks for it."""
+    """Yield columns that leak the label, with the evidence."""
     limit = LEAK[table.classes is not None]
     best, name = max(
         ((s, c.title) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
@@ -163,7 +163,7 @@ def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[in
 
 
 def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float | None]:
-    """The share of errors that each column alone saves; None: not judged."""
+    """Return the share of errors that each column alone explains; None: not judged."""
     target = np.asarray(table.target[sample])
     skills: list[float | None] = []
     for column, values in zip(table.columns[:MAX_COLUMNS], table.values(sample), strict=False):
@@ -171,7 +171,7 @@ def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float 
         if len(sample) >= MIN_JUDGED and (values != values[0]).any():
             if table.classes is not None:
                 skill = _class_skill(values, target)
-            elif column.width > 1 or not _is_monotonic(values):  # a time: a trend, and no leak
+            elif column.width > 1 or not _is_monotonic(values):  # a time: a trend, no leak
                 skill = _quantity_skill(values, target)
         skills.append(skill)
     return skills
@@ -188,19 +188,19 @@ def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
     if wrong < MIN_ERRORS:
         return None
     distinct, codes = np.unique(values, return_inverse=True)
-    # in the order of a perfect column, labels change as often as there are other classes
+    # sorted by a perfect column, labels change classes - 1 times
     order = np.lexsort((_mix(np.arange(len(codes))), codes))  # equal values in no order
     errors = (int((np.diff(labels[order]) != 0).sum()) - classes + 1) / 2
-    if len(distinct) <= MANY_VALUES:  # the commonest class of each value
+    if len(distinct) <= MANY_VALUES:  # predict the most frequent class of each value
         pairs = np.bincount(codes * classes + labels, minlength=len(distinct) * classes)
         commonest = pairs.reshape(-1, classes).max(1)
-        # as many right by chance as there are values: a rare value has the class of its only row
+        # each value is right once by chance: a unique one predicts its own row
         errors = min(errors, len(labels) - int(commonest.sum()) + len(distinct) - classes)
     return max(0.0, 1 - max(0.0, errors) / wrong)
 
 
 def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
-    """Of the ranks' variance, the share that the order of the column explains."""
+    """Return the share of the target's rank variance that the column's order explains."""
     order = np.lexsort((_mix(np.arange(len(values))), values))
     skill = 0.0
     for quantity in np.asarray(target, np.float64).reshape(len(target), -1).T[:4]:
@@ -212,7 +212,7 @@ def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
 
 
 def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPolicy) -> None:
-    """Rows of validation that training has seen, over the columns that stay and number no rows."""
+    """Find validation rows that are in training, by kept columns that do not number rows."""
     hashes, shuffled = np.zeros((2, len(table.inputs)), np.uint64)
     rng = np.random.default_rng(0)
     for number, values in enumerate(table.values()):
@@ -221,11 +221,11 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
             bits = (values + np.float32(0)).view(np.uint32).astype(np.uint64)
             column = _mix(bits + np.uint64(number << 32))
             hashes, shuffled = hashes + column, shuffled + rng.permutation(column)  # wraps around
-    if table.classes is None:  # another quantity for the same inputs is noise, and usual
+    if table.classes is None:  # regression: equal inputs with another target are usual
         labels = np.ascontiguousarray(table.target.reshape(len(hashes), -1), np.float64) + 0.0
         hashes = hashes + _mix(labels.view(np.uint64)).sum(axis=1, dtype=np.uint64)
     rows = table.validation[np.isin(hashes[table.validation], hashes[table.train])]
-    # what columns shuffled one by one have in common, too, is chance: few different rows
+    # independently shuffled columns that also match are chance: few distinct rows
     chance = np.isin(shuffled[table.validation], shuffled[table.train]).sum()
     if not len(rows) or 2 * chance >= len(rows):
         return
@@ -249,7 +249,7 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
 
 
 def _mix(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """Whole numbers hashed by SplitMix64's last step."""
+    """Hash integers by SplitMix64's finaliser."""
     state: NDArray[np.uint64] = values.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58_476D_1CE4_E5B9)
