@@ -1,4 +1,4 @@
-"""The numbers of the bad steps: `debug/anomalies.json`."""
+"""Record of bad steps: `debug/anomalies.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.record.storage import replace_text
 log = logging.getLogger("runner")
 
 FILE = "debug/anomalies.json"
-FIRST, LAST = 500, 500  # rows that are kept, of the first and of the latest
+FIRST, LAST = 500, 500  # rows kept: the first and the latest
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Anomaly:
     kind: str
     loss: float
     grad_norm: float
-    loss_limit: float  # above which the loss is a spike
+    loss_limit: float  # spike threshold of the loss
     grad_norm_limit: float
     skipped: bool
     action: str = ""
     capture: str = ""  # folder for job=replay, relative to the run's
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was."""
+        """Return a JSON-safe dict: NaN and Inf become null, and are named in `nonfinite`."""
         row = asdict(self)
         numbers = ("loss", "grad_norm", "loss_limit", "grad_norm_limit")
         nonfinite = {name: str(row[name]) for name in numbers if not math.isfinite(row[name])}
@@ -43,7 +43,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """All of them, or of very many the first and the latest."""
+    """The bad steps of a run; beyond FIRST + LAST only the first and the latest."""
 
     def __init__(self) -> None:
         self.rows: list[Anomaly] = []
@@ -54,7 +54,7 @@ class Anomalies:
         return iter(self.rows)
 
     def add(self, row: Anomaly) -> None:
-        """Add a row; nothing is written before `write`."""
+        """Add a row, to be written by `write`."""
         self.count += 1
         self.rows.append(row)
         if len(self.rows) > FIRST + LAST:
@@ -62,7 +62,7 @@ class Anomalies:
         self.unwritten = True
 
     def write(self, folder: Path | None) -> None:
-        """Replace the file in a run's folder, if there is anything new."""
+        """Replace the file in the run's folder, if there are new rows."""
         if not self.unwritten or folder is None:
             return
         path = folder / FILE
@@ -75,10 +75,10 @@ class Anomalies:
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"count": self.count, "rows": [asdict(row) for row in self.rows]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.count, self.rows = state["count"], [Anomaly(**row) for row in state["rows"]]
         self.unwritten = bool(self.rows)

@@ -1,4 +1,4 @@
-"""Classifies the numbers of each step and decides the remedy for a bad one."""
+"""Classification of bad steps, and the choice of a remedy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ NEVER = sys.maxsize
 
 
 class StabilityController:
-    """The host's part in keeping a bad step from ruining the run.
+    """Host-side handling of bad steps.
 
-    The device skips a bad step by itself, spikes too: their limits are written there. The numbers
-    reach the host a stretch at a time, and on an accelerator one stretch late; so that a run goes
-    the same way wherever it is and however often it is resumed, limits made from a stretch hold
-    from the end of the next one.
+    The device itself skips bad steps and spikes, by limits that the host writes. Reports reach the
+    host in windows, on an accelerator one window late. Limits computed from a window apply after
+    the end of the next one, so that a run is the same on any device and after any resume.
     """
 
     def __init__(
@@ -50,21 +49,21 @@ class StabilityController:
         self.table = RecoveryTable.of(config)
         self.anomalies = Anomalies()
         self.decision: Decision | None = None
-        self.settled = 0  # up to this step, nothing was done after the last remedy
-        self.forgotten = 0  # up to this step, numbers are about weights or data of before
-        self.streak = 0  # first of the bad steps in a row that last until now; 0: there are none
-        self.share = 1.0  # of the learning rate, since the roll-backs
+        self.settled = 0  # step of the last remedy: earlier steps get no other
+        self.forgotten = 0  # up to this step, numbers refer to replaced weights or data
+        self.streak = 0  # first of the current consecutive bad steps; 0: none
+        self.share = 1.0  # factor on the learning rate by roll-backs
         self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
-        self.ruined = False  # whether the weights are not finite since a bad step
+        self.ruined = False  # the weights are not finite after a bad step
         self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
-        self.due = NEVER  # the step after which `apply_limits` has something to do
-        # buffers that are not finite by design, such as masks, say nothing of a checkpoint
+        self.due = NEVER  # step after which `apply_limits` must be called
+        # buffers that are not finite by design, such as masks, are ignored in checkpoints
         self.odd_at_first = {n for n, buffer in model.named_buffers() if not finite([buffer])}
 
     # -- what the loop calls -------------------------------------------------------------------
 
     def inspect(self, run: Run, report: Report) -> None:
-        """Add the numbers of a stretch, and decide; nothing is carried out yet."""
+        """Add a report and decide on a remedy, which `execute` carries out."""
         progress = run.progress
         progress.skipped += sum(report.skipped)
         for i, kind in enumerate(self._kinds(report)):
@@ -83,7 +82,7 @@ class StabilityController:
         self.anomalies.write(run.folder)
 
     def apply_limits(self, step: int) -> None:
-        """Apply what is due after that step: other limits, a learning rate that is as before."""
+        """Apply limits, and restore lowered learning rates, that are due after `step`."""
         if self.spikes.usual:
             limits = self.spikes.of(step + 1)
             self.update.set_limits(limits.loss, limits.grad_norm)
@@ -93,7 +92,7 @@ class StabilityController:
         self._set_due(step)
 
     def ask(self, run: Run) -> None:
-        """A hook wants a roll-back: the first row that is one says how, but for its kind."""
+        """Decide on a roll-back that a hook asked for, by the first row with that action."""
         from runner.stability.messages import Decision
 
         rows = [i for i, rule in enumerate(self.table.rules) if rule.action is Action.rollback]
@@ -102,9 +101,9 @@ class StabilityController:
         self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
 
     def execute(self, run: Run) -> RecoveryRule | None:
-        """Carry out the decision; a roll-back is left to the loop, and its rule is returned.
+        """Carry out the decision; return the rule of a roll-back, which the loop carries out.
 
-        Raises GaveUp where nothing is left to be done.
+        Raises GaveUp if no remedy is left.
         """
         decision = self.decision
         if decision is None:
@@ -117,7 +116,7 @@ class StabilityController:
         if rule is None or rule.action is Action.stop:
             from runner.stability.messages import describe_giving_up
 
-            self.decision = None  # a run that continues from here, under another table, may
+            self.decision = None  # a resumed run with another table may continue
             first = next((row for row in self.anomalies if row.capture), None)
             rollbacks = run.progress.rollbacks
             raise GaveUp(describe_giving_up(decision, self.table, rollbacks, run.folder, first))
@@ -137,7 +136,7 @@ class StabilityController:
         return None
 
     def rolled_back(self, run: Run) -> None:
-        """The loop restored earlier weights."""
+        """Record that the loop restored earlier weights."""
         decision, self.decision = self.decision, None
         if decision is None:
             return
@@ -154,7 +153,7 @@ class StabilityController:
         self.apply_limits(run.progress.step)
 
     def give_up(self, run: Run) -> None:
-        """There is nothing to go back to: take the next row that fits."""
+        """Choose the next row that fits, as there is no checkpoint to roll back to."""
         decision = self.decision
         if decision is None:
             return
@@ -163,14 +162,14 @@ class StabilityController:
         row, decision.row = decision.row, None
         if decision.kind != "asked" and row is not None:
             decision.row = self._fitting(run, BadStepKind[decision.kind], row + 1)
-        if decision.row is not None:  # else the last words say so
+        if decision.row is not None:  # else the final error says so
             from runner.stability.messages import describe_remedy
 
             then = describe_remedy(self._rule(decision))
             log.warning("there is no good checkpoint to go back to; instead: %s", then)
 
     def sound(self) -> bool:
-        """Whether weights, averages and buffers are finite; the host waits for the device."""
+        """Whether weights, averages and buffers are finite. Host sync."""
         if not self.config.guard:
             return True
         weights = [*self.update.parameters, *self.update.average]
@@ -184,9 +183,9 @@ class StabilityController:
 
     @property
     def nonfinite_by_design(self) -> set[str]:
-        """Buffers that are not finite by design, or so filled by a forward, such as masks.
+        """Names of buffers that are not finite by design, such as masks, also if set by a forward.
 
-        The host waits for the device, once a buffer.
+        A host sync per buffer.
         """
         others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
         return self.odd_at_first | masks(others)
@@ -196,15 +195,15 @@ class StabilityController:
     def _kinds(self, report: Report) -> list[BadStepKind | None]:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
-        # the host waits for the device, here and nowhere else
+        # the only host sync of `inspect`
         if any(kind in NUMERIC for kind in kinds) and not self.update.finite(
             self.update.parameters
         ):
-            first = len(kinds)  # since when, the losses say
+            first = len(kinds)  # the first step by the losses
             while first and kinds[first - 1] in NUMERIC:
                 first -= 1
             if first < len(kinds) and not report.skipped[first] and not self.ruined:
-                first += 1  # the one that ruined them
+                first += 1  # the step that made the weights non-finite
             kinds[first:] = [BadStepKind.weights] * (len(kinds) - first)
             self.ruined = True
         return kinds
@@ -225,7 +224,7 @@ class StabilityController:
     # -- the remedy ----------------------------------------------------------------------------
 
     def _respond(self, run: Run, kind: BadStepKind, anomaly: Anomaly) -> None:
-        """Decide, capture and record; nothing is carried out yet."""
+        """Decide on a remedy, capture the step and record it."""
         from runner.stability.messages import describe_fault
 
         step = anomaly.step
@@ -236,7 +235,7 @@ class StabilityController:
         if (cause := run.history.causes.get(step)) is not None:
             message += f", and it comes from the batch: {cause}"
         anomaly.action = action = self._decide(run, kind, anomaly, message)
-        # an overflow that is merely skipped is how a loss scale finds its place
+        # a loss scale adapts by skipped overflows, which are normal
         if run.captures is not None and not (kind is BadStepKind.overflow and action == "skipped"):
             anomaly.capture = run.captures.take(run, step, kind.name, message) or ""
         if self.decision is not None and self.decision.step == step:
@@ -250,14 +249,14 @@ class StabilityController:
             action=action,
             severity="error" if kind is BadStepKind.weights else "warning",
             capture=anomaly.capture,
-            # debug=anomaly has logged more of it already; a remedy is news all the same
+            # debug=anomaly has logged details already, but no remedy
             say=step not in run.history.explained or action not in ("", "skipped"),
         )
         if run.captures is not None:
             run.captures.log_capture()
 
     def _decide(self, run: Run, kind: BadStepKind, anomaly: Anomaly, message: str) -> str:
-        """Set the decision, where none is pending; the action in words."""
+        """Set the decision, unless one is pending; return the action as text."""
         from runner.stability.messages import Decision, describe_remedy
 
         many, fatal = run.progress.consecutive_skips, self.raises and kind in FATAL
@@ -284,12 +283,12 @@ class StabilityController:
     def _rule(self, decision: Decision) -> RecoveryRule | None:
         if decision.row is None:
             return None
-        if decision.row < 0:  # a hook asked, and the table has no row for it
+        if decision.row < 0:  # asked by a hook, without a row in the table
             return RecoveryRule(action=Action.rollback)
         return self.table.rules[decision.row]
 
     def _forget(self, run: Run) -> None:
-        """The numbers so far say nothing of those to come."""
+        """Reset streak and spike statistics: earlier numbers no longer apply."""
         run.progress.consecutive_skips = self.streak = 0
         self.forgotten = run.progress.step
         self.spikes.forget(run.progress.step)
@@ -298,14 +297,14 @@ class StabilityController:
         self.update.set_backoff(self.share * math.prod(factor for _, factor in self.lowered))
 
     def _set_due(self, step: int) -> None:
-        """When `apply_limits` is due next."""
+        """Set the step at which `apply_limits` is due next."""
         times = [limits.after for limits in self.spikes.limits if limits.after > step]
         self.due = min(times + [last for last, _ in self.lowered], default=NEVER)
 
     # -- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint: all that later decisions depend on."""
+        """Return the state that later decisions depend on."""
         return {
             "spikes": self.spikes.state(),
             "table": self.table.state(),
@@ -317,7 +316,7 @@ class StabilityController:
         }
 
     def load(self, state: dict[str, Any], step: int) -> None:
-        """Continue from a checkpoint, after that step."""
+        """Restore the state of a checkpoint of `step`."""
         self.spikes.load(state["spikes"])
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])

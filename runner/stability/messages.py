@@ -25,11 +25,11 @@ class Decision:
     step: int
     message: str
     capture: str = ""
-    raises: bool = False  # because of debug.on_anomaly
-    in_a_row: int = 1  # bad steps, this one too
-    stuck: bool = False  # there was nothing to go back to
-    since: int = 0  # the first of those bad steps; 0: none is known
-    outdated: bool = False  # from a checkpoint: `row` follows from the table of this run
+    raises: bool = False  # by debug.on_anomaly
+    in_a_row: int = 1  # consecutive bad steps, including this one
+    stuck: bool = False  # no checkpoint to roll back to
+    since: int = 0  # the first of those bad steps; 0: unknown
+    outdated: bool = False  # from a checkpoint: `row` must be chosen from this run's table
 
 
 def restore_decision(
@@ -38,10 +38,10 @@ def restore_decision(
     spikes: Spikes,
     fatal: Collection[BadStepKind],
 ) -> Decision | None:
-    """The decision of a checkpoint, for the config of this run; KeyError for an unknown kind.
+    """Restore a checkpoint's decision for the config of this run; KeyError for an unknown kind.
 
-    The message comes from the recorded numbers of the step, so that no file can put words into
-    the log; without these there is no decision, and a hook that asked asks again.
+    The message is rebuilt from the step's recorded numbers, so that a file cannot inject text into
+    the log; without these the result is None. A hook's request is dropped: it asks again.
     """
     if saved is None or saved["kind"] == "asked":
         return None
@@ -58,7 +58,7 @@ def restore_decision(
 
 
 def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
-    """The fault of a step, in words."""
+    """Return the fault of a step as text."""
     if kind is BadStepKind.weights:
         return "the weights are not finite"
     if kind is BadStepKind.buffers:
@@ -77,7 +77,7 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
 
 
 def describe_remedy(rule: RecoveryRule | None) -> str:
-    """The action of a row, in words; None: nothing is left."""
+    """Return a row's action as text; None: the run gives up."""
     if rule is None or rule.action is Action.stop:
         return "the run gives up"
     return {
@@ -96,9 +96,9 @@ def describe_giving_up(
     folder: Path | None,
     first: Anomaly | None,
 ) -> str:
-    """Why the run gives up, what was tried, and what to do now.
+    """Return why the run gives up, what was tried, and what to do.
 
-    `first` is the first bad step of which there is a capture.
+    `first` is the first bad step with a capture.
     """
     see = "look at the data of these steps"
     for capture in (decision.capture, "" if first is None else first.capture):

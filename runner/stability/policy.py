@@ -1,4 +1,4 @@
-"""The table of remedies for a bad step, and which of its rows fits."""
+"""The recovery table: remedies for bad steps, and the selection of a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
 
 MILD = (Action.skip, Action.lower_lr, Action.lower_scale)
-NAMED = 5  # steps of an action that are named when the run gives up
+NAMED = 5  # steps per action that are named when the run gives up
 WORDS = {
     Action.skip: "skipped a step",
     Action.lower_lr: "lowered the learning rate",
@@ -22,12 +22,12 @@ WORDS = {
 
 @dataclass
 class RecoveryTable:
-    """The rows, read from the top, and how often each was used."""
+    """The rows, tried from the top, and how often each was used."""
 
     rules: Sequence[RecoveryRule]
     max_consecutive_skips: int
     max_rollbacks: int
-    rolls_back: bool = True  # else there is nothing to go back to, and such rows are passed over
+    rolls_back: bool = True  # False: no checkpoints, rows that roll back are skipped
     used: list[int] = field(default_factory=list)  # by row
     steps: dict[str, list[int]] = field(default_factory=dict)  # by action, the first few
     counts: dict[str, int] = field(default_factory=dict)  # by action
@@ -37,16 +37,16 @@ class RecoveryTable:
 
     @classmethod
     def of(cls, config: StabilityConfig) -> RecoveryTable:
-        """The table of the config."""
+        """Return the table of the config."""
         return cls(config.recovery, config.max_consecutive_skips, config.max_rollbacks)
 
     def first(
         self, kind: BadStepKind, in_a_row: int, rollbacks: int, scaled: bool = False, start: int = 0
     ) -> int | None:
-        """The first row from `start` on that fits; None where nothing is left to be done.
+        """Return the index of the first row from `start` that fits; None if there is none.
 
-        `in_a_row` counts this step too, `rollbacks` those of the run so far; `scaled` says
-        whether there is a loss scale.
+        `in_a_row` is the number of consecutive bad steps including this one, `rollbacks` those of
+        the run so far; `scaled` is whether there is a loss scale.
         """
         for row in range(start, len(self.rules)):
             rule = self.rules[row]
@@ -64,22 +64,22 @@ class RecoveryTable:
         return None
 
     def can_roll_back(self, rollbacks: int) -> bool:
-        """Whether one more than so many is allowed."""
+        """Whether another roll-back is allowed after `rollbacks`."""
         return self.rolls_back and rollbacks < self.max_rollbacks
 
     def note(self, row: int, step: int) -> None:
-        """Count the row's action at that step."""
+        """Count a use of the row at `step`."""
         self.used[row] += 1
         self.count(self.rules[row].action, step)
 
     def count(self, action: Action, step: int) -> None:
-        """Count an action that no row asked for."""
+        """Count an action at `step`, independent of a row."""
         name = action.name
         self.counts[name] = self.counts.get(name, 0) + 1
         self.steps[name] = [*self.steps.get(name, []), step][:NAMED]
 
     def tried(self) -> str:
-        """The remedies of the run so far, in words."""
+        """Return the remedies of the run so far as text."""
         parts = []
         for name, count in self.counts.items():
             steps = ", ".join(map(str, self.steps[name])) + ", …" * (count > len(self.steps[name]))
@@ -92,7 +92,7 @@ class RecoveryTable:
         return {"used": list(self.used), "steps": self.steps, "counts": self.counts}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue; rows of another table are unused. KeyError for an unknown action."""
+        """Restore a state; rows of another table count as unused. KeyError: unknown action."""
         if len(state["used"]) == len(self.rules):
             self.used = list(state["used"])
         self.counts = {Action[name].name: count for name, count in state["counts"].items()}

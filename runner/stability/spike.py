@@ -1,4 +1,4 @@
-"""The usual range of a number that each step brings, and the limit above which it is a spike."""
+"""Spike thresholds of loss and gradient norm, from robust statistics of recent steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from runner.stability.config import SpikeConfig, Watch
 
-TO_SIGMA = 1.4826  # a normal distribution's deviation, in median distances to the median
+TO_SIGMA = 1.4826  # standard deviation of a normal distribution, in MADs
 
 
 class Usual:
     """The last `window` values of one number, and their median.
 
-    Neither NaN nor Inf enters, and a spike enters as the limit that it broke: one of them moves
-    nothing, and when they last for most of the window they are the new usual.
+    NaN and Inf are ignored, and a spike is clipped to the limit that it exceeded: a single one has
+    little effect, and spikes in most of the window become the new baseline.
     """
 
     def __init__(self, config: SpikeConfig) -> None:
@@ -28,7 +28,7 @@ class Usual:
         self.centre = 0.0
 
     def add(self, value: float, limit: float) -> None:
-        """Add the number of a step; `limit` is the one it was compared with."""
+        """Add the value of a step; `limit` is the one that it was compared with."""
         if not math.isfinite(value):
             return
         self.values.append(min(value, limit))
@@ -44,7 +44,7 @@ class Usual:
         spread = _median(abs(value - self.centre) for value in self.values)
         above = self.centre + config.threshold * TO_SIGMA * spread
         highest = max(above, _times(config.ratio, self.centre), _times(config.floor, self.first))
-        return _float32(highest) if highest > self.centre else math.inf  # it never differs
+        return _float32(highest) if highest > self.centre else math.inf  # the values do not vary
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint."""
@@ -58,7 +58,7 @@ class Usual:
 
 @dataclass
 class SpikeLimits:
-    """The limits of the steps after one, until others take their place."""
+    """Limits that apply after a step, until later ones."""
 
     after: int
     loss: float = math.inf
@@ -66,7 +66,7 @@ class SpikeLimits:
 
 
 class Spikes:
-    """The limits of loss and gradient norm; each pair holds from a fixed step on."""
+    """The limits of loss and gradient norm; each pair applies from a fixed step."""
 
     def __init__(self, config: SpikeConfig, on: bool) -> None:
         self.usual = {
@@ -74,10 +74,10 @@ class Spikes:
             for name in ("loss", "grad_norm")
             if on and config.enabled and config.watch in (Watch.both, Watch[name])
         }
-        self.limits = [SpikeLimits(0)]  # in order; the last may be for steps to come
+        self.limits = [SpikeLimits(0)]  # in order; the last may apply to later steps
 
     def of(self, step: int) -> SpikeLimits:
-        """The limits that the step was compared with."""
+        """Return the limits that `step` was compared with."""
         return next((x for x in reversed(self.limits) if x.after < step), self.limits[0])
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -87,7 +87,7 @@ class Spikes:
             usual.add(numbers[name], getattr(limits, name))
 
     def move(self, reported: int, after: int) -> None:
-        """Limits from the numbers so far, for steps beyond `after`; all up to `reported` came."""
+        """Compute limits for steps beyond `after`; drop those not needed after `reported`."""
         if not self.usual:
             return
         new = SpikeLimits(after, **{name: usual.limit() for name, usual in self.usual.items()})
@@ -98,7 +98,7 @@ class Spikes:
             self.limits.pop(0)
 
     def forget(self, step: int) -> None:
-        """Beyond that step nothing is a spike until the usual range is known again."""
+        """Drop the statistics: after `step` nothing is a spike until new ones are collected."""
         for usual in self.usual.values():
             usual.values.clear()
         earlier = [limits for limits in self.limits if limits.after < step]
@@ -112,7 +112,7 @@ class Spikes:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; a number that is no longer watched has no limit."""
+        """Restore the state of a checkpoint; a number no longer watched has no limit."""
         for name, usual in self.usual.items():
             if name in state["usual"]:
                 usual.load(state["usual"][name])
@@ -121,19 +121,19 @@ class Spikes:
 
 
 def _median(values: Iterable[float]) -> float:
-    """In a fifth of the time that statistics.median takes."""
+    """Return the median, in a fifth of the time of statistics.median."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _times(factor: float, value: float) -> float:
-    """So many times as far up; a loss may be negative."""
+    """Return value + (factor - 1) * |value|: a loss may be negative."""
     return value + (factor - 1) * abs(value)
 
 
 def _float32(value: float) -> float:
-    """As the device compares it."""
+    """Round to float32, as the device compares; Inf on overflow."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
