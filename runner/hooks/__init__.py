@@ -1,1 +1,1 @@
-"""What watches a run: the record and the display."""
+"""Hooks for recording, display, resources and limits."""

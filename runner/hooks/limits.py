@@ -22,15 +22,15 @@ log = logging.getLogger("runner")
 
 KEY = "security.limits"
 CHECK_S = 1.0  # between two checks of memory, time and the device
-SCAN_S = 5.0  # between two counts of the folder where no checkpoint is written
+SCAN_S = 5.0  # between two counts of the folder without a new checkpoint
 
 
 class Limits(Hook):
-    """Ends the run, with a checkpoint, as soon as a limit is reached; `stopped`, exit code 0.
+    """Stops the run, with a checkpoint, when a limit is reached; status `stopped`, exit code 0.
 
     0.1 µs a step; once a second 10 µs (0.1 ms for each data worker). The folder's files are counted
-    every five seconds and after each checkpoint, whose writing is waited for. The accelerator's
-    allocator is told its limit, too: beyond it is an out-of-memory error.
+    every five seconds and after each checkpoint, which waits until it is written. The limit of the
+    accelerator's memory is also set in its allocator: beyond it is an out-of-memory error.
     """
 
     def __init__(self, config: LimitsConfig) -> None:
@@ -41,7 +41,7 @@ class Limits(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Begin to count, and tell the allocator. Raises ConfigError for a limit exceeded now."""
+        """Start counting, and limit the allocator. ConfigError for a limit exceeded already."""
         config = self.config
         if config.disk_mb is not None and run.folder is not None:
             self.before = limits.folder_bytes(run.folder)
@@ -56,7 +56,7 @@ class Limits(Hook):
             yield
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        """Check the limits now and then."""
+        """Check the limits every CHECK_S seconds, and after each checkpoint."""
         now = time.monotonic()
         counted = self.config.disk_mb is None or self.saved_step == run.saved_step
         if (now < self.next_check and counted) or step.number >= run.total_steps:
@@ -92,7 +92,7 @@ def _device_bytes(run: Run) -> int:
 
 
 def _limit_allocator(run: Run, limit_mb: float, scope: ExitStack) -> None:
-    """Let the allocator refuse more than the limit."""
+    """Set the limit in the device's allocator, until `scope` closes."""
     where = run.device.torch
     if run.device.kind == "cuda":
         total = torch.cuda.get_device_properties(where).total_memory

@@ -1,4 +1,4 @@
-"""The progress of a run, for the person who is waiting for it."""
+"""Progress display of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFRESH_S = 0.25
 
 
 class ProgressDisplay(Hook):
-    """On a terminal a live display; elsewhere a plain line now and then.
+    """A live display on a terminal; elsewhere a plain line every `line_every_s` seconds.
 
     The plain lines go to `run.log` in either case.
     """
@@ -38,13 +38,13 @@ class ProgressDisplay(Hook):
         self.config = config
         self.live: Live | None = None
         self.refreshed = self.logged = 0.0
-        self.pace_start = (0.0, 0)  # time and step from which the pace is counted
+        self.pace_start = (0.0, 0)  # time and step from which the speed is measured
         self.first_stretch = True  # it may include compiling
         self.result = ""  # of the last validation
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Show until the run ends; leave the terminal as it was."""
+        """Show the display until the run ends; restore the terminal."""
         self.logged = time.monotonic()
         self.pace_start = (self.logged, run.progress.step)
         screen = console()
@@ -59,7 +59,7 @@ class ProgressDisplay(Hook):
             self._stop()
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Refresh the display, or log a line, if it is time."""
+        """Refresh the display or log a line, if due."""
         now, left = time.monotonic(), self._time_left(run, report)
         if self.live is not None and now - self.refreshed >= REFRESH_S:
             self.refreshed = now
@@ -84,9 +84,9 @@ class ProgressDisplay(Hook):
             self.result = f"{run.monitor} {_short(metrics[monitored])}{best}"
 
     def _time_left(self, run: Run, report: Report) -> str:
-        """Time to the end, at the pace so far, validation and checkpoints included.
+        """Return the estimated time left at the speed so far, including validation and checkpoints.
 
-        Without the first stretch as soon as there is another.
+        The first window, which may include compiling, is left out once there is another.
         """
         now, (start, step) = time.monotonic(), self.pace_start
         seconds = (now - start) / max(1, report.last - step) * (run.total_steps - report.last)
@@ -117,7 +117,7 @@ class ProgressDisplay(Hook):
 
 
 def _facts(run: Run, report: Report) -> list[str]:
-    """Loss, rate and speed of the stretch."""
+    """Return loss, learning rate and speed of the report."""
     finite = [loss for loss in report.loss if math.isfinite(loss)]
     loss = f"{sum(finite) / len(finite):.4f}" if finite else "not finite"
     facts = [f"loss {loss}", f"lr {report.lr:.2e}"]

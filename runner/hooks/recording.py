@@ -1,4 +1,4 @@
-"""Writes what happens in a run to its record."""
+"""The hook that writes a run's record."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DATA = ("path", "validation_path", "test_path")  # keys of what a run reads
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
 HISTORY_S = 1.0  # between two writings of history.json
-MOST_CLASSES = 24  # of the confusion matrix; more could not be read
+MOST_CLASSES = 24  # in a confusion matrix that is still readable
 
 
 class Recording(Hook):
-    """Rows of metrics, the config as text, the confusion matrix, and the history of faults.
+    """Writes metrics, the config as text, the confusion matrix, and the history of faults.
 
     `settings` is the config, flat: `optimizer.lr` and so on. With `empty`, a run without a fault
     leaves history.json and anomalies.json that say so.
@@ -55,7 +55,7 @@ class Recording(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Open with where the run comes from; close with how it ended."""
+        """Record the run's provenance at the start, and its status at the end."""
         self.machine.open(run.device)
         self.row_due = time.monotonic() + SYSTEM_ROW_S
         if run.folder is not None:
@@ -72,7 +72,7 @@ class Recording(Hook):
             self._conclude(run, status)
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
-        """A train row at the stretch's last step; now and then a row on the system."""
+        """Write a `train` row at the report's last step, and a `system` row if due."""
         now = time.monotonic()
         if now >= self.history_due:
             self.history_due = now + HISTORY_S
@@ -94,11 +94,11 @@ class Recording(Hook):
         return _stop_where_asked(run)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
-        """A row, and when it is the best so far, the confusion matrix."""
+        """Write a `val` row, and the confusion matrix of a new best."""
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
         if evaluation.improved and run.recorder.showing:
-            # at once: the checkpoint that follows does not hold it, and the run may be killed
+            # immediately: the next checkpoint does not contain it, and the run may be killed
             _record_confusion(run, evaluation)
         return _stop_where_asked(run)
 
@@ -106,7 +106,7 @@ class Recording(Hook):
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
         values, foremost = hydra_files.hparam_columns(self.settings, typed)
         run.recorder.hparams(_row_name(run.name, folder), values, _metrics(run), foremost)
-        config = folder / hydra_files.CONFIG  # environment variables are unresolved in it
+        config = folder / hydra_files.CONFIG  # with environment variables unresolved
         if config.is_file():
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
@@ -117,7 +117,7 @@ class Recording(Hook):
             log.warning("no provenance.json: %s", error)
 
     def _write_system_row(self, run: Run) -> None:
-        """Rates over the steps since the last such row, and what the machine is doing."""
+        """Write rates since the last system row, and readings of the machine."""
         now = time.monotonic()
         self.row_due = now + SYSTEM_ROW_S
         if self.seconds <= 0:
@@ -154,7 +154,7 @@ class Recording(Hook):
 
 
 def _stop_where_asked(run: Run) -> Verdict | None:
-    """End the run, with a checkpoint, where a file in its folder asks for it."""
+    """Stop the run, with a checkpoint, if a file in its folder requests it."""
     if run.folder is None or (reason := take_stop_request(run.folder)) is None:
         return None
     run.stop_reason = run.stop_reason or reason
@@ -162,13 +162,13 @@ def _stop_where_asked(run: Run) -> Verdict | None:
 
 
 def _mean(values: list[float]) -> float:
-    """Over those that are finite; NaN if none is."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def _record_confusion(run: Run, evaluation: Evaluation) -> None:
-    """Counts by true and predicted class, as a table in the Text tab."""
+    """Write the confusion matrix as a table in TensorBoard's Text tab."""
     counts = evaluation.confusion
     if counts is None or not counts.sum() or len(counts) > MOST_CLASSES:
         return
@@ -180,7 +180,7 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
 
 
 def _row_name(name: str, folder: Path) -> str:
-    """Of the run's row. Rows of one name are merged, so a job of a sweep says of which one."""
+    """Return a name unique to the run: rows of one name are merged in HParams."""
     parent = folder.absolute().parent.name
     if parent == name:
         return f"{name}/{folder.name}"
@@ -188,7 +188,7 @@ def _row_name(name: str, folder: Path) -> str:
 
 
 def _metrics(run: Run) -> list[str]:
-    """Tags that become columns of HParams."""
+    """Return the tags that become columns of HParams."""
     best = f"val/best/{run.monitor.removeprefix('val/')}"
     rate = f"usage/{'tokens' if run.objective.unit == 'tokens' else 'samples'}_per_second"
     return list(dict.fromkeys([best, run.monitor, "val/loss", "train/loss", rate]))

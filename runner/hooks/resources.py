@@ -1,4 +1,4 @@
-"""The machine's memory, disk and GPU: cleaned, warned about, or stopped for in time."""
+"""Monitoring of memory, disk and GPU: cleaning, warnings, and stops before the kernel kills."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from runner.stability.config import WatchConfig
 from runner.training.hook import Hook, Report, Verdict
 from runner.training.run import Run
 
-GROWN = 0.01  # share of the memory since the last cleaning, below which another gains nothing
+GROWN = 0.01  # growth since the last cleaning, as a share of memory, that is worth another
 MIB = 2**20
-OURS = 0.1  # share of the memory that this process must hold, for stopping it to help
-NEARER = 1 / 8  # of the memory left, by which the process must grow for another reading
+OURS = 0.1  # share of the memory that this process must use for a stop to help
+NEARER = 1 / 8  # growth of the process, as a share of the memory left, that triggers a reading
 KEY = "stability.watch"
 
 
 class Resources(Hook):
-    """Cleans, warns and stops; finds leaks.
+    """Cleans memory, warns, stops the run in time, and finds leaks.
 
-    - Above device.clean_above of the memory that is the process's or the device's it cleans. Logged
-      once for as long as it stays above; `memory_cleaned` in `faults`. 50 ms.
-    - Above stop_above of all memory there may be (machine, container, `ulimit -v`) the run ends,
-      with a checkpoint: the kernel would end it without one.
+    - Above device.clean_above of the process's or device's memory it cleans (50 ms), logged once
+    while it stays above; `memory_cleaned` in `faults`.
+    - Above stop_above of the tightest limit (machine, container, `ulimit -v`) the run ends with a
+    checkpoint: the kernel would kill it without one.
     - A disk that is nearly full, swap, and a GPU that is hot are each logged once.
-    - A leak of the process or the device is logged with its size a step.
+    - A leak of the process or the device is logged with its growth per step.
 
-    20 µs a report; the machine is read every monitoring.system_every_s seconds, and the
-    memory sooner where the process grows.
+    20 µs a report; the machine is read every monitoring.system_every_s seconds, and the memory
+    sooner if the process grows.
     """
 
     monitors = True
@@ -46,15 +46,15 @@ class Resources(Hook):
         self.machine = machine
         self.cleaned_share: float | None = None  # of memory after the last cleaning, while above
         self.room: Room | None = None
-        self.process_bytes = 0  # when the room was read
+        self.process_bytes = 0  # when the limit was read
         self.next_reading = 0.0  # of the machine
         self.swap_before: int | None = None
         self.warned: set[str] = set()
-        self.leaks: dict[str, Fault] = {}  # longer windows find them again
+        self.leaks: dict[str, Fault] = {}  # by kind, as longer windows find a leak again
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Begin from the memory and swap of now."""
+        """Record swap at the start, and create the leak detectors."""
         if self.config.enabled:
             self.machine.open(run.device)
             self.swap_before = resources.swap_bytes()
@@ -64,13 +64,13 @@ class Resources(Hook):
         yield
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
-        """Check what is cheap each time, the rest now and then."""
+        """Clean and check for leaks each time; read the machine if due."""
         self._clean(run, report.last)
         if not self.config.enabled:
             return None
         for kind, detector in run.leaks.items():
             if detector.add(report.last, _held_bytes(run, kind)):
-                memory.clean(run.device)  # what still grows is held
+                memory.clean(run.device)  # what still grows is referenced
                 trend = detector.cleaned(report.last, _held_bytes(run, kind))
                 if trend is not None:
                     self._report_leak(run, kind, trend, report.last)
@@ -105,7 +105,7 @@ class Resources(Hook):
             )
 
     def _stop(self, run: Run, step: int) -> Verdict | None:
-        """End the run if there is next to no memory left and it is this process that holds it."""
+        """Stop the run if memory is nearly exhausted and this process uses much of it."""
         above = self.config.stop_above
         if above is None or step >= run.total_steps:
             return None
@@ -113,7 +113,7 @@ class Resources(Hook):
         if self.room is not None and grown < NEARER * self.room.left:
             return None
         room = self._read_room()
-        # a run that was cut smaller to fit lives at its own limit, where nothing is killed
+        # after out of memory a run stays near its own limit, which kills nothing
         if room.used_share <= above or (room.own and run.history.counts.get("out_of_memory")):
             return None
         memory.clean(run.device)
@@ -145,7 +145,7 @@ class Resources(Hook):
             f"{trend.size / MIB:,.0f} MiB now, {at_the_end / MIB:,.0f} MiB at step "
             f"{run.total_steps}"
         )
-        if kind in self.leaks:  # the same one, better known
+        if kind in self.leaks:  # the same leak, with a better estimate
             self.leaks[kind].message = message
             self.leaks[kind].last_step = step
             run.history.unwritten = True
@@ -156,7 +156,7 @@ class Resources(Hook):
         )
 
     def _warnings(self, run: Run, reading: Reading) -> Iterator[tuple[str, str]]:
-        """The kind and the text of each thing that is wrong with the machine."""
+        """Yield kind and text of each problem of the machine."""
         config = self.config
         free, swap = reading.disk_free_bytes, reading.swap_bytes
         if free is not None and free < config.disk_min_mb * 1e6:
@@ -177,7 +177,7 @@ class Resources(Hook):
 
 
 def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, category: str) -> Verdict:
-    """End the run, with a checkpoint, for a limit of memory, disk or time; say how to go on."""
+    """Set `stop_reason` with a way to continue, record the fault, and return Verdict.STOP."""
     again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
     run.stop_reason = f"{message}; go on{again}{way_out}"
     run.history.add(

@@ -1,4 +1,4 @@
-"""`monitoring.sinks`: copies of the record for MLflow, W&B or a class of the user's."""
+"""`monitoring.sinks`: copies of the record for MLflow, W&B or a user's class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = {"mlflow": ("mlflow", "sqlalchemy"), "wandb": ("wandb",)}
 
 
 class Sinks(Hook):
-    """Begins before the first row and ends after the last; its writers close after the report."""
+    """Mirrors all rows of the record to the sinks."""
 
     monitors = True
 
@@ -33,7 +33,7 @@ class Sinks(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Send the rows; count those that were not delivered."""
+        """Mirror rows to the sinks; record undelivered ones as faults."""
         if run.folder is None:
             yield
             return
@@ -57,7 +57,7 @@ class Sinks(Hook):
 
 
 def make_sinks(items: Sequence[Any], look_up: Callable[[str, str], Any]) -> list[Sink]:
-    """The sinks by name, or of a class: `{_target_: package.Class, …}`. Raises ConfigError."""
+    """Construct sinks by name or as `{_target_: package.Class, …}`. Raises ConfigError."""
     return [_make(item, f"{KEY}.{i}", look_up) for i, item in enumerate(items)]
 
 
