@@ -1,1 +1,1 @@
-"""Bad steps kept for `job=replay`: how they are written, and how they are opened again."""
+"""Captures of bad steps for `job=replay`: writing and reading."""

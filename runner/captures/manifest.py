@@ -1,9 +1,9 @@
-"""The contents of a capture's folder, and which folder is meant. No torch at import.
+"""The folder of a capture: contents, manifest and lookup. No torch at import.
 
 debug/captures/step_00000123/
     manifest.json      kind of fault, the run's config, sha256 of the files beside it
     state.pt           batch, indices of its samples, numbers, random state, optimizer state
-    model.safetensors  weights and buffers; not where only a checkpoint leads to them
+    model.safetensors  weights and buffers, unless they are recomputed from the checkpoint
     checkpoint/        hard links to the last checkpoint before the step
 """
 
@@ -28,48 +28,48 @@ FORMAT = 1
 
 
 class CapturedWeights(Enum):
-    """Which weights, buffers and optimizer state model.safetensors and state.pt hold."""
+    """Which weights, buffers and optimizer state a capture contains."""
 
-    then = "then"  # those of the step: nothing was updated since
-    again = "again"  # none: the linked checkpoint and some steps lead to them
+    then = "then"  # those of the step: no update since
+    again = "again"  # none: they are recomputed from the linked checkpoint
     later = "later"  # those of some steps later, without a checkpoint before the step
 
 
 @dataclass(frozen=True)
 class CaptureManifest:
-    """Written last: a folder without it is no capture."""
+    """Manifest, written last: a folder without it is no capture."""
 
     step: int  # 1 is the first
     kind: str  # as in debug/history.json
     message: str
     weights: CapturedWeights
     name: str  # of the run
-    given: list[str]  # components that the run's program made: model, data, objective, optimizer
+    given: list[str]  # components made by the caller of `build`: model, data, objective, optimizer
     micro_batch: int
     threads: int
     device: dict[str, Any]
     versions: dict[str, str]
-    loss: str  # in words, for people; the number is in state.pt
+    loss: str  # as text; the number is in state.pt
     grad_norm: str
     checkpoint: int | None = None  # step of the linked one
     seed: int = 0
     config_hash: str = ""
-    # all of it, as it was composed, but for `security.trusted`
+    # the composed config, except `security.trusted`
     config: dict[str, Any] = field(default_factory=dict)
-    choices: dict[str, Any] = field(default_factory=dict)  # made automatically
+    choices: dict[str, Any] = field(default_factory=dict)  # automatic ones
     files: dict[str, FileDigest] = field(default_factory=dict)
     format: int = FORMAT
 
     def write(self, file: HashedFile) -> None:
-        """Write it with its own digest, so that no flipped bit goes unseen."""
+        """Write the manifest with its own digest, so that any flipped bit is detected."""
         file.write(sealed({**asdict(self), "weights": self.weights.value}))
 
 
 def read_manifest(folder: Path) -> CaptureManifest:
-    """The manifest of a capture; CheckpointError where it is damaged or forged."""
+    """Read a capture's manifest; CheckpointError if it is damaged or forged."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
-    try:  # a value of another type must not become text elsewhere
+    try:  # values of other types are errors here, not in later text
         manifest = dataclass_from_json(CaptureManifest, body)
         # names in the file are never used as paths
         again = manifest.weights is CapturedWeights.again
@@ -83,15 +83,15 @@ def read_manifest(folder: Path) -> CaptureManifest:
 
 
 def captures(run: Path) -> list[Path]:
-    """The captures in a run's folder, the first step's first."""
+    """Return the captures in a run's folder, by step."""
     folders = (run / FOLDER).glob("step_*")
     return sorted(p for p in folders if STEP.fullmatch(p.name) and (p / NAME).is_file())
 
 
 def find(path: Path) -> Path:
-    """The capture that `path` is, or the first of the run that it is.
+    """Return the capture at `path`, or the first one of the run at `path`.
 
-    Raises CheckpointError for a path that does not exist, UsageError for one of another kind.
+    Raises CheckpointError if the path does not exist, UsageError if it is neither.
     """
     if not path.exists():
         raise CheckpointError(f"replay.path: there is no folder {path} (looked from {Path.cwd()})")

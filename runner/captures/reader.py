@@ -1,4 +1,4 @@
-"""A capture opened again: every byte of it verified before it is used."""
+"""Reading of captures, with every byte verified before use."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from runner.security.files.policy import FilePolicy
 
 @dataclass(frozen=True)
 class Capture:
-    """A bad step, as far as it was written down; tensors are on the CPU."""
+    """A captured bad step; tensors are on the CPU."""
 
     path: Path
     manifest: CaptureManifest
-    batch: Batch  # before it is placed: contiguous
+    batch: Batch  # before placements: contiguous
     samples: list[int]  # indices in the data set
-    loss: float | None  # as the run recorded them; None where it ended in an exception
+    loss: float | None  # as recorded by the run; None after an exception
     grad_norm: float | None  # before clipping
-    model: Mapping[str, Any] | None  # state_dict; None where only the checkpoint leads to it
-    buffers: Mapping[str, Tensor]  # those that are in no state_dict
-    update: Mapping[str, Any] | None  # state of `runner.optim.optimizer_step.Update`
+    model: Mapping[str, Any] | None  # state_dict; None if it is recomputed from the checkpoint
+    buffers: Mapping[str, Tensor]  # non-persistent ones
+    update: Mapping[str, Any] | None  # state of `runner.optim.optimizer_step.OptimizerStep`
     random: Mapping[str, Any]  # of torch, python and numpy
-    random_then: bool  # it is that of the step: nothing drew from python's or numpy's
+    random_then: bool  # `random` is that of the step: nothing drew from python's or numpy's
     progress: Mapping[str, Any]  # of the run when it was captured
-    remedy: int  # step after which something was last done about a fault, before this was captured
+    remedy: int  # step of the last remedy before this capture
     skipped: list[int]  # steps between the checkpoint and this one that were not made
-    policy: FilePolicy | None = None  # for its checkpoint, where it is of another run tree
+    policy: FilePolicy | None = None  # for its checkpoint, if it is from another run tree
 
     @property
     def step(self) -> int:
-        """1 is the first."""
+        """The number of the step, from 1."""
         return self.manifest.step
 
     @property
     def as_it_was(self) -> bool:
-        """Whether what the step began with is in the capture itself."""
+        """Whether the capture itself contains the state before the step."""
         return self.manifest.weights is CapturedWeights.then and self.random_then
 
     def checkpoint(self) -> Restored:
-        """The linked checkpoint, verified; CheckpointError where it is missing or not good."""
+        """Load and verify the linked checkpoint; CheckpointError if it is missing or bad."""
         restored = checkpoints.load(self.path / CHECKPOINT, self.policy, check_state)
         if restored.step != self.manifest.checkpoint:
             raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
@@ -58,13 +58,13 @@ class Capture:
 
 
 def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
-    """The capture in that folder (see `runner.captures.manifest.find`).
+    """Open and verify the capture in a folder (see `runner.captures.manifest.find`).
 
-    With a policy, one from outside this run tree is looked at as a foreign one first. Raises
-    CheckpointError naming the file that is damaged or missing, and SecurityError for one that
-    holds more than plain data, or whose digests are unknown under security=strict.
+    With a policy, a capture from outside this run tree is first checked as a foreign file. Raises
+    CheckpointError naming the damaged or missing file, and SecurityError for content other than
+    plain data, or unknown digests under security=strict.
     """
-    # what reads foreign files is only imported where one is read
+    # imported only if used
     from runner.security.files.loader import admit_folder, read_state, read_tensors
 
     admitted = None if policy is None else admit_folder(path, policy)
@@ -90,7 +90,7 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
 
 
 def _has_plain_numbers(state: Mapping[str, Any]) -> bool:
-    """Whether what must be a number is one."""
+    """Whether all counts and numbers have the right type."""
     counts = [state["remedy"], *state["samples"], *state["skipped"]]
     numbers = [n for n in (state["loss"], state["grad_norm"]) if n is not None]
     return all(type(n) is int for n in counts) and all(type(n) in (float, int) for n in numbers)

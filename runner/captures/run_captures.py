@@ -1,4 +1,4 @@
-"""The captures of a run. Light: what writes one is imported when a step is bad."""
+"""The captures of a run; the writer is imported only for a bad step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("runner")
 
 
 class Captures:
-    """The first few bad steps of one run, within a bound on disk.
+    """Captures the first bad steps of a run, within a limit of disk space.
 
-    Healthy steps cost nothing, and nothing of them is copied: the batch of a step and its dropout
-    are functions of the seed and its number, a skipped step left weights, buffers and optimizer as
-    they were, and from any checkpoint the steps after it can be made again. So the state that a
-    step began with can still be had when the host learns, some steps late, that it was bad.
+    Good steps cost nothing and are not copied: batch and dropout of a step are functions of the
+    seed and its number, a skipped step leaves weights, buffers and optimizer unchanged, and later
+    steps can be recomputed from any checkpoint. So the state before a step is still available when
+    the host learns, some steps late, that it was bad.
     """
 
     def __init__(
@@ -33,22 +33,21 @@ class Captures:
         config: CaptureConfig,
         folder: Path,
         settings: Mapping[str, Any],  # the whole config, as `runner.config.plain` makes it
-        given: Sequence[str] = (),  # components that the caller of `build` made
+        given: Sequence[str] = (),  # components made by the caller of `build`
     ) -> None:
         self.config, self.folder = config, folder
         self.settings, self.given = settings, list(given)
-        self.random_state = random_state()  # shows whether python's or numpy's is drawn from
+        self.random_state = random_state()  # to detect draws from python's or numpy's
         self.full = self.warned = self.announced = False
-        self.newest: tuple[int, Path] | None = None  # until it is logged
+        self.newest: tuple[int, Path] | None = None  # not logged yet
 
     def take(
         self, run: Run, step: int, kind: str, message: str, batch: Batch | None = None
     ) -> str | None:
-        """Capture that step, before anything is done about it; its folder, relative to the run's.
+        """Capture a step before its remedy; return its folder relative to the run's.
 
-        `batch` is its batch where that is at hand; else it is fetched again. None where
-        debug.capture allows no more, or where it could not be written, which is logged
-        once and ends no run. The host waits for the device.
+        Without `batch` it is fetched again. None if debug.capture allows no more, or if the capture
+        cannot be written, which is logged once and does not end the run. Host sync.
         """
         if self.full:
             return None
@@ -56,13 +55,13 @@ class Captures:
 
         try:
             return take_capture(self, run, step, kind, message, batch)
-        except Exception as error:  # of the disk, the data or a broken device: the run continues
+        except Exception as error:  # such as a full disk or broken device: the run continues
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self.warn(f"step {step} could not be kept for job=replay: {reason}")
             return None
 
     def log_capture(self) -> None:
-        """Log the capture that `take` wrote, once; after the line about the step itself."""
+        """Log the capture that `take` wrote, once, after the line about the step."""
         if self.newest is not None:
             text = "step %d is kept; to look into it: job=replay replay.path=%s"
             log.info(text, *self.newest, extra={"live": self.announced})  # the first is on screen
@@ -70,13 +69,13 @@ class Captures:
         self.newest = None
 
     def warn(self, message: str) -> None:
-        """Warn the first time only."""
+        """Log a warning the first time, later at DEBUG."""
         log.log(logging.DEBUG if self.warned else logging.WARNING, message)
         self.warned = True
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the global generators."""
+    """Return the states of the global random generators."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

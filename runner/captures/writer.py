@@ -1,4 +1,4 @@
-"""A bad step written to disk while the run continues, for job=replay to look into."""
+"""Writing of captures, while the run continues, for job=replay."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MIB = 2**20
 def take_capture(
     of: Captures, run: Run, step: int, kind: str, message: str, batch: Batch | None
 ) -> str | None:
-    """Write the capture; None where there are enough, or no room for it. Raises OSError."""
+    """Write a capture; None if there are enough, or no room for it. Raises OSError."""
     existing = captures(of.folder)
     target = of.folder / FOLDER / step_name(step)
-    if target in existing:  # by the run that this one continues
+    if target in existing:  # by the resumed run
         return f"{FOLDER}/{target.name}"
     of.full = len(existing) >= of.config.at_most
     if of.full:
         return None
-    rows = [] if step > run.progress.step else run.reader.since(step)  # waits for the device
-    # a remedy in between (a roll-back, another learning rate or loss scale) changes a step's start
+    rows = [] if step > run.progress.step else run.reader.since(step)  # host sync
+    # a remedy since (a roll-back, another learning rate or loss scale) changed the state
     unchanged = rows is not None and all(row[2] > 0 for row in rows) and run.guardian.settled < step
     loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
@@ -100,10 +100,10 @@ def write_capture(
     state: Mapping[str, Any],
     checkpoint: Path | None = None,
 ) -> str:
-    """Write a capture below a run's folder, all of it or nothing; its relative path.
+    """Write a capture below a run's folder atomically; return its relative path.
 
-    The files of `checkpoint` are hard-linked: pruning cannot take them, and a link needs no room
-    for as long as the checkpoint exists. Raises OSError.
+    The files of `checkpoint` are hard-linked: pruning cannot delete them, and a link takes no room
+    while the checkpoint exists. Raises OSError.
     """
     name = step_name(manifest.step)
     again = manifest.weights is CapturedWeights.again
@@ -137,7 +137,7 @@ def _choices(run: Run) -> dict[str, Any]:
 def _choose_weights(
     of: Captures, run: Run, unchanged: bool, earlier: Path | None, batch_bytes: int
 ) -> CapturedWeights | None:
-    """Which weights to write; None where the bound on disk leaves no room for those needed."""
+    """Return which weights to write; None if the disk limit leaves no room for them."""
     room = of.config.mb * MIB - _used_bytes(of.folder / FOLDER) - batch_bytes
     fits = _bytes([run.model.state_dict(), run.update.state()]) <= room
     if room < 0 or (earlier is None and not fits):
@@ -148,7 +148,7 @@ def _choose_weights(
 
 
 def _used_bytes(root: Path) -> int:
-    """Bytes that would be free without the captures: links to a checkpoint are not."""
+    """Return the bytes that deleting the captures would free, without links to checkpoints."""
     files = [path.stat() for path in root.rglob("*") if path.is_file()]
     return sum(file.st_size for file in files if file.st_nlink == 1)
 
@@ -158,13 +158,13 @@ def _bytes(value: Any) -> int:
 
 
 def _contiguous(batch: Batch) -> Batch:
-    """As it was fetched: a replay without channels_last wants the plain order of memory."""
+    """Return the batch in contiguous format, as fetched: a replay may lack channels_last."""
     inputs, target = tree_map(batch, lambda t: t.contiguous() if t.layout is torch.strided else t)
     return inputs, target
 
 
 def _restore_scale(update: dict[str, Any], overflows: int) -> dict[str, Any]:
-    """The loss scale as it was: each overflow since has halved it, and no step has doubled it."""
+    """Restore the loss scale: each overflow since has halved it, and no step has doubled it."""
     if not update["scale"]:
         return update
     value, grown = update["scale"]
@@ -172,7 +172,7 @@ def _restore_scale(update: dict[str, Any], overflows: int) -> dict[str, Any]:
 
 
 def _same_generators(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether python's and numpy's generators have drawn nothing; steps seed torch's."""
+    """Whether python's and numpy's generators are unchanged; steps seed torch's."""
     arrays = zip(before["numpy"], now["numpy"], strict=True)
     return all(np.array_equal(a, b) for a, b in arrays) and before["python"] == now["python"]
 
