@@ -27,7 +27,7 @@ DISTRIBUTION = "hydra-torch-runner"
 
 
 def install_command(extra: str) -> str:
-    """What to type where the packages of that extra are missing."""
+    """Return the command that installs an extra's packages."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -139,7 +139,7 @@ class Interrupted(RunnerError):
 
     @staticmethod
     def named(number: int) -> str:
-        """What people call the signal."""
+        """Return the display name of the signal."""
         import signal  # not above: while this is imported, a signal.py of the folder would be taken
 
         return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
