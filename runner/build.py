@@ -236,7 +236,7 @@ class _Build:
             reason = "not read: checkpoint.resume brings weights of its own"
             log.info("%s: %s", WEIGHTS, reason)
             return [Choice(WEIGHTS, path, reason)]
-        from runner.data.paths import existing  # only where a file is read
+        from runner.data.paths import existing  # imported only if used
         from runner.models.weights import start_from
 
         fresh = self.config.model.weights_except

@@ -32,7 +32,7 @@ class CapturedWeights(Enum):
 
     then = "then"  # those of the step: no update since
     again = "again"  # none: they are recomputed from the linked checkpoint
-    later = "later"  # those of some steps later, without a checkpoint before the step
+    later = "later"  # those of a later step: there was no earlier checkpoint
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Capture:
     random_then: bool  # `random` is that of the step: nothing drew from python's or numpy's
     progress: Mapping[str, Any]  # of the run when it was captured
     remedy: int  # step of the last remedy before this capture
-    skipped: list[int]  # steps between the checkpoint and this one that were not made
+    skipped: list[int]  # steps skipped between the checkpoint and this one
     policy: FilePolicy | None = None  # for its checkpoint, if it is from another run tree
 
     @property

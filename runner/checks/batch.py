@@ -89,7 +89,7 @@ class BatchChecks:
         self.config, self.spec = config, spec
         self.classes = config.schema.classes or spec.classes
         self.reference: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None
-        self.unchecked: set[str] = set()  # tensors that are not dense, each named once
+        self.unchecked: set[str] = set()  # names of tensors that are not dense, each logged once
 
     def policy(self, check: str) -> CheckPolicy:
         """Return the configured action for a finding of this check."""
@@ -139,7 +139,7 @@ class BatchChecks:
         if not dtype.is_floating_point and not dtype.is_complex:
             text = self.spec.vocab or name == "inputs.input_ids"
             if text or name != _main_leaf(self.reference or {}):
-                return True  # also labels of each step, and a mask
+                return True  # also labels per token, and a mask
         return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
 
     def limits(self, tensors: Tensors) -> list[Limit]:
@@ -164,12 +164,12 @@ class BatchChecks:
         return [limit for limit in limits if self.policy(limit.check) is not CheckPolicy.off]
 
     def _index_count(self, leaf: str, main: str) -> int | None:
-        """The number of classes or tokens, of labels and of token ids."""
+        """Return the number of classes (for labels) or of tokens (for token ids), else None."""
         return self.classes if leaf == "target" else self.spec.vocab if leaf == main else None
 
     @torch.no_grad()
     def measure(self, tensors: Tensors, limits: Sequence[Limit]) -> Tensor:
-        """[limits, 2] least and largest values, on the batch's device. No host sync."""
+        """Return minimum and maximum by limit, [limits, 2], on the batch's device. No host sync."""
         rows: dict[str, Tensor] = {}
         for name in dict.fromkeys(limit.leaf for limit in limits):
             tensor = _as_real(tensors[name])

@@ -18,9 +18,9 @@ from runner.errors import DataError
 from runner.record.history import History
 from runner.record.text import resume_argument
 
-LAG = 2  # steps after which the numbers of a batch on an accelerator are read
+LAG = 2  # steps until the values of a batch on an accelerator are read
 MAX_SKIPPED = 100  # consecutive batches, after which the run ends
-NAMED = 20  # samples that a message names
+NAMED = 20  # samples named in a message
 LAST = 2**62  # later than any step
 WAYS_OUT = {
     FORM: "correct the data, or use checks.inputs.form=warn",
@@ -75,7 +75,7 @@ class BatchValidator:
         self.always, self.never = torch.ones((), device=device), torch.zeros((), device=device)
         self.outcome: Outcome | None = None  # of the loader's last batch
         self.veto: Tensor | None = None  # 1 if the current step's update must be skipped
-        self.vetoed: list[int] = []  # steps, until the stability controller takes them
+        self.vetoed: list[int] = []  # steps, not yet taken by the stability controller
         self.pending: deque[Pending] = deque()
         self.late_stop: DataError | None = None
         self.skipped_in_a_row = 0
@@ -107,7 +107,7 @@ class BatchValidator:
         return batch
 
     def read(self, last: int) -> None:
-        """Record the findings of batches on an accelerator, up to that step."""
+        """Record the findings of batches on an accelerator, up to step `last`."""
         while self.pending and self.pending[0].number <= last:
             entry = self.pending.popleft()
             if entry.ready is not None:
@@ -212,7 +212,7 @@ class BatchValidator:
             category="data",
             severity="error" if stops else "warning",
             action=action or f"the batch is trained on all the same ({key}); {WAYS_OUT[check]}",
-            say=not stops,  # the error that ends the run says it
+            say=not stops,  # the error that ends the run has the text
         )
 
     def _stop_error(self, number: int, check: str, message: str) -> DataError:

@@ -25,7 +25,7 @@ DATA = ("path", "validation_path", "test_path")  # keys of what a run reads
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
-HISTORY_S = 1.0  # between two writings of history.json
+HISTORY_S = 1.0  # between two writes of history.json
 MOST_CLASSES = 24  # in a confusion matrix that is still readable
 
 

@@ -1,1 +1,1 @@
-"""What keeps a bad step from ruining the run."""
+"""Stability: detection of bad steps, and recovery from them."""

@@ -28,7 +28,7 @@ log = logging.getLogger("runner")
 # the kinds that end the run under debug.on_anomaly=raise
 FATAL = (BadStepKind.non_finite, BadStepKind.weights, BadStepKind.buffers)
 NUMERIC = (BadStepKind.non_finite, BadStepKind.overflow)
-PLAIN = ("settled", "forgotten", "streak", "share", "ruined")  # state that is numbers and flags
+PLAIN = ("settled", "forgotten", "streak", "share", "ruined")  # plain numbers and flags
 NEVER = sys.maxsize
 
 
@@ -53,7 +53,7 @@ class StabilityController:
         self.forgotten = 0  # up to this step, numbers refer to replaced weights or data
         self.streak = 0  # first of the current consecutive bad steps; 0: none
         self.share = 1.0  # factor on the learning rate by roll-backs
-        self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
+        self.lowered: list[tuple[int, float]] = []  # last step, factor of each lowered rate
         self.ruined = False  # the weights are not finite after a bad step
         self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
         self.due = NEVER  # step after which `apply_limits` must be called

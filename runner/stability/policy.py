@@ -88,7 +88,7 @@ class RecoveryTable:
         return "; ".join(parts) or "nothing"
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"used": list(self.used), "steps": self.steps, "counts": self.counts}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ class Usual:
     def __init__(self, config: SpikeConfig) -> None:
         self.config = config
         self.values: deque[float] = deque(maxlen=config.window)
-        self.first: float | None = None  # largest of the first values of the run
+        self.first: float | None = None  # largest of the run's first values
         self.centre = 0.0
 
     def add(self, value: float, limit: float) -> None:
@@ -36,7 +36,7 @@ class Usual:
             self.first = max(self.values)
 
     def limit(self) -> float:
-        """Spike threshold rounded to float32; Inf until enough is known."""
+        """Return the spike threshold rounded to float32; Inf until warmed up."""
         config = self.config
         if len(self.values) < config.at_least or self.first is None:
             return math.inf
@@ -47,11 +47,11 @@ class Usual:
         return _float32(highest) if highest > self.centre else math.inf  # the values do not vary
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"values": list(self.values), "first": self.first, "centre": self.centre}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.values = deque(state["values"], maxlen=self.config.window)
         self.first, self.centre = state["first"], state["centre"]
 
@@ -81,7 +81,7 @@ class Spikes:
         return next((x for x in reversed(self.limits) if x.after < step), self.limits[0])
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add the numbers of a step."""
+        """Add loss and gradient norm of a step."""
         limits = self.of(step)
         for name, usual in self.usual.items():
             usual.add(numbers[name], getattr(limits, name))
@@ -105,7 +105,7 @@ class Spikes:
         self.limits = [*earlier, SpikeLimits(step)]
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "usual": {name: usual.state() for name, usual in self.usual.items()},
             "limits": [asdict(limits) for limits in self.limits],
