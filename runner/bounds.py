@@ -1,6 +1,6 @@
-"""Bounds that are declared with a config key: `every: int = bounded(50, min=1)`.
+"""Bounds declared with a config key: `every: int = bounded(50, min=1)`.
 
-One check and one message for all; `docs/config.md` shows them.
+One check and one message for all keys; listed in `docs/config.md`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from runner.errors import ConfigError
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The numbers that a key may have; NaN and infinities never."""
+    """The valid range of a key; NaN and infinities are never valid."""
 
     min: float | None = None
     max: float | None = None
@@ -22,7 +22,7 @@ class NumberRange:
     below: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Whether a number lies within."""
+        """Whether a number is valid."""
         lower = (self.min is None or value >= self.min) and (
             self.above is None or value > self.above
         )
@@ -45,12 +45,12 @@ def bounded(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with a default and the numbers that it may have; null where it may be."""
+    """Return a dataclass field with a default and a valid range; null is not checked."""
     return field(default=default, metadata={"bounds": NumberRange(min, max, above, below)})
 
 
 def check_bounds(config: Any, prefix: str) -> None:
-    """Raise ConfigError for a number outside the bounds that its field declares."""
+    """Raise ConfigError for a number outside its field's bounds."""
     for one in fields(config):
         bounds, value = one.metadata.get("bounds"), getattr(config, one.name)
         if bounds is not None and value is not None and not bounds.hold(value):

@@ -1,4 +1,4 @@
-"""The hooks of a run, in the order in which they are entered, and the checks of its batches."""
+"""Construction of a run's hooks, in order of entry, and of its batch checks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def build_hooks(
     folder: Path | None,
     look_up: Callable[[str, str], Any],
 ) -> list[Hook]:
-    """The hooks of a run in `folder`; `settings` is the config, flat. Raises ConfigError.
+    """Construct the hooks of a run in `folder`; `settings` is the flat config. Raises ConfigError.
 
-    `debug` is the config's, with an `every` that fits the length of the run.
+    `debug` is the config's, with `every` adapted to the length of the run.
     """
     hooks: list[Hook] = []
     tools = load_tools(debug)
@@ -50,12 +50,12 @@ def build_hooks(
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
     if config.security.limits.any:
-        from runner.hooks.limits import Limits  # only where there is one
+        from runner.hooks.limits import Limits  # imported only if used
 
         hooks.append(Limits(config.security.limits))
-    if not debug.memory.enabled:  # which does the same, and knows more
+    if not debug.memory.enabled:  # it includes the report
         hooks.append(OomReport())
-    if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
+    if config.checks.model.enabled:  # before the tools, which add hooks to the model
         hooks.append(ModelCheck())
     hooks += tools
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
@@ -65,7 +65,7 @@ def build_hooks(
 
 
 def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValidator | None:
-    """The checks of each batch before it is moved to the device; None where they are off."""
+    """Set and return the loader's batch validator; None if the checks are off."""
     if not config.checks.inputs.enabled:
         return None
     objective, sizes = run.objective, run.sizes
@@ -100,7 +100,7 @@ def record_lost_worker(run: Run, lost: WorkerLost) -> None:
 
 
 class OomReport(Hook):
-    """Writes what holds the memory when that ends a run; until then it costs nothing."""
+    """Writes a memory breakdown if out of memory ends the run; no cost before."""
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -115,7 +115,7 @@ class OomReport(Hook):
 
 
 def load_tools(debug: DebugConfig) -> list[Hook]:
-    """The debug tools that are switched on; each is imported only then."""
+    """Construct the enabled debug tools; others are not imported."""
     tools = []
     for path in enabled_tools(debug):
         module, _, name = path.partition(":")
@@ -124,7 +124,7 @@ def load_tools(debug: DebugConfig) -> list[Hook]:
 
 
 def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
-    """A hook of the user's: `package.Class`, or `{_target_: package.Class, argument: …}`."""
+    """Construct a user's hook: `package.Class` or `{_target_: package.Class, argument: …}`."""
     if isinstance(item, dict) and "_target_" not in item:
         raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
     from runner.security.registry import assembled

@@ -1,8 +1,8 @@
-"""The largest number that each count of a config may be.
+"""Upper limits of counts in a config.
 
-A config may be another's work, and a thread, a process or an element of a tensor is asked for as
-many times as it says. The limits are far above what is useful on the largest machines, and they are
-the same on every machine, so that a config that is valid on one is valid on all.
+A config from someone else may request any number of threads, processes or tensor elements. The
+limits are far above useful values on the largest machines, and the same on every machine, so that a
+config that is valid on one is valid on all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from runner.errors import ConfigError
 
-MOST_STEPS = 50_000_000  # the learning rate of each step is in a table: 32 bytes a step
-DEFAULT = 1_000_000_000  # counts that are only compared with another
+MOST_STEPS = 50_000_000  # learning rates are in a table: 32 bytes a step
+DEFAULT = 1_000_000_000  # for counts that are only compared
 LARGEST = {
     "device.threads": 1024,
     "device.index": 1024,
@@ -49,11 +49,11 @@ LARGEST = {
     "hydra.launcher.retries": 1000,
 }
 SEEDS = ("seed", "data.split_seed")
-OWN = ("arguments", "options", "hooks")  # keys of the user's own code are below these
+OWN = ("arguments", "options", "hooks")  # with keys of the user's code below them
 
 
 def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise ConfigError for a whole number, at any depth, that is more than its key's limit."""
+    """Raise ConfigError for an integer, at any depth, above its key's limit."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and name not in OWN:
@@ -63,7 +63,7 @@ def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
 
 
 def check_count(key: str, value: Any) -> None:
-    """Raise ConfigError where `value` is a whole number and more than the limit of `key`."""
+    """Raise ConfigError if `value` is an integer above the limit of `key`."""
     most = LARGEST.get(key, DEFAULT)
     if isinstance(value, int) and value > most and key not in SEEDS:
         raise ConfigError(key, f"{value:,} is too many", f"use {most:,} or less")

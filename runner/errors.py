@@ -27,7 +27,7 @@ DISTRIBUTION = "hydra-torch-runner"
 
 
 def install_command(extra: str) -> str:
-    """What to type where the packages of that extra are missing."""
+    """Return the command that installs an extra's packages."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -69,11 +69,11 @@ class DeviceError(UsageError):
 
 
 class OutOfMemory(UsageError):
-    """It takes more memory than there is, however it is cut; the message names what takes less."""
+    """Out of memory even with the smallest micro-batch; the message names a fix."""
 
 
 class SecurityError(RunnerError):
-    """Refused because it is not trusted; the message names what and the way out."""
+    """Refused because it is not trusted; the message names it and a way out."""
 
     exit_code = 3
 
@@ -102,12 +102,12 @@ class ProcessLost(RunnerError):
     """Another process of a distributed run has ended or hangs; the run can be continued."""
 
     def __init__(self, message: str, hung: bool = False) -> None:
-        self.hung = hung  # it is there, and does not answer
+        self.hung = hung  # it exists but does not answer
         super().__init__(message)
 
 
 class RestartAll(RunnerError):
-    """The processes of a run are to start again, with these choices in place of their own."""
+    """The processes of a run must restart with `choices` in place of their own."""
 
     def __init__(self, message: str, choices: dict[str, object]) -> None:
         self.choices = dict(choices)
@@ -139,7 +139,7 @@ class Interrupted(RunnerError):
 
     @staticmethod
     def named(number: int) -> str:
-        """What people call the signal."""
-        import signal  # not above: while this is imported, a signal.py of the folder would be taken
+        """Return the display name of the signal."""
+        import signal  # imported late: at the top a signal.py in the current folder would be taken
 
         return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

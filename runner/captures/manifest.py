@@ -44,7 +44,7 @@ class CaptureManifest:
     message: str
     weights: CapturedWeights
     name: str  # of the run
-    given: list[str]  # components that the run's program made: model, data, objective, optimizer
+    given: list[str]  # components made by the caller of `build`: model, data, objective, optimizer
     micro_batch: int
     threads: int
     device: dict[str, Any]
@@ -56,7 +56,7 @@ class CaptureManifest:
     config_hash: str = ""
     # the composed config as `runner.config.plain` returns it
     config: dict[str, Any] = field(default_factory=dict)
-    choices: dict[str, Any] = field(default_factory=dict)  # made automatically
+    choices: dict[str, Any] = field(default_factory=dict)  # automatic ones
     files: dict[str, FileDigest] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -69,7 +69,7 @@ def read_manifest(folder: Path) -> CaptureManifest:
     """Return the manifest of a capture; CheckpointError if it is damaged or forged."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
-    try:  # a value of another type must not become text elsewhere
+    try:  # values of other types are errors here, not in later text
         manifest = dataclass_from_json(CaptureManifest, body)
         # names in the file are never used as paths
         again = manifest.weights is CapturedWeights.again

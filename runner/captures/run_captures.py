@@ -56,7 +56,7 @@ class Captures:
 
         try:
             return take_capture(self, run, step, kind, message, batch)
-        except Exception as error:  # of the disk, the data or a broken device: the run continues
+        except Exception as error:  # such as a full disk or broken device: the run continues
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self.warn(f"step {step} could not be kept for job=replay: {reason}")
             return None

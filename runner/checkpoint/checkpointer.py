@@ -30,7 +30,7 @@ __all__ = ["Checkpointer", "Restored"]
 
 log = logging.getLogger("runner")
 
-MAX_FAILURES = 3  # saves in a row that may fail before the run ends
+MAX_FAILURES = 3  # consecutive failed saves, after which the run ends
 
 
 class Checkpointer:
@@ -54,7 +54,7 @@ class Checkpointer:
         self.choices: dict[str, Any] = {}  # automatic ones, stored in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
         self.together: Commit | None = None  # set if each process writes a shard
-        self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
+        self.lead_to: set[int] = set()  # steps; the checkpoint before each of them is kept
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
         self._config_hash = config_hash

@@ -63,7 +63,7 @@ def lock(folder: Path) -> Lock:
     if _held_here(folder):
         raise UsageError(f"{folder}: this process ({os.getpid()}) already runs in it")
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # no link: a file is truncated below
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # truncated below
         descriptor = os.open(folder / NAME, flags, 0o644)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written to: {error.strerror}") from error

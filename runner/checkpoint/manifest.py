@@ -26,7 +26,7 @@ class Manifest:
     """Manifest, written last and removed first: a folder without it is not a checkpoint."""
 
     step: int
-    best: bool  # the best so far when it was written
+    best: bool  # whether it was the best when it was written
     files: dict[str, FileDigest]
     config_hash: str
     created_by: str  # the runner's version

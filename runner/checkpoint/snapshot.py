@@ -31,7 +31,7 @@ class Snapshot:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The model's state under all its names."""
+        """The model's state dict, including tied names."""
         return {**self.tensors, **{a: self.tensors[n] for a, n in self.tied.items()}, **self.extra}
 
 
@@ -84,7 +84,7 @@ class Copier:
 
 def write_tensors(snapshot: Snapshot, file: HashedFile) -> None:
     """Write the model as a safetensors file, one tensor at a time, without another copy."""
-    # widest first, so that each one is aligned for readers that map the file
+    # widest dtypes first, so that all tensors are aligned in a mapped file
     order = sorted(snapshot.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", TIED: json.dumps(snapshot.tied, sort_keys=True)}

@@ -38,7 +38,7 @@ CHECKED = (
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The ranges of labels and tokens that are known before the first batch."""
+    """Ranges of labels and tokens that are known before the first batch."""
 
     classes: int | None = None  # labels are below it
     ignored: int | None = None  # a label that carries no loss
@@ -89,7 +89,7 @@ class BatchChecks:
         self.config, self.spec = config, spec
         self.classes = config.schema.classes or spec.classes
         self.reference: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None
-        self.unchecked: set[str] = set()  # tensors that are not dense, each named once
+        self.unchecked: set[str] = set()  # names of tensors that are not dense, each logged once
 
     def policy(self, check: str) -> CheckPolicy:
         """Return the configured policy of a check."""
@@ -139,7 +139,7 @@ class BatchChecks:
         if not dtype.is_floating_point and not dtype.is_complex:
             text = self.spec.vocab or name == "inputs.input_ids"
             if text or name != _main_leaf(self.reference or {}):
-                return True  # also labels of each step, and a mask
+                return True  # also labels per token, and a mask
         return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
 
     def limits(self, tensors: Tensors) -> list[Limit]:

@@ -107,7 +107,7 @@ class BatchValidator:
         return batch
 
     def read(self, last: int) -> None:
-        """Record the findings of batches on an accelerator, up to that step."""
+        """Record the findings of batches on an accelerator, up to step `last`."""
         while self.pending and self.pending[0].number <= last:
             entry = self.pending.popleft()
             if entry.ready is not None:
@@ -212,7 +212,7 @@ class BatchValidator:
             category="data",
             severity="error" if stops else "warning",
             action=action or f"the batch is trained on all the same ({key}); {WAYS_OUT[check]}",
-            say=not stops,  # the error that ends the run says it
+            say=not stops,  # the error that ends the run has the text
         )
 
     def _stop_error(self, number: int, check: str, message: str) -> DataError:

@@ -19,7 +19,7 @@ from runner.training.hook import Hook
 from runner.training.run import Run
 
 SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
-WORST = 5  # reasons that a summary holds; all are in the report and the history
+WORST = 5  # reasons in a summary; all are in the report and the history
 
 
 @dataclass
@@ -136,7 +136,7 @@ class ModelCheck(Hook):
         self.check(run, after_training=True)
 
     def check(self, run: Run, after_training: bool) -> None:
-        """Check the weights that are evaluated."""
+        """Check the evaluated (averaged) weights, and record the findings."""
         with run.update.averaged():
             report = check_model(run.model)
         for reason in report.findings:

@@ -30,7 +30,7 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     [samples, length] are token ids. The file is scanned first: SecurityError if it is malformed or
     holds objects, which are pickled.
     """
-    from runner.security.files.loader import read_arrays  # only where a file is read
+    from runner.security.files.loader import read_arrays  # imported only if used
 
     check_task(config.task, TASKS)
     path = existing(config.path)

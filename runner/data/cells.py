@@ -53,7 +53,7 @@ SAMPLE = 100  # texts from which candidate formats are chosen
 class Kind(Enum):
     """The type that a column is parsed as; values end messages: `12a is not a finite number`."""
 
-    any = "anything"  # numbers or dates, where it holds such
+    any = "anything"  # numbers or dates, if nearly all cells are
     numbers = "a finite number"
     times = "a date"
     texts = "a text"
@@ -84,7 +84,7 @@ class ParsedColumn:
     bad: dict[int, str] = field(default_factory=dict)  # problem of the cell
     unparsed: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
     form: str = ""  # of dates that are not ISO 8601, for strptime
-    note: str = ""  # why many numbers or dates were read as texts, or what their form may be
+    note: str = ""  # why numbers or dates were read as texts, or which format is assumed
     remedy: tuple[str, str] = ("", "")  # the type to declare, and its effect on the cells
 
     @property

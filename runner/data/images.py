@@ -31,7 +31,7 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded, whatever the suffix: others, such as PostScript, run programs."""
 HEADS = 500  # files that are opened before training: 0.1 s
-MARGIN = 1.125  # the shorter side over the side of a random crop
+MARGIN = 1.125  # ratio of the shorter side to the side of a random crop
 HEADER = np.dtype([("crc", np.uint32), ("height", np.uint32), ("width", np.uint32)])
 
 
@@ -183,7 +183,7 @@ class ImageFolder(Dataset):
     def _named_errors(self, index: int, place: int = 0) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a decoder may raise anything on bytes that are wrong
+        except Exception as error:  # a decoder may raise anything on malformed bytes
             if lacks_resources(error):
                 raise
             source = self.sources[index]
@@ -246,7 +246,7 @@ class ImageFolder(Dataset):
         left, top = (
             (length - side) * (0.5 if rng is None else rng.random()) for length in image.size
         )
-        # cropping and scaling in one go: a long thin image never becomes a huge one
+        # crop and resize at once: a long thin image never becomes a huge one
         image = image.resize(
             (self.size, self.size), Resampling.BILINEAR, (left, top, left + side, top + side)
         )
@@ -266,7 +266,7 @@ def _open(source: Any) -> Image:
 
     file = Image.open(source, formats=FORMATS)
     most = Image.MAX_IMAGE_PIXELS
-    if most is not None and file.width * file.height > most:  # where PIL would only warn
+    if most is not None and file.width * file.height > most:  # PIL would only warn
         file.close()
         raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")
     return file

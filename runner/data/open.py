@@ -37,10 +37,10 @@ FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
 class Opening:
     """Options for opening data that are not in the config."""
 
-    policy: FilePolicy | None = None  # about files of arrays and links; None: the standard one
+    policy: FilePolicy | None = None  # for array files and links; None: the default
     fitted: Preprocessing | None = None  # applied; nothing is fitted then
     evaluates: bool = False  # the data are evaluated and not trained on
-    labelled: bool = True  # False: the data may lack what is to be predicted
+    labelled: bool = True  # False: the data may lack the target
     rule: str | None = None  # the split of the run that is resumed
     folder: str = ""  # subfolder of data.path with the samples; "": all of it
     trains: bool = False  # all samples are trained on: validation is elsewhere

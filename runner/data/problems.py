@@ -43,8 +43,8 @@ class Problems:
     types: dict[str, ColumnType] = field(default_factory=dict)
     word: str = "line"  # what a row is called
     total: int = 0  # rows
-    bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop leaves out
-    gaps: dict[int, str] = field(default_factory=dict)  # those that data.missing=drop does
+    bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop drops
+    gaps: dict[int, str] = field(default_factory=dict)  # rows that data.missing=drop drops
     fixed: bool = False  # the columns are those the model was trained on
     absent: list[tuple[str, str]] = field(default_factory=list)  # by the key that names them
     columns: str = ""  # which are absent

@@ -66,7 +66,7 @@ def read_saved(path: Path, policy: FilePolicy | None = None) -> Any:
 
 
 def _named(codes: Any, classes: Sequence[str]) -> Any:
-    """A column of class numbers as texts; -1, which is no class, becomes missing."""
+    """Convert a column of class numbers to names; -1 (no class) becomes null."""
     import pyarrow
     from pyarrow import compute
 
@@ -78,7 +78,7 @@ def _named(codes: Any, classes: Sequence[str]) -> Any:
 
 
 class SavedImages(Sequence[BytesIO]):
-    """The encoded images of a saved dataset, read from its files as they are asked for."""
+    """The encoded images of a saved dataset, memory-mapped and read by index."""
 
     def __init__(self, path: Path, policy: FilePolicy | None) -> None:
         features = _read_json(path / INFO, "features")

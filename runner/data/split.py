@@ -137,7 +137,7 @@ def split_groups(
     missing, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
     # all but the last, so that training keeps a group
     for group in np.argsort(split_hash(split_seed, first), kind="stable")[:-1].tolist():
-        if sizes[group] < 2 * missing:  # with it, the size is nearer to the share than without
+        if sizes[group] < 2 * missing:  # with it the size is nearer to the share
             held_out[group] = True
             missing -= sizes[group]
     if not held_out.any():
@@ -163,7 +163,7 @@ def split_times(times: np.ndarray, validation: float, what: str = "the data") ->
     n = len(times)
     start = np.sort(times)[n - min(max(round(n * validation), 1), n - 1)] if n > 1 else times.max()
     late = times >= start
-    if late.all():  # the first time of all has more samples than the training part
+    if late.all():  # the earliest time has more samples than the training part
         late = times > start
     if not late.any():
         raise DataError(f"{what}: has one value; training and validation need at least one each")

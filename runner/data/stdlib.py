@@ -34,7 +34,7 @@ def stdlib_text(config: StdlibText) -> TokenWindows:
 
 
 def stdlib_parts(config: StdlibParts) -> TextDataset:
-    """Passages of `config.sequence` bytes, labelled by the part they are from."""
+    """Open passages of `config.sequence` bytes, labelled by the package they are from."""
     if len(config.parts) < 2 or len(set(config.parts)) < len(config.parts):
         raise ConfigError("data.parts", f"{config.parts} are not two or more different parts")
     files: dict[str, list[tuple[str, bytes]]] = {}

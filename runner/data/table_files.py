@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 MISSING_FORMS = [f for word in MISSING for f in {word, word.upper(), word.title(), "NaN", "Na"}]
 PARQUET_ROWS = 1 << 17  # decoded at a time
 BLOCK = 1 << 22  # bytes of csv that are parsed at a time: fewer, larger pieces are freed faster
-CELLS = 4  # bytes that a byte of csv takes: "1," becomes a float64
+CELLS = 4  # bytes of memory per byte of csv: "1," becomes a float64
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 BYTE_ORDER = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-OTHER_ENCODING = "cp1252"  # of Western European Windows; 5 bytes are undefined in it
+OTHER_ENCODING = "cp1252"  # Western European Windows; 5 bytes are undefined
 SEPARATORS = ",;\t|"
 NEWLINE = ord("\n")
 

@@ -1,4 +1,4 @@
-"""Windows over long rows of token ids, and a user's ids in memory-mapped `.bin` files."""
+"""Windows over long token streams, and token ids in memory-mapped `.bin` files."""
 
 from __future__ import annotations
 

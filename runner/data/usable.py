@@ -111,7 +111,7 @@ def left_out(problems: Mapping[int, str], total: int) -> Choice:
 
 
 def check_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> None:
-    """Raise DataError where more than `data.most_bad` of the samples cannot be used."""
+    """Raise DataError if more than the share `data.most_bad` of the samples is bad."""
     if len(problems) > config.most_bad * total:
         count = f"{len(problems):,} of {total:,} samples cannot be used"
         limit = f"more than data.most_bad={config.most_bad:g}"

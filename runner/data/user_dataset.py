@@ -27,7 +27,7 @@ from runner.techniques.base import Choice
 
 TIMED = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # a slower sample ends the timing
-LOW = 0xFFFF_FFFF  # bits of a seed: NumPy takes no more
+LOW = 0xFFFF_FFFF  # bits of a seed for NumPy
 
 
 class UserDataset(Dataset):
@@ -71,7 +71,7 @@ class UserDataset(Dataset):
                 numbers = numbers[several:]
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
-        """Cast float64 to the dtype of the model's weights, and all floats for one in float64."""
+        """Cast float64 samples to the dtype of the weights; for float64 weights cast all floats."""
         weights = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.dtype = next(iter(weights), self.dtype)
         cast = {dtype for dtype in self.dtypes if self._casts(dtype)}

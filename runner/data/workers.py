@@ -56,7 +56,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a worker, as text: an exception may not survive a pipe."""
+    """An error in a worker, as text: not every exception can be pickled."""
 
     message: str
 
@@ -175,7 +175,7 @@ class Workers:
     def _answer(self, worker: int) -> tuple[int, Any]:
         end, process = self.sockets[worker], self.processes[worker]
         waited = 0.0
-        # the host waits here; a signal handler that raises is not held up
+        # the host waits here; signal handlers that raise interrupt it
         while not (ready := wait([end, process.sentinel], min(SLICE_S, self.timeout_s - waited))):
             waited += SLICE_S
             if waited >= self.timeout_s:
@@ -231,7 +231,7 @@ class Workers:
         os.ftruncate(self.stack, 0)
         os.lseek(self.stack, 0, os.SEEK_SET)  # the worker shares the file offset
         os.kill(pid, ASKS_STACK)
-        os.kill(pid, signal.SIGCONT)  # one that was stopped takes the signal first
+        os.kill(pid, signal.SIGCONT)  # a stopped process handles the signal now
         until, before = time.monotonic() + STACK_S, -1
         while time.monotonic() < until and (size := os.fstat(self.stack).st_size) != before:
             before = size or before
@@ -282,7 +282,7 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: 
             result = fetch(key)
         except RunnerError as error:
             result = _Failure(str(error))
-        except BaseException as error:  # StopIteration and SystemExit too: no batch may be lost
+        except BaseException as error:  # also StopIteration and SystemExit: no batch may be lost
             result = _failure(error, key)
         try:
             send_batch(end, asked_in, result)

@@ -37,7 +37,7 @@ class Limits(Hook):
         self.config = config
         self.before = 0  # bytes in the run's folder when the run began or was resumed
         self.next_check = self.next_scan = 0.0
-        self.saved_step = -1  # of the checkpoint that was counted last
+        self.saved_step = -1  # of the last checkpoint that was counted
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

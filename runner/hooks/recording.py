@@ -98,7 +98,7 @@ class Recording(Hook):
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
         if evaluation.improved and run.recorder.showing:
-            # at once: the checkpoint that follows does not hold it, and the run may be killed
+            # immediately: the next checkpoint does not contain it, and the run may be killed
             _record_confusion(run, evaluation)
         return _stop_where_asked(run)
 
@@ -106,7 +106,7 @@ class Recording(Hook):
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
         values, foremost = hydra_files.hparam_columns(self.settings, typed)
         run.recorder.hparams(_row_name(run.name, folder), values, _metrics(run), foremost)
-        config = folder / hydra_files.CONFIG  # environment variables are unresolved in it
+        config = folder / hydra_files.CONFIG  # with environment variables unresolved
         if config.is_file():
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)

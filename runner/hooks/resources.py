@@ -46,7 +46,7 @@ class Resources(Hook):
         self.machine = machine
         self.cleaned_share: float | None = None  # after the last cleaning; None: below clean_above
         self.room: Room | None = None
-        self.process_bytes = 0  # when the room was read
+        self.process_bytes = 0  # when the limit was read
         self.next_reading = 0.0  # of the machine
         self.swap_before: int | None = None
         self.warned: set[str] = set()

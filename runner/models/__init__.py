@@ -1,1 +1,1 @@
-"""Models of ours, and how those of users are built."""
+"""Built-in models, and construction of user-defined ones."""

@@ -76,7 +76,7 @@ class CNN(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits, or regression targets."""
+        """Return logits or regression values, [batch, classes]."""
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)

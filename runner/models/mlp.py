@@ -30,7 +30,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits, or regression targets."""
+        """Return logits or regression values, [batch, classes]."""
         if inputs.ndim != 2:
             inputs = inputs.flatten(1)
         return self.layers(inputs)  # type: ignore[no-any-return]

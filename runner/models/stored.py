@@ -49,7 +49,7 @@ class Shard:
 
     def read(self, policy: FilePolicy) -> dict[str, Any]:
         """Read its tensors by name; the file must have the digest that was checked."""
-        from runner.security.files.loader import open_file  # only where a file is read
+        from runner.security.files.loader import open_file  # imported only if used
 
         return _named_tensors(open_file(self.path, policy, self.sha256), self.path)
 

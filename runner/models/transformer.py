@@ -144,7 +144,7 @@ class TextClassifier(nn.Module):
         nn.init.normal_(self.tokens.weight)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits, or regression targets."""
+        """Return logits or regression values, [batch, classes]."""
         x = self.tokens(input_ids)
         seen = keys = None
         if attention_mask is not None:

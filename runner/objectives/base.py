@@ -83,7 +83,7 @@ def monitored(objective: Objective, asked: str | None) -> str:
     """Return the metric to monitor; ConfigError if it is certain not to exist."""
     if asked is None:
         return objective.monitor
-    ours = type(objective).__module__.startswith("runner.")  # a user's may make other metrics
+    ours = type(objective).__module__.startswith("runner.")  # a user's may have others
     names = objective.metric_names() if ours else None
     named = objective.named.metrics if objective.named is not None else ()
     available = [f"val/{name}" for name in (*names, *named)] if names else []
@@ -96,7 +96,7 @@ def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError
     """Return the error for a metric that does not exist; `then` says what happens to the run."""
     names = list(available)
     near = get_close_matches(asked, names, 1) or [n for n in names if n == f"val/{asked}"]
-    shown = [name for name in names if name.count("/") < 2]  # not those of single classes
+    shown = [name for name in names if name.count("/") < 2]  # without those of single classes
     guess = f"did you mean {MONITOR}={near[0]}? " if near else ""
     return ConfigError(
         MONITOR, f"there is no metric {asked!r}", f"{guess}there are {', '.join(shown)}{then}"

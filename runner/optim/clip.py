@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from runner.optim.gradients import tensor_norms
 from runner.stability.config import StabilityConfig
 
-EPSILON = 1e-3  # of Brock et al.: weights that start at zero can still move
+EPSILON = 1e-3  # as in Brock et al.: lets weights that start at zero change
 
 
 @final

@@ -22,7 +22,7 @@ from runner.optim.origin import runs_torchs_step
 class Group:
     """The tensors of a parameter group, as lists for the kernel."""
 
-    options: dict[str, Any]  # the optimizer's own, so that a new learning rate is seen
+    options: dict[str, Any]  # the optimizer's own dict, so that a new learning rate takes effect
     parameters: list[Tensor]
     first: list[Tensor]  # exp_avg, or momentum_buffer
     second: list[Tensor]  # exp_avg_sq
@@ -93,7 +93,7 @@ class FusedKernel:
             dampening=options["dampening"],
             nesterov=options["nesterov"],
             maximize=options["maximize"],
-            is_first_step=False,  # the buffers were filled when the optimizer was made
+            is_first_step=False,  # buffers were created with the optimizer
             grad_scale=divisor,
             found_inf=skipped,
         )

@@ -26,7 +26,7 @@ class Anomaly:
     kind: str
     loss: float
     grad_norm: float
-    loss_limit: float  # above which the loss is a spike
+    loss_limit: float  # spike threshold of the loss
     grad_norm_limit: float
     skipped: bool
     action: str = ""
@@ -54,7 +54,7 @@ class Anomalies:
         return iter(self.rows)
 
     def add(self, row: Anomaly) -> None:
-        """Add a row; nothing is written before `write`."""
+        """Add a row, to be written by `write`."""
         self.count += 1
         self.rows.append(row)
         if len(self.rows) > FIRST + LAST:

@@ -284,7 +284,7 @@ class StabilityController:
     def _rule(self, decision: Decision) -> RecoveryRule | None:
         if decision.row is None:
             return None
-        if decision.row < 0:  # a hook asked, and the table has no row for it
+        if decision.row < 0:  # asked by a hook, without a row in the table
             return RecoveryRule(action=Action.rollback)
         return self.table.rules[decision.row]
 

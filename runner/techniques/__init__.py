@@ -1,1 +1,1 @@
-"""Optimisations: each one a dataclass that applies itself and proves that it engaged."""
+"""Techniques: optimisations that apply to a run and return evidence that they engaged."""

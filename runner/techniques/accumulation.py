@@ -1,4 +1,4 @@
-"""Smaller backward passes that add up to exactly the large batch's gradient."""
+"""Gradient accumulation: smaller backward passes that add up to the batch's gradient."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Evidence:
 
 @dataclass
 class Technique(ABC):
-    """One optimisation; its fields are its knobs."""
+    """An optimisation; its fields are its config keys."""
 
     enabled: bool = False
 
@@ -108,21 +108,21 @@ class RunParts:
 
     device: Device
     sizes: Sizes
-    model: nn.Module  # on the device; what is saved; never wrapped, so its keys never change
-    forward: Callable[..., Any]  # what is called in place of the model
+    model: nn.Module  # on the device; it is saved and never wrapped, so its keys never change
+    forward: Callable[..., Any]  # called in place of the model
     objective: Objective
     micro_batch: int  # samples per backward
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
-    world: World | None = None  # the processes that train it, where there are several
+    world: World | None = None  # of several processes that train it
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
-    recompute: Recomputed | None = None  # what is computed again in the backward
+    recompute: Recomputed | None = None  # blocks recomputed in the backward
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
     choices: list[Choice] = field(default_factory=list)
-    fallen: dict[str, str] = field(default_factory=dict)  # techniques given up on the way, and why
+    fallen: dict[str, str] = field(default_factory=dict)  # reasons by technique that was given up
     switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
 
 
@@ -143,11 +143,11 @@ class RunBuilder(RunParts):
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
     whole_step: dict[str, Any] | None = None  # torch.compile options for steps in one graph
-    index_limit: int | None = None  # targets lie below it, as far as the data show
+    index_limit: int | None = None  # targets are below it, as inferred from the data
     cuda_graphs: bool = False
     forward_cost: ForwardCost | None = None  # None: not counted yet
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the resumed run
-    measures: bool = False  # techniques whose gain depends on machine and model are measured
+    measures: bool = False  # whether gains that depend on machine and model are measured
 
     def parts(self) -> dict[str, Any]:
         """Return the fields that the finished run takes over, by name."""

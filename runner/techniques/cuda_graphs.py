@@ -8,7 +8,7 @@ from runner.techniques.config import CudaGraphs
 from runner.techniques.probe import operators
 from runner.training.run import Run
 
-LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch")  # what the profiler calls them
+LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch")  # names in the profiler
 
 
 def unavailable(knobs: CudaGraphs, device: Device) -> str | None:

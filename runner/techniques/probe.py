@@ -88,7 +88,7 @@ def untouched(draft: RunBuilder) -> AbstractContextManager[None]:
 
 
 def forward(draft: RunBuilder, inputs: Inputs) -> Any:
-    """What the model puts out, under the run's contexts."""
+    """Return the model's output, under the run's contexts."""
     with entered(draft.contexts):
         return call(draft.forward, inputs)
 

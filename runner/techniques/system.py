@@ -71,7 +71,7 @@ def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, s
     if cost.mflop < knobs.small_mflop:
         return 1, f"{cost}, too little to share out"
     reason = f"{cost}, enough to share out"
-    if torch.are_deterministic_algorithms_enabled():  # threads decide the last bits of a sum
+    if torch.are_deterministic_algorithms_enabled():  # threads affect the last bits
         return most, f"{reason}; device.deterministic: other processes are not considered"
     if most == 1:
         return 1, f"{reason}, but torch has only one thread here"

@@ -41,7 +41,7 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     reason = reason or compile_technique.too_short(draft)
     if reason is not None:
         return reason
-    import torch._dynamo.config as tracer  # takes two seconds: only where a graph is made
+    import torch._dynamo.config as tracer  # takes two seconds, so imported only if used
 
     if not hasattr(tracer, "trace_autograd_ops"):
         return f"torch {torch.__version__} cannot put a backward pass into a graph"

@@ -1,1 +1,1 @@
-"""The training loop: a step, what watches it, what survives of it."""
+"""Training: loop, steps, hooks, evaluation, resume and summary."""

@@ -18,8 +18,8 @@ class Verdict(IntEnum):
     """A hook's request to the loop; the worst one wins."""
 
     KEEP = 0
-    SKIP = 1  # this update is not made; only from on_gradients
-    ROLLBACK = 2  # back to the last good checkpoint's weights, onwards with the next batch
+    SKIP = 1  # skip this update; only from on_gradients
+    ROLLBACK = 2  # restore the last good checkpoint's weights, continue with the next batch
     STOP = 3
 
 
@@ -79,8 +79,8 @@ class Hook:
     """
 
     every: int = 1  # `around`, `on_gradients` and `on_step` are for each n-th step (see `due`)
-    monitors: bool = False  # what the system refuses it (files, readings) is logged and ends no run
-    eager: bool = False  # the steps that it is around, or whose gradients it sees, run uncompiled
+    monitors: bool = False  # system errors (files, readings) are logged and do not end the run
+    eager: bool = False  # steps with its `around` or `on_gradients` run uncompiled
     EVENTS: ClassVar[tuple[str, ...]] = ("on_gradients", "on_step", "on_report", "on_validation")
 
     def __init_subclass__(cls) -> None:

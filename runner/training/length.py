@@ -56,7 +56,7 @@ def resolve_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Ch
 
 
 def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:
-    """`debug` with an `every` that gives six observations in `steps`, and the choice if changed.
+    """Set `debug.every` so that `steps` have six observations; return the choice if changed.
 
     An `every` that is not the default was set by the user and is kept. In a run of less than twelve
     steps every second step is observed if that gives three: an observed step is not compiled.

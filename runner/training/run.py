@@ -45,7 +45,7 @@ class Quantized:
 
 @dataclass
 class Progress:
-    """How far a run has come; saved in every checkpoint."""
+    """The progress of a run, saved in every checkpoint."""
 
     step: int = 0  # batches tried
     skipped: int = 0
@@ -53,7 +53,7 @@ class Progress:
     rollbacks: int = 0
     best: float | None = None  # of the monitored metric
     best_step: int = 0
-    stale_validations: int = 0  # in a row, without improvement
+    stale_validations: int = 0  # consecutive ones without improvement
     validated_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # latest, `val/…`
 
@@ -72,7 +72,7 @@ class Run(RunParts):
     update: OptimizerStep
     train: BatchLoader
     validation: BatchLoader
-    test: BatchLoader | None = None  # evaluated once, when training has ended
+    test: BatchLoader | None = None  # evaluated once, after training
     validate_every: int
     checkpoint_every: int
     grace_s: float  # seconds for a step to end after a signal
@@ -80,7 +80,7 @@ class Run(RunParts):
     monitor: str
     higher_is_better: bool
     report_every: int = 10
-    strict: bool = False  # a technique that does not engage is an error
+    strict: bool = False  # True: a technique that does not engage is an error
 
     recorder: Recorder
     history: History

@@ -220,7 +220,7 @@ def _weighted(loss: Tensor, weight: Tensor | float, whole: Tensor | float) -> Te
         return loss * (weight / whole)
     # integers are divided in fp32 or better, for any dtype of the loss
     share = weight.to(torch.promote_types(loss.dtype, torch.float32)) / whole
-    # a part whose targets are all masked has the mean 0/0 and no share
+    # a part with all targets masked has the mean 0/0 and the share 0
     return torch.where(share > 0, loss, 0.0) * share
 
 

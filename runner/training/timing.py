@@ -14,7 +14,7 @@ import torch
 from runner.training.summary import StepTime, Throughput
 
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
-UNUSUAL = ("whole_step", "waiting")  # shown where there are any
+UNUSUAL = ("whole_step", "waiting")  # shown only if nonzero
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
 KEPT = 2**14  # newest steps with durations kept, so that memory is bounded
 TIMED = 2**10  # newest steps with device events kept
@@ -40,7 +40,7 @@ class Stopwatch:
         self.now = 0.0
         self.started = 0.0
         self.events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=TIMED)
-        self.marks: list[tuple[str, torch.Event]] = []  # at the end of which phase
+        self.marks: list[tuple[str, torch.Event]] = []  # (phase, mark at its end)
         self.exposed = 0.0  # share of a step in which its backward waits for other processes
         self.running = False  # between start and stop
         self.sampling = False
@@ -60,7 +60,7 @@ class Stopwatch:
         now = perf_counter()
         self.spent[phase] += now - self.now
         self.now = now
-        if self.sampling:  # what came before a wait in this phase has no name yet
+        if self.sampling:  # marks before a wait within this phase have no name yet
             self.marks = [(name or phase, mark) for name, mark in self.marks]
             self.marks.append((phase, self.mark()))
 

@@ -78,7 +78,7 @@ class Trial:
     name: str
     first: int  # step
     block: int  # steps
-    pairs: int  # of blocks: with and without, then without and with
+    pairs: int  # of blocks: with and without, then without and with, and so on
     settling: int  # steps with the technique before the first block
     fastest: list[float | None] = field(default_factory=list)  # seconds, by block
     used: bool | None = None  # decided at the last step
