@@ -1,1 +1,1 @@
-"""The command line: what is typed, what is wrong with it, and how a run or a sweep is started."""
+"""The command line: parse and check arguments, and start a run or a sweep."""

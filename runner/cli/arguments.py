@@ -1,4 +1,4 @@
-"""What was typed: Hydra's own flags apart from the overrides."""
+"""Parse the command line: Hydra's flags and the overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODE = "hydra.mode=MULTIRUN"
 
 @dataclass
 class Arguments:
-    """The command line, taken apart. What is None or False was not typed."""
+    """The parsed command line. None or False: not given."""
 
     overrides: list[str]
     help: bool = False
@@ -37,27 +37,27 @@ class Arguments:
 
     @property
     def folders(self) -> list[Path]:
-        """Folders that hold config groups besides ours."""
+        """Folders with config groups in addition to ours."""
         return [Path(self.config_dir)] if self.config_dir else []
 
     def for_hydra(self) -> list[str]:
-        """The command line as Hydra takes it."""
+        """Return the command line for Hydra."""
         switches = ("resolve", "run", "multirun")
         typed = [f"--{name}" for name in switches if getattr(self, name)]
         return [*typed, *self.flags("cfg", "package"), *self.config_flags(), *self.overrides]
 
     def config_flags(self) -> list[str]:
-        """The flags that say where configs lie, as they were typed."""
+        """Return the given flags that locate configs."""
         return self.flags("config_path", "config_name", "config_dir")
 
     def flags(self, *names: str) -> list[str]:
-        """The flags of these names that were typed with a value."""
+        """Return those of the named flags that were given a value."""
         typed = [(name.replace("_", "-"), getattr(self, name)) for name in names]
         return [f"--{name}={value}" for name, value in typed if value is not None]
 
 
 def read_arguments(arguments: Sequence[str]) -> Arguments:
-    """Take a command line apart. Raises UsageError or SecurityError."""
+    """Parse a command line. Raises UsageError or SecurityError."""
     parser = _Parser(prog="runner", add_help=False)
     parser.add_argument("overrides", nargs="*")
     for long, short in (("help", "-h"), ("run", "-r"), ("multirun", "-m")):

@@ -1,4 +1,4 @@
-"""`--help`, for people: what can be typed, read from the config files themselves."""
+"""`--help`: usage and options, generated from the config files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FLAGS = {
 
 
 def help_text() -> str:
-    """The whole help, ready to print."""
+    """Return the complete help text."""
     command = "runner" if os.path.basename(sys.argv[0]) == "runner" else "python -m runner"
     defaults, groups = default_options(), options()
     lines = []
@@ -85,7 +85,7 @@ def help_text() -> str:
 
 
 def version_text() -> str:
-    """Our version and that of what we stand on."""
+    """Return our version and those of the main dependencies."""
     lines = [f"runner {__version__}"]
     for package in ("torch", "hydra-core", "omegaconf"):
         try:

@@ -1,4 +1,4 @@
-"""Run what was asked for: Hydra makes the folder and calls back, for the run or each of a sweep."""
+"""Run a checked request: Hydra creates the folder and calls back, per run or sweep job."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
-"""What lies in a run's folder before the run does anything."""
-RANKS = "runner.cli.ranks"  # imported where there are several
+"""What a run's folder contains before the run does anything."""
+RANKS = "runner.cli.ranks"  # imported only in distributed runs
 SEVERAL = "runner.distributed.launch"
-STARTED = {"RANK", "SLURM_STEP_ID"}  # by torchrun or srun: one of several processes of a run
+STARTED = {"RANK", "SLURM_STEP_ID"}  # set by torchrun or srun in each process of a run
 OFF = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -63,19 +63,19 @@ OFF = (
 
 @dataclass
 class Results:
-    """How the jobs of this process ended."""
+    """The results of the jobs that ran in this process."""
 
-    exit_code: int = 0  # of the one job, where there is no sweep
+    exit_code: int = 0  # of a single job
     jobs: int = 0
     failures: list[str] = field(default_factory=list)
-    resumable: bool = False  # the same command runs what is missing
-    existed: Path | None = None  # the run's folder before, or the nearest above it
+    resumable: bool = False  # repeating the command runs the missing jobs
+    existed: Path | None = None  # the run's folder if it existed, else its nearest existing parent
 
 
 def launch(request: Request) -> int:
-    """Run what was asked for; returns the exit code. Raises RunnerError."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
-    os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
+    """Run the request; returns the exit code. Raises RunnerError."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
+    os.environ.update(omp_env(os.environ))  # read when torch is imported, later
     if request.typed.off and request.sweeps:
         sys.stderr.write(f"warning: {OFF}\n")
     command, results = list(sys.argv), Results()
@@ -95,7 +95,7 @@ def launch(request: Request) -> int:
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
                     done = run_job(job, request.config, "hydra.run.dir", None, context)
-                    if done.status is JobStatus.FAILED:  # which Hydra keeps to itself
+                    if done.status is JobStatus.FAILED:  # Hydra does not raise it
                         raise done._return_value
     finally:
         sys.argv[:] = command
@@ -105,14 +105,14 @@ def launch(request: Request) -> int:
 
 
 def _follows(config: DictConfig | None, request: Request, last: bool = False) -> bool:
-    """Whether this is one of several processes, not the first, and its part is done."""
+    """Whether this is a rank other than 0 of a distributed run, whose part is now done."""
     started = STARTED & os.environ.keys()
     return bool(started) and bool(import_module(RANKS).follow(config, request, last))
 
 
 @contextmanager
 def _translated_errors(request: Request, results: Results) -> Iterator[None]:
-    """Errors of Hydra, and of its files, as errors of ours."""
+    """Convert errors of Hydra and its files to ours."""
     try:
         yield
     except SweepFailed as error:
@@ -121,7 +121,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
         from runner.overrides.diagnosis import translate
 
         raise secrets.refusal_in(error) or translate(error) from error
-    except ValueError as error:  # of Hydra's own part; a job reports its own
+    except ValueError as error:  # from Hydra's own config; jobs report theirs
         of_logs = str(error).startswith("Unable to configure")
         logs = "hydra.job_logging or hydra.hydra_logging: " if of_logs else ""
         because = f": {error.__cause__}" if error.__cause__ is not None else ""
@@ -136,7 +136,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
 
 
 def hydra_context(config: DictConfig) -> HydraContext:
-    """What `hydra.main` sets up before one run, whose config is composed already."""
+    """Set up what `hydra.main` does before a run, for a config that is already composed."""
     hydra.version.setbase("1.3")
     config.hydra.mode = RunMode.RUN
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -145,7 +145,7 @@ def hydra_context(config: DictConfig) -> HydraContext:
 
 
 def run_sweep(request: Request, session: Session, results: Results, command: list[str]) -> None:
-    """Let Hydra run a sweep, which ends in its comparison however it ends."""
+    """Let Hydra run a sweep; the comparison is shown however it ends."""
 
     def task(config: DictConfig) -> float | None:
         with in_slurm_job(config) if INSIDE in os.environ else nullcontext():
@@ -165,13 +165,13 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
         finally:
             jobs, failures = compare(session)
             results.jobs = max(results.jobs, jobs)
-            # a trial that failed stays so
+            # failed trials are not repeated
             results.resumable = session.sweep is not None and session.search is None
             results.failures = results.failures or failures
 
 
 def _sweep_failed(results: Results) -> SweepFailed:
-    if not results.failures:  # they ran in processes of their own
+    if not results.failures:  # they ran in their own processes
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
     lines = "".join(f"\n  {escape_control_chars(failure)}" for failure in results.failures)
     again = "\nthe same command again runs what is missing" if results.resumable else ""
@@ -181,9 +181,9 @@ def _sweep_failed(results: Results) -> SweepFailed:
 def _run(
     config: DictConfig, request: Request, results: Results, command: list[str]
 ) -> float | None:
-    """One job, however it ends; what it returns is what a sweeper optimises."""
+    """Run one job and handle its errors; returns the value that a sweeper optimises."""
     sys.argv[:] = command  # for the record
-    if _follows(config, request):  # a launcher has started several processes for the job
+    if _follows(config, request):  # a launcher has started several processes
         return None
     about = HydraConfig.get()
     folder = Path(about.runtime.output_dir)
@@ -199,7 +199,7 @@ def _run(
             return _job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)
-        raise SystemExit(error.exit_code) from error  # past Hydra: no further job begins
+        raise SystemExit(error.exit_code) from error  # passes Hydra: no other job begins
     except KeyboardInterrupt as error:
         untrained = config.job.kind is JobKind.train and _written(folder) == before
         where = " before the first step; no checkpoint is written" if untrained else ""
@@ -212,14 +212,14 @@ def _run(
             results.exit_code = code
             return None
         results.failures.append(f"{title}: {message}")
-        raise SweepFailed(message) from error  # launchers and sweepers need to know
+        raise SweepFailed(message) from error  # launchers and sweepers need the exception
     finally:
         close_logging()
-        shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # of a run that failed
+        shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # left by a failed run
 
 
 def _written(folder: Path) -> int:
-    """When `summary.json` was last written, 0 where there is none; training begins with it."""
+    """Return when `summary.json` was last written, 0 if missing; training starts by writing it."""
     try:
         return (folder / SUMMARY).stat().st_mtime_ns
     except OSError:
@@ -228,7 +228,7 @@ def _written(folder: Path) -> int:
 
 def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
-    check_level(config, request.typed.security)  # in whichever process this is
+    check_level(config, request.typed.security)  # checked again, since this may be another process
     checked = typed(config)
     warnings = paths.keep_private(folder, checked.security.level)
     set_up_logging(checked.monitoring.log_level, folder)
@@ -237,7 +237,7 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
     for note in notes:
         log.info(note)
     alone = checked.distributed.kind is DistributedKind.none
-    # the arms of a benchmark, and the runs that are compared, are started one by one
+    # arms of a benchmark and runs to compare are started one by one
     alone = alone or checked.job.kind in (JobKind.benchmark, JobKind.verify)
     main = find(checked.job.kind) if alone else import_module(SEVERAL).main
     summary = main(checked, folder)
@@ -254,15 +254,15 @@ def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
 
 
 def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:
-    """Log and record how a job failed; return the message, on one line, and the exit code.
+    """Log and record how a job failed; return the one-line message and the exit code.
 
-    A mistake that ends a run before it wrote anything of its own leaves no folder but what
-    `existed`; the folder of a sweep's job stays.
+    A usage error before the run wrote anything removes the folders that did not exist before; the
+    folder of a sweep's job stays.
     """
     if trained:
         with suppress(StorageError):
             _show(replace(Summary.read(folder), reason=""), folder)  # the reason follows
-    if isinstance(error, RunnerError):  # more lines are a worker's traceback
+    if isinstance(error, RunnerError):  # further lines are a worker's traceback
         message, _, trace = masked(str(error)).partition("\n")
         code = error.exit_code
     else:
@@ -270,7 +270,7 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
         message, code = masked(f"{text} ({file}:{number})"), 1
         trace = "".join(format_exception(error))
     for line in masked(trace).splitlines():
-        log.error("  %s", line, extra={"live": True})  # not on the screen
+        log.error("  %s", line, extra={"live": True})  # not shown on the console
     log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
     usage = code == UsageError.exit_code and not trace
     removable = usage and existed not in (None, folder.absolute())
@@ -283,22 +283,22 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
 
 
 def _remove(folder: Path, existed: Path | None) -> None:
-    """Delete a folder, and those above it that are empty and did not exist before."""
+    """Delete a folder, and its empty parents that did not exist before."""
     close_logging()
     with suppress(OSError):
         shutil.rmtree(folder)
         for parent in folder.absolute().parents:
             if parent == existed:
                 break
-            parent.rmdir()  # an error where it holds anything
+            parent.rmdir()  # raises if not empty
 
 
 def show_config(request: Request) -> None:
-    """`--cfg`: print the composed config, or the part that -p names."""
+    """`--cfg`: print the composed config, or the package that -p names."""
     config: Any = request.config
     flags = request.flags
     HydraConfig.instance().set_config(config)
-    # untyped: `${oc.env:NAME}` resolves to that text here, which is no number
+    # unresolved: environment values appear as `${oc.env:NAME}`, which may not fit the key's type
     tree: Any = OmegaConf.to_container(config, resolve=False)
     if flags.cfg == "job":
         del tree["hydra"]

@@ -1,4 +1,4 @@
-"""The check before anything is started: a mistake is one line, and nothing is left behind."""
+"""Check a command before anything starts: an error is one line, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from runner.sweep.state import Session
 
 OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
-"""Folders of configs that are not checked."""
+"""Config folders that are not checked."""
 PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
-JOB = "RUNNER_JOB"  # the variable of a sweep's job, see runner.sweep.job
+JOB = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job
 
 
 @dataclass
 class Request:
-    """What was asked for, checked."""
+    """A checked command."""
 
     flags: Arguments
-    config: DictConfig | None = None  # of one run; None where Hydra composes: sweeps and its help
+    config: DictConfig | None = None  # of one run; None if Hydra composes (sweeps, help)
     session: Session | None = None  # of a sweep
-    resumed: Path | None = None  # the folder of the run that was named to continue
+    resumed: Path | None = None  # folder of the run to resume, if named
     chosen: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
     typed: CliOverrides = field(default_factory=CliOverrides)
@@ -59,27 +59,27 @@ class Request:
 
     @property
     def names_folder(self) -> bool:
-        """Whether the run's folder is typed, of a run that continues, or of a sweep's job."""
+        """Whether hydra.run.dir is set: typed, of a resumed run, or of a sweep's job."""
         return any(text.startswith("hydra.run.dir=") for text in self.flags.overrides)
 
     @property
     def arguments(self) -> list[str]:
-        """The command line as Hydra takes it."""
+        """The command line for Hydra."""
         return self.flags.for_hydra()
 
     @contextmanager
     def permissions(self) -> Iterator[None]:
-        """While entered, the variables and the config files that were allowed may be read."""
+        """While entered, the permitted environment variables and config files can be read."""
         readable, shows = self.typed.security.readable, self.flags.cfg is not None
         with secrets.environment_access(readable, shows=shows), self.files.at_work():
             yield
 
 
 def check(arguments: Arguments) -> Request:
-    """Compose what was asked for, and check it as the run will. Raises what the run would."""
-    if PLUGINS not in sys.path:  # last; Hydra looks for plugins once
+    """Compose the command's config and check it as the run will; raises the run's errors."""
+    if PLUGINS not in sys.path:  # last on the path; Hydra scans for plugins once
         sys.path.append(PLUGINS)
-    Plugins.instance()  # scanned now, while the current folder is not on the module path
+    Plugins.instance()  # scan while the current folder is not importable
     chosen, flags = True, replace(arguments)
     if JOB in os.environ:
         from runner.sweep.job import take_job_context
@@ -124,7 +124,7 @@ def _check(request: Request) -> None:
         overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)
     recipe = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
-    if recipe and not flags.sweeps and flags.cfg is None:  # it may begin a sweep without -m
+    if recipe and not flags.sweeps and flags.cfg is None:  # it may start a sweep without -m
         flags.multirun = compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
     if flags.cfg is None and flags.sweeps:
         from runner.cli.sweep import prepare
@@ -143,7 +143,7 @@ def _check_run(
     resumed: Resumed | None,
     compose: Callable[[Sequence[str]], DictConfig],
 ) -> None:
-    """Check one run, and add the folder that it continues in to its overrides."""
+    """Check one run, and add the folder in which it resumes to the overrides."""
     flags, given = request.flags, request.typed
     planned = secrets.place(composed, "hydra.run.dir")
     request.files.check_folders(composed, sweeps=False)
@@ -160,7 +160,7 @@ def _check_run(
             check_place("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.continued.append(folder)
-        # the config that the run was started with stays until its checkpoint is loaded
+        # the recorded config is kept until the checkpoint is loaded
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])
     if config.job.kind is JobKind.benchmark:
@@ -172,8 +172,8 @@ def _check_run(
 
 
 def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
-    """Every arm composes, and the stored result to compare with exists."""
-    if config.benchmark.claims:  # which have arms of their own
+    """Check that every arm composes, and that the stored result exists."""
+    if config.benchmark.claims:  # they define their own arms
         return
     from runner.benchmark.arms import arms_of
     from runner.benchmark.regression import stored
@@ -186,7 +186,7 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
 def _resume_folder(
     request: Request, resumed: Resumed | None, planned: Path, config: RunConfig
 ) -> Path | None:
-    """The folder to continue in, or None for a fresh one."""
+    """Return the folder in which to resume; None for a new one."""
     if resumed is not None and resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder

@@ -1,4 +1,4 @@
-"""A command that torchrun or srun has started several times: each process is a rank of one run."""
+"""Handle a command that torchrun or srun has started several times: one process per rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def follow(config: DictConfig | None, request: Request, last: bool = False) -> bool:
-    """Do the part of a process that is not the first of several; False where this one is.
+    """Run the part of a rank other than 0; returns False in rank 0 and in single processes.
 
-    No config is a sweep's. With `last` the process ends by it where it failed, else by SystemExit.
-    Has rank 0 continue where torchrun has started all again. Raises UsageError and ConfigError
-    where each would do the whole work by itself.
+    `config` is None for a sweep. After a failure `last` exits the process at once, otherwise
+    SystemExit is raised. Rank 0 resumes after a torchrun restart. Raises UsageError and ConfigError
+    if each process would do all of the work.
     """
     place = _find_rank(config)
     if config is None or place is None:
@@ -45,7 +45,7 @@ def follow(config: DictConfig | None, request: Request, last: bool = False) -> b
 
 
 def _find_rank(config: DictConfig | None) -> Place | None:
-    """Which of several processes this is; None where it is the only one."""
+    """Return this process's place; None if it is the only one."""
     from runner.distributed.place import find_place
 
     place = find_place()
@@ -71,9 +71,9 @@ def _find_rank(config: DictConfig | None) -> Place | None:
 
 
 def _continue_attempt(config: DictConfig, place: Place) -> list[str]:
-    """Have rank 0 go on in its folder where torchrun has started all again; returns notes.
+    """Make rank 0 resume in its folder after a torchrun restart; returns notes.
 
-    The command is the same one, and names a folder by the time of now.
+    The repeated command would otherwise name a new folder by the current time.
     """
     if not place.attempt:
         return []

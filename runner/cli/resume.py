@@ -1,4 +1,4 @@
-"""The runs that a command names or continues: weights, unfinished runs and captured steps."""
+"""Find the runs that a command refers to: weights, unfinished runs, captured steps."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ BUILDS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
 
 
 def check_weights_exist(config: RunConfig) -> None:
-    """Raise ConfigError where `model.weights` is to be read and does not exist.
+    """Raise ConfigError if `model.weights` will be read and does not exist.
 
-    A run that continues from a checkpoint does not read it.
+    A run that resumes from a checkpoint does not read it.
     """
     path = config.model.weights
     if path is not None and config.job.kind in BUILDS and config.checkpoint.resume == "none":
@@ -39,9 +39,9 @@ def check_weights_exist(config: RunConfig) -> None:
 
 
 def unfinished(planned: Path, config_hash: str) -> Path | None:
-    """The run beside `planned` of that config that came furthest, has no end and no owner.
+    """Return the unfinished, unlocked run of that config beside `planned` with the latest step.
 
-    A summary that is damaged or missing ends no run: its checkpoints say whose they are.
+    If the summary is damaged or missing, the checkpoints' manifests identify the config.
     """
     runs = []
     for checkpoints in planned.parent.glob(f"*/{CHECKPOINTS}"):
@@ -57,7 +57,7 @@ def unfinished(planned: Path, config_hash: str) -> Path | None:
 
 
 def _manifests(checkpoints: Path) -> list[Manifest]:
-    """Those that can be read, by their steps."""
+    """Return the readable manifests, by step."""
     manifests = []
     for folder in (*checkpoints.glob("step_*"), *checkpoints.glob(f"{OLD}step_*")):
         with suppress(CheckpointError):
@@ -79,14 +79,14 @@ def with_captured(overrides: Sequence[str], trusted: Sequence[str]) -> list[str]
     if paths[-1].parsed.is_sweep_override():
         raise ConfigError(KEY, "names several captures", "replay one at a time")
     path = paths[-1].parsed.value()
-    if path in (None, ""):  # the config's own check says what is missing
+    if path in (None, ""):  # the config's own check reports it
         return [str(o) for o in typed if o.key != KEY]
     for override in typed:
         if re.split(r"[./@]", override.key)[0] not in TYPED:
             problem = "has no effect: a step is replayed with the config of its run"
             raise ConfigError(override.key, problem, "leave it out")
     manifest = read_manifest(find(Path(str(path))))
-    from_plain(manifest.config, trusted)  # refused here, before there is a folder
+    from_plain(manifest.config, trusted)  # checked before a folder is created
     if NAME.fullmatch(manifest.name) and all(o.key != "name" for o in typed):
         return [*overrides, f"name={manifest.name}"]
     return list(overrides)

@@ -1,4 +1,4 @@
-"""`-m`: the check before a sweep begins, and the comparison when it is over."""
+"""`-m`: check a sweep before it begins, and compare its jobs at the end."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 def prepare(
     flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFiles
 ) -> Session:
-    """The sweep, checked.
+    """Return a checked sweep.
 
-    A wrong key or option ends it; a job that cannot run is one failure, unless no job can.
-    Raises RunnerError.
+    A wrong key or option is an error; jobs with invalid values become failures, unless all have
+    them. Raises RunnerError.
     """
     overrides = [text for text in flags.overrides if text != MODE]
     _check_ranges(overrides)
@@ -50,7 +50,7 @@ def prepare(
         overrides = [*(f"{key}={value}" for key, value in parameters), *overrides]
         first = compose(first_job(overrides))
     configs = [first, *_other_samples(sample_jobs(overrides), first, compose)]
-    with open_dict(configs[0]):  # what Hydra fills in for the first job
+    with open_dict(configs[0]):  # as Hydra sets for the first job
         configs[0].hydra.job.num = configs[0].hydra.job.id = 0
     files.check_folders(configs[0], sweeps=True)
     failures: list[RunnerError] = []
@@ -77,12 +77,12 @@ def prepare(
 
         adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
-    if searches:  # sweep.resume=auto does the same
+    if searches:  # sweep.resume=auto has the same effect
         overrides = [text for text in overrides if text != RESUME]
         config.checkpoint.resume = "none"
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
     if isolated and config.hydra.sweeper._target_ == BASIC:
-        session.sweeper = ["hydra/sweeper=jobs"]  # composes no job twice
+        session.sweeper = ["hydra/sweeper=jobs"]  # composes each job only once
     if searches:
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _check_ranges(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a range without a value: the sweep would have no job, and end well."""
+    """Raise ConfigError for an empty range, with which the sweep would have no jobs."""
     for override in map(parse_override, overrides):
         if override.parsed.is_range_sweep() and not override.values():
             fix = "its end is not in it: range(0,3) is 0, 1, 2"
@@ -103,9 +103,9 @@ def _check_ranges(overrides: Sequence[str]) -> None:
 def _other_samples(
     jobs: Sequence[list[str]], first: DictConfig, compose: Callable[[Sequence[str]], DictConfig]
 ) -> Iterator[DictConfig]:
-    """The configs of all jobs but the first; each differs from that one in one override.
+    """Yield the configs of all jobs but the first; each differs from it in one override.
 
-    Composing takes 0.3 s, so one that sets a plain value is a copy of the first.
+    Composing takes 0.3 s, so plain values are set in a copy of the first config.
     """
     for job in jobs[1:]:
         changed = next((one for one, other in zip(job, jobs[0], strict=True) if one != other), "")
@@ -114,7 +114,7 @@ def _other_samples(
 
 
 def _with_value(config: DictConfig, override: str) -> DictConfig | None:
-    """A copy with that value; None where it is no value of a key, or not one that the key takes."""
+    """Return a copy with that value; None if the key does not exist or does not take it."""
     parsed = parse_override(override).parsed
     key, value = parsed.key_or_group, parsed.value()
     plain = value is None or isinstance(value, str | int | float)
@@ -128,16 +128,16 @@ def _with_value(config: DictConfig, override: str) -> DictConfig | None:
             return None
         OmegaConf.update(copy, key, value)
     except (OmegaConfBaseException, TypeError, AttributeError):
-        return None  # composed, it is answered with a suggestion
+        return None  # composing it gives an error with a suggestion
     return copy
 
 
 def _find_earlier(
     session: Session, config: DictConfig, overrides: list[str], isolated: bool
 ) -> None:
-    """Continue in the folder of an earlier sweep, where there is one to continue.
+    """Continue in the folder of an earlier sweep, if there is one.
 
-    Of searches that share their storage each process has a folder of its own.
+    Processes of searches with shared storage have separate folders.
     """
     resume = str(config.sweep.resume)
     if not isolated:
@@ -157,9 +157,9 @@ def _find_earlier(
 
 
 def compare(session: Session) -> tuple[int, list[str]]:
-    """Show and write the comparison of the jobs, whichever launcher ran them, however it ended.
+    """Print and write the comparison of all jobs, for every launcher and outcome.
 
-    Returns the number of jobs, and a line for each that failed.
+    Returns the number of jobs, and a line for each failed job.
     """
     jobs = session.sweep.jobs if session.sweep is not None else []
     failures = [f"{job.title}: {job.status}: {job.reason}" for job in jobs if job.failed]
@@ -174,13 +174,13 @@ def compare(session: Session) -> tuple[int, list[str]]:
         rows = of_folders([session.folder])
         write(rows, session.folder)
         print_stdout(terminal(rows), crop=False)
-    except UsageError as error:  # no job has begun
+    except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported
         reason = escape_control_chars(masked(f"{type(error).__name__}: {error}"))
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
-        if session.sweep is None:  # of another launcher
+        if session.sweep is None:  # with another launcher
             failed = [row for row in rows.rows if row.status not in WELL]
             return len(rows.rows), [f"{row.name}: {row.status}: {row.reason}" for row in failed]
     return len(jobs), failures

@@ -1,7 +1,7 @@
-"""Misspelled groups, options and keys, recognised by the schema and the names of files alone.
+"""Detect misspelled groups, options and keys from the schema and file names alone.
 
-Nothing is composed and Hydra is not imported, so that the answer comes at once. What is not sure
-here, as of groups in folders of the user's own, is left for `diagnosis`.
+It is fast, since nothing is composed and Hydra is not imported. Uncertain cases, such as groups in
+the user's folders, are left to `diagnosis`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from runner.config import RunConfig
 from runner.errors import ConfigError
 from runner.overrides.groups import ALIASES, FOREIGN, SURE, nearest, options
 
-WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # the rest is read by Hydra's grammar
+WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # other words are left to Hydra's grammar
 VALUES = {int: r"[+-]?\d+", float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?", bool: "true|false", str: ".+"}
 
 
 def find_typo(overrides: Sequence[str]) -> ConfigError | None:
-    """The error about a word that names what does not exist, where what was meant is sure."""
+    """Return an error for a word that does not exist, if the intended one is certain."""
     if any("searchpath" in text for text in overrides):
         return None
     groups = options()
@@ -39,7 +39,7 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
 
 
 def _option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
-    """That option, or the one that is most like it; "" where other programs name one so."""
+    """Return the option or the most similar one; "" if it is a known alias."""
     from runner.overrides import aliases
 
     if value in groups[group]:
@@ -76,20 +76,20 @@ def _wrong_key(groups: Mapping[str, Mapping[str, str]], key: str, value: str) ->
 
 
 def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """How many parts of a key exist, as far as is known, and the names that may follow."""
+    """Return how many parts of a key are known to exist, and the names that may follow."""
     node: Any = RunConfig
     for i, part in enumerate(parts):
         names = list(_fields(node))
         if part not in names and (i or part not in {*groups, *ALIASES, "hydra"}):
             return i, names if i else [*names, *groups]
         node = _fields(node).get(part)
-        if part in FOREIGN or not is_dataclass(node):  # theirs depend on the option
+        if part in FOREIGN or not is_dataclass(node):  # their keys depend on the option
             break
     return len(parts), []
 
 
 def _takes(parts: Sequence[str], value: str) -> bool:
-    """Whether a key exists and a value typed for it is one of its kind."""
+    """Whether the key exists and accepts the value's type."""
     node: Any = RunConfig
     for part in parts:
         node = _fields(node).get(part)
@@ -100,7 +100,7 @@ def _takes(parts: Sequence[str], value: str) -> bool:
 
 @cache
 def _fields(schema: Any) -> dict[str, Any]:
-    """The keys of a schema and their types, without the None that a type allows."""
+    """Return the keys of a schema with their types, without an optional None."""
     if not is_dataclass(schema):
         return {}
     hints = get_type_hints(schema)
