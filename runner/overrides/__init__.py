@@ -1,1 +1,1 @@
-"""What people type: the groups there are, the spellings that are accepted, and what was meant."""
+"""Overrides: config groups, accepted spellings, and suggestions for mistakes."""

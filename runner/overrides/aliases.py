@@ -1,4 +1,4 @@
-"""Keys, options and values as other programs call them, and what they are called here."""
+"""Names of keys, options and values in other programs, mapped to ours."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = {
     "job": "task mode action",
     "training": "trainer train",
 }
-"""Our keys, and the names of other programs whose value ours takes, in any group."""
+"""Our keys, with names in other programs whose values we accept unchanged."""
 
 _AMP = "optimization.amp.enabled=true optimization.amp.dtype"
 _PRECISION = {
@@ -51,7 +51,7 @@ _PRECISION = {
     **dict.fromkeys(("32", "fp32", "float32", "32-true"), "optimization.amp.enabled=false"),
 }
 VALUES = dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION)
-"""Names of other programs whose value is spelled otherwise: overrides by value."""
+"""Names in other programs with different values: value → overrides."""
 
 _TRANSFORMER = "data=stdlib_text model=gpt"
 OPTIONS = {
@@ -69,7 +69,7 @@ OPTIONS = {
     "job": {"fit": "job=train", "test": "job=evaluate", "eval": "job=evaluate"},
     "optimization": {"off": "optimization=none", "best": "optimization=auto"},
 }
-"""By group, options of other programs and the overrides that stand for them."""
+"""By group: options of other programs → equivalent overrides."""
 
 NAMES_OF_OPTIONS = ("name", "type", "kind", "class", "arch")
 """`model.name=cnn` is `model=cnn` here."""
@@ -78,7 +78,7 @@ FILES = {".csv": "tabular", ".tsv": "tabular", ".parquet": "tabular", ".npz": "a
 """The data option that reads a file, by suffix."""
 
 TORCHVISION = ("convnext", "densenet", "efficientnet", "mobilenet", "resnet", "swin", "vgg", "vit")
-"""How names of torchvision's models begin."""
+"""Prefixes of torchvision model names."""
 
 TORCH_OPTIMIZERS = tuple(
     "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD"
@@ -95,16 +95,16 @@ ABSENT = {
     **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
 }
-"""What has no key here, and what there is in its place."""
+"""Names without an equivalent key, with what to use instead."""
 
 
 def key_of(name: str) -> str:
-    """Our key for another program's; "" where there is none."""
+    """Return our key for a name in another program; "" if unknown."""
     name = name.casefold().replace("-", "_")
     return next((ours for ours, names in KEYS.items() if name in names.split()), "")
 
 
 def replacement(key: str) -> str:
-    """What there is in place of something that has no key here; "" where nothing is known."""
+    """Return what to use instead of a key that does not exist here; "" if unknown."""
     parts = key.casefold().replace("-", "_").split(".")
     return next((ABSENT[part] for part in parts if part in ABSENT), "")

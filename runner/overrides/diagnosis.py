@@ -1,4 +1,4 @@
-"""What is wrong with an override or a config file that Hydra refused, and what composes instead."""
+"""Explain why Hydra refused an override or config file, and suggest one that composes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def explain(
     composes: Callable[[list[str]], bool],
     folders: Sequence[Path] = (),
 ) -> ConfigError:
-    """The error as one line that names the key and what composes in its place.
+    """Return the error as one line with the key and a suggestion that composes.
 
-    `compose` composes other overrides, `composes` says whether they make a config; `folders` hold
-    more groups than ours.
+    `compose` composes overrides; `composes` says whether they give a valid config; `folders`
+    contain additional groups.
     """
     parsed = [parse_override(text) for text in overrides]
     groups = options(*folders)
@@ -76,14 +76,14 @@ def explain(
 
 @dataclass(frozen=True)
 class Guesses:
-    """What may have been meant, in the context of the options that were chosen."""
+    """Possible intended overrides, in the context of the chosen options."""
 
     groups: Mapping[str, Mapping[str, str]]
-    choices: list[str]  # valid options, as `data=cancer`
+    choices: list[str]  # valid options, e.g. `data=cancer`
     composes: Callable[[list[str]], bool]
 
     def first(self, guesses: Iterable[list[str]]) -> list[str]:
-        """The first guess that composes with the chosen options; empty where none does."""
+        """Return the first guess that composes with the chosen options; [] if none does."""
         for guess in guesses:
             keys = {text.partition("=")[0] for text in guess}
             others = [text for text in self.choices if text.partition("=")[0] not in keys]
@@ -92,7 +92,7 @@ class Guesses:
         return []
 
     def of_option(self, group: str, value: str) -> Iterator[list[str]]:
-        """What an option that does not exist may be meant for."""
+        """Yield what a nonexistent option may stand for."""
         name = value.casefold()
         if value.startswith("["):
             yield [f"{group}={value.strip('[]').replace(' ', '')}"]
@@ -110,7 +110,7 @@ class Guesses:
             yield [f"{group}={near}"]
 
     def of_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
-        """What a key without an existing i-th part may be meant for."""
+        """Yield what a key with a nonexistent i-th part may stand for."""
         parts, value = override.key.split("."), override.value
         name = parts[-1].casefold().replace("-", "_")
         group = self.group_of(parts[0]) if len(parts) > 1 else ""
@@ -132,14 +132,14 @@ class Guesses:
     def respelled(
         self, override: CliOverride, i: int, config: DictConfig, cutoff: float = 0.6
     ) -> str:
-        """The key with the existing name that is nearest to its i-th part; "" without one."""
+        """Return the key with its i-th part replaced by the nearest name; "" if there is none."""
         parts = override.key.split(".")
         node: Any = OmegaConf.select(config, ".".join(parts[:i])) if i else config
         near = nearest(parts[i], _own_keys(node) + ([] if i else list(self.groups)), cutoff)
         return ".".join([*parts[:i], near, *parts[i + 1 :]]) if near else ""
 
     def _assign(self, key: str, value: str) -> Iterator[list[str]]:
-        """A key, which may be a group or follow other overrides, with that value."""
+        """Yield assignments of the value to a key, possibly a group, or after other overrides."""
         *others, last = key.split()
         if last not in self.groups:
             yield [*others, f"{last}={value}"]
@@ -151,12 +151,12 @@ class Guesses:
             yield from self.of_option(last, value)
 
     def group_of(self, name: str) -> str:
-        """Our group of that name, here or in other programs; "" where there is none."""
+        """Return our group for a name, also of other programs; "" if there is none."""
         ours = name if name in self.groups else aliases.key_of(name)
         return ours if ours in self.groups else ""
 
     def wrong_option(self, group: str, value: str) -> ConfigError:
-        """The error about an option that does not exist."""
+        """Return the error for a nonexistent option."""
         others = [text for text in self.choices if text.partition("=")[0] != group]
         meant = replace(self, choices=others).first(self.of_option(group, value))
         otherwise = f"there are {', '.join(self.groups[group])}"
@@ -168,13 +168,13 @@ class Guesses:
 
 
 def _suggest(key: str, problem: str, meant: Sequence[str], otherwise: str) -> ConfigError:
-    """The error about a key; `meant` are overrides that compose, `otherwise` what else to say."""
+    """Return the error for a key; `meant` are overrides that compose, `otherwise` more text."""
     guess = f"did you mean {_command(meant)}?" if meant else ""
     return ConfigError(key, problem, " ".join(part for part in (guess, otherwise) if part))
 
 
 def _command(overrides: Sequence[str]) -> str:
-    """The overrides as they are typed, with -m where they are of a sweep."""
+    """Join overrides as typed, with -m if they are a sweep."""
     return " ".join([*(["-m"] if sweep_overrides(overrides) else []), *overrides])
 
 
@@ -187,7 +187,7 @@ def _wrong_option(override: CliOverride, guesses: Guesses) -> ConfigError | None
 
 
 def _several_values(parsed: Sequence[CliOverride], guesses: Guesses) -> ConfigError | None:
-    """Several values without -m: a sweep, or a list; None where neither composes."""
+    """Return the error for several values without -m; None if neither sweep nor list composes."""
     swept = [override for override in parsed if override.parsed.is_sweep_override()]
     for override in swept:
         options_of = guesses.groups.get(override.key, override.values())
@@ -204,7 +204,7 @@ def _several_values(parsed: Sequence[CliOverride], guesses: Guesses) -> ConfigEr
 
 
 def _no_run(parsed: Sequence[CliOverride]) -> ConfigError | None:
-    """Keys of data without the run that says which data they are of."""
+    """Return the error for data keys without a run that defines the data, if that is the case."""
     typed = {override.key: override.value for override in parsed}
     job, named = typed.get("job"), {"data", "checkpoint.resume", "model.weights"} & typed.keys()
     if job in NEED_RUN and not named and any(key.startswith("data.") for key in typed):
@@ -213,7 +213,7 @@ def _no_run(parsed: Sequence[CliOverride]) -> ConfigError | None:
 
 
 def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> ConfigError | None:
-    """The error about the first part of a dotted key that does not exist, if there is one."""
+    """Return the error for the first nonexistent part of a dotted key, if any."""
     node: Any = config
     parts = override.key.split(".")
     for i, part in enumerate(parts):
@@ -222,7 +222,7 @@ def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> C
         if not isinstance(node, DictConfig):
             path = ".".join(parts[:i])
             return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
-        if part not in node.keys():  # `part in node` is False for a key without a value
+        if part not in node.keys():  # `part in node` is False for a missing value
             return _unknown_key(override, i, node, guesses, config)
         node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
     exists = override.sign == "+" and not isinstance(node, DictConfig)
@@ -233,10 +233,10 @@ def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> C
 def _unknown_key(
     override: CliOverride, i: int, node: DictConfig, guesses: Guesses, config: DictConfig
 ) -> ConfigError | None:
-    """The i-th part of the key is not in `node`, which is the part before it."""
+    """Return the error for the i-th part of a key, which `node` does not contain."""
     parts = override.key.split(".")
     path, part = ".".join(parts[:i]), parts[i]
-    if i and OmegaConf.get_type(node) is dict:  # free keys, as in optimizer.options
+    if i and OmegaConf.get_type(node) is dict:  # free keys, e.g. in optimizer.options
         fix = f"add it: +{override}"
         return None if override.sign else ConfigError(override.key, "is not there yet", fix)
     problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
@@ -249,7 +249,7 @@ def _unknown_key(
     meant = [] if having else guesses.first(guesses.of_key(override, i, config))
     near = guesses.respelled(override, i, config, SURE)
     group = guesses.group_of(part)
-    if near and not meant:  # the key exists, and its value is another mistake
+    if near and not meant:  # the key exists; its value is another mistake
         existing = f"did you mean {near}? {existing}"
     elif not i and isinstance(config.get(group), DictConfig):
         existing = f"{group} has {', '.join(_own_keys(config[group]))}"
@@ -270,11 +270,11 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
                 yield from _keys(node, f"{prefix}{key!s}.")
 
 
-# -- files of the user's own ---------------------------------------------------------------------
+# -- user config files ---------------------------------------------------------------------------
 
 
 def _wrong_file(folders: Sequence[Path], guesses: Guesses, compose: Compose) -> ConfigError | None:
-    """The error about the user's own file of an option that was chosen, led by its path."""
+    """Return the first error in a user's file of a chosen option, with its path."""
     for choice in guesses.choices:
         group, _, option = choice.partition("=")
         others = [other for other in guesses.choices if other != choice]
@@ -315,7 +315,7 @@ def _mistakes(path: Path, group: str, guesses: Guesses, compose: Compose) -> Ite
 
 
 def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOverride]:
-    """The values of a config file as they would be typed, but for those that cannot be."""
+    """Yield the values of a config file as overrides, except those that cannot be typed."""
     for key, value in body.items():
         if isinstance(value, dict) and value:
             yield from _as_overrides(value, f"{prefix}{key}.")
@@ -331,7 +331,7 @@ def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOver
 
 
 def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
-    """Hydra's message on one line, led by the user's file and the key where it knows them."""
+    """Return Hydra's error as one line, with the user's file and key if known."""
     if isinstance(error, ConfigError):
         return error
     inner: BaseException | None = error

@@ -1,4 +1,4 @@
-"""The config groups as they lie on disk: their options, and the comment that describes each."""
+"""Config groups on disk: their options and descriptions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
     _PACKAGE.parent / "conf",
 )
 ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
-"""Other spellings of groups."""
-SURE = 0.75  # similarity from which two spellings are taken for one word
+"""Accepted aliases of groups."""
+SURE = 0.75  # similarity above which two spellings count as the same word
 FOREIGN = ("data", "model", "objective")
-"""Groups where `_target_` may name a class of the user's own."""
+"""Groups in which `_target_` may name a user-defined class."""
 ARGUMENT = re.compile(
     rf"^(\+{{1,2}}(?:{'|'.join(FOREIGN)})\.)arguments\.(?!(?:_target_|arguments|kind)\b)"
 )
 
 
 def without_arguments(override: str) -> str:
-    """`+model.width=64` for `+model.arguments.width=64`, which is what a foreign class gets."""
+    """Return `+model.width=64` for `+model.arguments.width=64`, the form for foreign classes."""
     return ARGUMENT.sub(r"\1", override)
 
 
 def options(*more: Path) -> dict[str, dict[str, str]]:
-    """Every group of ours and of the folders in `more`: its options and their first comments."""
+    """Return every group of ours and of the folders in `more`, with options and comments."""
     groups: dict[str, dict[str, str]] = {}
     for path in (path for folder in (CONF, *more) for path in sorted(folder.glob("*/*.yaml"))):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -38,7 +38,7 @@ def options(*more: Path) -> dict[str, dict[str, str]]:
 
 
 def default_options() -> dict[str, str]:
-    """Each group's option where none is named, in the order of config.yaml."""
+    """Return each group's default option, in the order of config.yaml."""
     defaults: dict[str, str] = {}
     for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():
         group, colon, option = line.partition("#")[0].strip().removeprefix("- ").partition(": ")
@@ -48,7 +48,7 @@ def default_options() -> dict[str, str]:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` most like `word`, capitals aside."""
+    """Return the name most similar to `word`, ignoring case; None if none is similar."""
     folded = {name.casefold(): name for name in names}
     similar = get_close_matches(word.casefold(), folded, 1, cutoff)
     return folded[similar[0]] if similar else None

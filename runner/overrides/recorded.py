@@ -1,4 +1,4 @@
-"""`checkpoint.resume`: the run that is continued or used, and its recorded overrides."""
+"""Find the run of `checkpoint.resume`, and merge its recorded overrides."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Resumed:
-    """The overrides of the continued run, and its folder, if it continues in place."""
+    """Merged overrides, and the folder in which to continue, if in place."""
 
     overrides: list[str]
     folder: Path | None = None
-    run: Path | None = None  # the one that is named, also if it continues elsewhere
+    run: Path | None = None  # the named run, even if it continues elsewhere
 
 
 def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
-    """The overrides below those of the run that `checkpoint.resume` names, if it names one.
+    """Merge the overrides with those recorded by the run that `checkpoint.resume` names.
 
-    The run continues in its own folder, unless it is evaluated, swept over, or its folder is typed.
-    Raises CheckpointError for a path that leads to no run.
+    The run continues in its own folder, unless it is evaluated, swept over, or hydra.run.dir is
+    typed. Raises CheckpointError for a path that is not a run.
     """
     typed = [parse_override(text) for text in overrides]
     resumes = [o for o in typed if o.key == KEY and o.sign != "~"]
@@ -58,7 +58,7 @@ def _names(override: CliOverride) -> list[str]:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run's folder that `path` is, or lies in; None for a checkpoint on its own."""
+    """Return the run's folder of `path`; None for a separate checkpoint."""
     if not path.is_dir():
         near = nearest(path.name, (folder.name for folder in path.parent.glob("*/")))
         fix = f"; did you mean {path.with_name(near)}?" if near else ""
@@ -84,7 +84,7 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _recorded_overrides(run: Path | None) -> list[str]:
-    """The overrides a run was started with, as Hydra recorded them."""
+    """Return the recorded overrides of a run; [] if there are none."""
     if run is None or not (run / hydra_files.OVERRIDES).is_file():
         return []
     try:
@@ -94,26 +94,26 @@ def _recorded_overrides(run: Path | None) -> list[str]:
 
 
 def _kept(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
-    """The recorded overrides that the typed ones leave in force.
+    """Return the recorded overrides that remain valid with the typed ones.
 
-    Neither trust nor keys of Hydra's are taken from a folder, which may come from anywhere.
+    Trust and Hydra's keys are never taken from a folder, which is untrusted.
     """
     now = {ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(now)) | {KEY}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     before = {o.key: o.value for o in map(parse_override, recorded)}
-    if "experiment" not in before:  # which names options of its own
+    if "experiment" not in before:  # a recipe selects options itself
         before = {g: o for g, o in default_options().items() if g in FOREIGN} | before
     groups = now.keys() & options().keys()
     swapped = [f"{g}." for g in groups if _part({g: now[g]} | before, g) != _part(now, g)]
     trains = now.get("job", "train") == "train" or now.get("verify.what") == "run"
-    alone = () if trains else ("distributed",)  # is done by one process
+    alone = () if trains else ("distributed",)  # single-process jobs
     prefixes = ("security", "hydra", *alone, *swapped)
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]
 
 
 def _part(overrides: Mapping[str, str], group: str) -> str:
-    """What the group is: a class of the user's own, or an option."""
+    """Return the group's user-defined class or option."""
     target = overrides.get(f"{group}._target_", "null")
     return overrides[group] if target in ("null", "") else target

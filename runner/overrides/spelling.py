@@ -1,4 +1,4 @@
-"""Overrides as people type them, and as Hydra understands them."""
+"""Parse overrides as typed, and normalise them for Hydra."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from runner.record.text import quote_for_shell
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
 SHARED_KEYS = {
-    "data": {f.name for f in fields(DataConfig)},  # how it is split and loaded
+    "data": {f.name for f in fields(DataConfig)},  # how data is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
 }
-"""Keys of a group that mean the same when a class of the user's own takes the option's place."""
+"""Keys of a group that keep their meaning with a user-defined class."""
 EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
-"""Naming one of these unsets the other one, which a recipe may have set."""
+"""Setting one of these unsets the other, which a recipe may have set."""
 LISTS = ("security.trusted", "security.environment")
-SAMPLE_JOBS = 24  # of a sweep, that are checked before it starts; Hydra checks the rest
+SAMPLE_JOBS = 24  # jobs of a sweep to check before it starts
 
 Compose = Callable[[list[str]], DictConfig]
 
 
 @dataclass(frozen=True)
 class CliOverride:
-    """One override: `sign`, `key` and `rest`, which is `=` and the value, put it together again."""
+    """A parsed override; `sign` + `key` + `rest` (with `=`) is its text."""
 
     sign: str  # nothing, +, ++ or ~
     key: str
@@ -46,11 +46,11 @@ class CliOverride:
 
     @property
     def value(self) -> str:
-        """The value as it was typed."""
+        """The value as typed."""
         return self.rest.partition("=")[2]
 
     def values(self) -> list[str]:
-        """The values of a sweep over this key, the ends of an interval; [] of a glob."""
+        """Return the values of a sweep over this key, or an interval's ends; [] for a glob."""
         swept = self.parsed.value() if self.parsed.is_sweep_override() else None
         if isinstance(swept, IntervalSweep):
             return [str(end) for end in (swept.start, swept.end)]
@@ -60,7 +60,7 @@ class CliOverride:
 
 
 def parse_override(text: str) -> CliOverride:
-    """Take an override apart. ConfigError says what is wrong with it."""
+    """Parse an override. Raises ConfigError with the reason."""
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -78,9 +78,9 @@ def parse_override(text: str) -> CliOverride:
 
 
 def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:
-    """The overrides as Hydra wants them: other spellings of groups, arguments of foreign classes.
+    """Convert overrides to Hydra's form: group aliases, arguments of foreign classes.
 
-    `compose` is asked what a group's `_target_` is when no override says so.
+    `compose` is called for a group's `_target_` that no override sets.
     """
     groups = options()
     normal = [_normalize(parse_override(text), groups) for text in overrides]
@@ -95,23 +95,23 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
 
 def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
     key, value = ALIASES.get(override.key, override.key), override.value.strip()
-    if key in LISTS and value.isidentifier():  # one name needs no brackets
+    if key in LISTS and value.isidentifier():  # a single name needs no brackets
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)
     if isinstance(override.parsed.value(), bool | int | float | None):
-        override = parse_override(f"{key}='{override.value}'")  # Hydra says that it is no option
-    sign = "" if override.sign == "+" else override.sign  # `+experiment=…`, as elsewhere
+        override = parse_override(f"{key}='{override.value}'")  # Hydra reports it as no option
+    sign = "" if override.sign == "+" else override.sign  # `+experiment=…` is accepted too
     return replace(override, sign=sign, key=key)
 
 
 def _rename_arguments(
     group: str, overrides: list[CliOverride], compose: Compose
 ) -> list[CliOverride]:
-    """With a class of the user's own, `+model.width=64` becomes `+model.arguments.width=64`."""
+    """With a user-defined class, convert `+model.width=64` to `+model.arguments.width=64`."""
     targets = [o.value for o in overrides if o.key == f"{group}._target_" and o.sign != "~"]
     target = next((t for t in targets if t not in ("", "null")), "")
-    if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may name it
+    if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may set it
         others = [str(o) for o in overrides if not _is_argument(o, group)]
         target = compose(first_job(others))[group].get("_target_") or ""
     return [_for_class(o, group, target) for o in overrides] if target else overrides
@@ -136,24 +136,24 @@ def _is_argument(override: CliOverride, group: str) -> bool:
 
 
 def with_argument_keys(keys: set[str]) -> set[str]:
-    """The keys, and those that `+model.width` is recorded as for a foreign class."""
+    """Add the keys under which `+model.width` is recorded for a foreign class."""
     pairs = [key.partition(".") for key in keys]
     return keys | {f"{group}.arguments.{name}" for group, _, name in pairs if group in FOREIGN}
 
 
 def sweep_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Those that name several values to run one after the other."""
+    """Return the overrides with several values to sweep over."""
     parsed = (parse_override(text).parsed for text in overrides)
     return [override for override in parsed if override.is_sweep_override()]
 
 
 def first_job(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a sweep's first job."""
+    """Return the overrides of a sweep's first job."""
     return sample_jobs(overrides)[0]
 
 
 def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Overrides of jobs of a sweep in which each value is met, or SAMPLE_JOBS of them."""
+    """Return overrides of jobs that cover each value of a sweep, at most SAMPLE_JOBS."""
     fixed: list[str] = []
     values: list[list[str]] = []
     for override in map(parse_override, overrides):
