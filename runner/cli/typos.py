@@ -39,7 +39,7 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
 
 
 def _option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
-    """Return the option or the most similar one; "" if it is a known alias."""
+    """Return the option or the most similar one; "" if another program's name may be meant."""
     from runner.overrides import aliases
 
     if value in groups[group]:

@@ -127,7 +127,7 @@ class Distances:
         if floor is None:
             floor = ROUNDOFF.get(ours.dtype, 0.0) * size
         if error and not ours.is_floating_point():
-            error = math.inf  # integers have to be equal
+            error = math.inf  # a count has to be the same
         self.steps.setdefault(key, []).append(Difference(error, size, floor))
 
     def add_change(self, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
