@@ -19,7 +19,7 @@ from runner.benchmark.statistics import COARSE, ONE_PROCESS, Estimate, claim, ea
 from runner.config import RunConfig
 
 INTERVALS = 3  # intervals of each technique: alone, within the level, and their ratio
-EACH = 2  # techniques per round: with both references six processes of 0.5 GB or more
+EACH = 2  # techniques per round, which makes six processes of 0.5 GB or more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
 Interval = tuple[float, float] | None
 

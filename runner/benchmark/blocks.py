@@ -187,7 +187,7 @@ class _Blocks:
         self.start = self.clock()
 
     def block(self, order: Sequence[str]) -> None:
-        """Give every arm its turn."""
+        """Run one turn of each arm, in this order."""
         for name in order:
             try:
                 turn = self.turn(name, self.block_s)

@@ -145,7 +145,7 @@ def run_round(
 
 
 def _finish(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, ArmEnded]:
-    """Finish these arms and store their results. Returns those that failed to."""
+    """Finish these arms and store their results; return those that ended early instead."""
     ended = {}
     for name in names:
         try:

@@ -37,7 +37,7 @@ class Arguments:
 
     @property
     def folders(self) -> list[Path]:
-        """Folders that hold config groups besides ours."""
+        """Folders with config groups in addition to ours."""
         return [Path(self.config_dir)] if self.config_dir else []
 
     def for_hydra(self) -> list[str]:

@@ -68,8 +68,8 @@ class Results:
     exit_code: int = 0  # of a single job, not of a sweep
     jobs: int = 0
     failures: list[str] = field(default_factory=list)
-    resumable: bool = False  # the same command runs what is missing
-    existed: Path | None = None  # the run's folder before, or the nearest above it
+    resumable: bool = False  # repeating the command runs the missing jobs
+    existed: Path | None = None  # the run's folder if it existed, else its nearest existing parent
 
 
 def launch(request: Request) -> int:
@@ -121,7 +121,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
         from runner.overrides.diagnosis import translate
 
         raise secrets.refusal_in(error) or translate(error) from error
-    except ValueError as error:  # of Hydra's own part; a job reports its own
+    except ValueError as error:  # from Hydra's own config; jobs report theirs
         of_logs = str(error).startswith("Unable to configure")
         logs = "hydra.job_logging or hydra.hydra_logging: " if of_logs else ""
         because = f": {error.__cause__}" if error.__cause__ is not None else ""
@@ -171,7 +171,7 @@ def run_sweep(request: Request, session: Session, results: Results, command: lis
 
 
 def _sweep_failed(results: Results) -> SweepFailed:
-    if not results.failures:  # they ran in processes of their own
+    if not results.failures:  # they ran in their own processes
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
     lines = "".join(f"\n  {escape_control_chars(failure)}" for failure in results.failures)
     again = "\nthe same command again runs what is missing" if results.resumable else ""
@@ -183,7 +183,7 @@ def _run(
 ) -> float | None:
     """Run one job and report how it ended; returns the value that a sweeper optimises."""
     sys.argv[:] = command  # for the record
-    if _follows(config, request):  # a launcher has started several processes for the job
+    if _follows(config, request):  # a launcher has started several processes
         return None
     about = HydraConfig.get()
     folder = Path(about.runtime.output_dir)
@@ -212,10 +212,10 @@ def _run(
             results.exit_code = code
             return None
         results.failures.append(f"{title}: {message}")
-        raise SweepFailed(message) from error  # launchers and sweepers need to know
+        raise SweepFailed(message) from error  # launchers and sweepers need the exception
     finally:
         close_logging()
-        shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # of a run that failed
+        shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # left by a failed run
 
 
 def _written(folder: Path) -> int:
@@ -228,7 +228,7 @@ def _written(folder: Path) -> int:
 
 def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
-    check_level(config, request.typed.security)  # in whichever process this is
+    check_level(config, request.typed.security)  # checked again, since this may be another process
     checked = typed(config)
     warnings = paths.keep_private(folder, checked.security.level)
     set_up_logging(checked.monitoring.log_level, folder)
@@ -237,7 +237,7 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
     for note in notes:
         log.info(note)
     alone = checked.distributed.kind is DistributedKind.none
-    # the arms of a benchmark, and the runs that are compared, are started one by one
+    # arms of a benchmark and runs to compare are started one by one
     alone = alone or checked.job.kind in (JobKind.benchmark, JobKind.verify)
     main = find(checked.job.kind) if alone else import_module(SEVERAL).main
     summary = main(checked, folder)
@@ -254,7 +254,7 @@ def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
 
 
 def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:
-    """Log and record how a job failed; return the message, on one line, and the exit code.
+    """Log and record how a job failed; return the one-line message and the exit code.
 
     After a usage error before the run has written anything, folders that did not exist before are
     removed, but not those of a sweep's jobs.
@@ -262,7 +262,7 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
     if trained:
         with suppress(StorageError):
             _show(replace(Summary.read(folder), reason=""), folder)  # the reason follows
-    if isinstance(error, RunnerError):  # more lines are a worker's traceback
+    if isinstance(error, RunnerError):  # further lines are a worker's traceback
         message, _, trace = masked(str(error)).partition("\n")
         code = error.exit_code
     else:
@@ -270,7 +270,7 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
         message, code = masked(f"{text} ({file}:{number})"), 1
         trace = "".join(format_exception(error))
     for line in masked(trace).splitlines():
-        log.error("  %s", line, extra={"live": True})  # not on the screen
+        log.error("  %s", line, extra={"live": True})  # not shown on the console
     log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
     usage = code == UsageError.exit_code and not trace
     removable = usage and existed not in (None, folder.absolute())
@@ -290,7 +290,7 @@ def _remove(folder: Path, existed: Path | None) -> None:
         for parent in folder.absolute().parents:
             if parent == existed:
                 break
-            parent.rmdir()  # an error where it holds anything
+            parent.rmdir()  # raises if not empty
 
 
 def show_config(request: Request) -> None:
@@ -298,7 +298,7 @@ def show_config(request: Request) -> None:
     config: Any = request.config
     flags = request.flags
     HydraConfig.instance().set_config(config)
-    # untyped: `${oc.env:NAME}` resolves to that text here, which is no number
+    # unresolved: environment values appear as `${oc.env:NAME}`, which may not fit the key's type
     tree: Any = OmegaConf.to_container(config, resolve=False)
     if flags.cfg == "job":
         del tree["hydra"]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Config folders that are exempt from checks."""
 PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
-JOB = "RUNNER_JOB"  # the variable of a sweep's job, see runner.sweep.job
+JOB = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Request:
     """A checked command line and its composed config."""
 
     flags: Arguments
-    config: DictConfig | None = None  # of one run; None where Hydra composes: sweeps and its help
+    config: DictConfig | None = None  # of one run; None if Hydra composes (sweeps, help)
     session: Session | None = None  # of a sweep
     resumed: Path | None = None  # folder of the run that was named to continue
     chosen: bool = True  # whether the user chose the folder to write to
@@ -79,7 +79,7 @@ def check(arguments: Arguments) -> Request:
     """Compose the config of a command and check it as the run will, with the same errors."""
     if PLUGINS not in sys.path:  # last; Hydra looks for plugins once
         sys.path.append(PLUGINS)
-    Plugins.instance()  # scanned now, while the current folder is not on the module path
+    Plugins.instance()  # scan while the current folder is not importable
     chosen, flags = True, replace(arguments)
     if JOB in os.environ:
         from runner.sweep.job import take_job_context
@@ -124,7 +124,7 @@ def _check(request: Request) -> None:
         overrides = with_captured(overrides, request.typed.security.trusted)
     flags.overrides = normalize_overrides(overrides, untyped)
     recipe = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
-    if recipe and not flags.sweeps and flags.cfg is None:  # it may begin a sweep without -m
+    if recipe and not flags.sweeps and flags.cfg is None:  # it may start a sweep without -m
         flags.multirun = compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
     if flags.cfg is None and flags.sweeps:
         from runner.cli.sweep import prepare
@@ -160,7 +160,7 @@ def _check_run(
             check_place("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.continued.append(folder)
-        # the config that the run was started with stays until its checkpoint is loaded
+        # the recorded config is kept until the checkpoint is loaded
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])
     if config.job.kind is JobKind.benchmark:

@@ -1,4 +1,4 @@
-"""The runs that a command names or continues: weights, unfinished runs and captured steps."""
+"""Find the runs that a command refers to: weights, unfinished runs, captured steps."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def with_captured(overrides: Sequence[str], trusted: Sequence[str]) -> list[str]
     if paths[-1].parsed.is_sweep_override():
         raise ConfigError(KEY, "names several captures", "replay one at a time")
     path = paths[-1].parsed.value()
-    if path in (None, ""):  # the config's own check says what is missing
+    if path in (None, ""):  # the config's own check reports it
         return [str(o) for o in typed if o.key != KEY]
     for override in typed:
         if re.split(r"[./@]", override.key)[0] not in TYPED:
             problem = "has no effect: a step is replayed with the config of its run"
             raise ConfigError(override.key, problem, "leave it out")
     manifest = read_manifest(find(Path(str(path))))
-    from_plain(manifest.config, trusted)  # refused here, before there is a folder
+    from_plain(manifest.config, trusted)  # checked before a folder is created
     if NAME.fullmatch(manifest.name) and all(o.key != "name" for o in typed):
         return [*overrides, f"name={manifest.name}"]
     return list(overrides)

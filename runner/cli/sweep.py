@@ -1,4 +1,4 @@
-"""`-m`: the check before a sweep begins, and the comparison when it is over."""
+"""`-m`: check a sweep before it begins, and compare its jobs at the end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prepare(
         overrides = [*(f"{key}={value}" for key, value in parameters), *overrides]
         first = compose(first_job(overrides))
     configs = [first, *_other_samples(sample_jobs(overrides), first, compose)]
-    with open_dict(configs[0]):  # what Hydra fills in for the first job
+    with open_dict(configs[0]):  # as Hydra sets for the first job
         configs[0].hydra.job.num = configs[0].hydra.job.id = 0
     files.check_folders(configs[0], sweeps=True)
     failures: list[RunnerError] = []
@@ -77,12 +77,12 @@ def prepare(
 
         adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
-    if searches:  # sweep.resume=auto does the same
+    if searches:  # sweep.resume=auto has the same effect
         overrides = [text for text in overrides if text != RESUME]
         config.checkpoint.resume = "none"
     session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
     if isolated and config.hydra.sweeper._target_ == BASIC:
-        session.sweeper = ["hydra/sweeper=jobs"]  # composes no job twice
+        session.sweeper = ["hydra/sweeper=jobs"]  # composes each job only once
     if searches:
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
@@ -174,13 +174,13 @@ def compare(session: Session) -> tuple[int, list[str]]:
         rows = of_folders([session.folder])
         write(rows, session.folder)
         print_stdout(terminal(rows), crop=False)
-    except UsageError as error:  # no job has begun
+    except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported
         reason = escape_control_chars(masked(f"{type(error).__name__}: {error}"))
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
-        if session.sweep is None:  # of another launcher
+        if session.sweep is None:  # with another launcher
             failed = [row for row in rows.rows if row.status not in WELL]
             return len(rows.rows), [f"{row.name}: {row.status}: {row.reason}" for row in failed]
     return len(jobs), failures

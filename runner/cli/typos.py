@@ -18,7 +18,7 @@ from runner.config import RunConfig
 from runner.errors import ConfigError
 from runner.overrides.groups import ALIASES, FOREIGN, SURE, nearest, options
 
-WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # the rest is read by Hydra's grammar
+WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # other words are left to Hydra's grammar
 VALUES = {int: r"[+-]?\d+", float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?", bool: "true|false", str: ".+"}
 
 
@@ -83,7 +83,7 @@ def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[s
         if part not in names and (i or part not in {*groups, *ALIASES, "hydra"}):
             return i, names if i else [*names, *groups]
         node = _fields(node).get(part)
-        if part in FOREIGN or not is_dataclass(node):  # theirs depend on the option
+        if part in FOREIGN or not is_dataclass(node):  # their keys depend on the option
             break
     return len(parts), []
 

@@ -18,7 +18,7 @@ def tool(path: str, config: Any) -> Any:
 
 @dataclass
 class CaptureConfig:
-    """Bad steps kept for `job=replay`, in debug/captures; healthy steps cost nothing."""
+    """Capture of bad steps for `job=replay`, in debug/captures; healthy steps cost nothing."""
 
     enabled: bool = True
     at_most: int = bounded(3, min=0)  # captures a run
@@ -49,10 +49,10 @@ class Bounds:
 
 @dataclass
 class GradientsConfig:
-    """Each layer's gradient, weight and update: which vanish, explode, or belong to dead units.
+    """Checks of each layer's gradient, weight and update: vanishing, exploding, dead units.
 
-    Below a root mean square of 1e-8 the `eps` that Adam adds (Kingma and Ba 2015) outweighs a
-    gradient; Pascanu et al. (2013) clip at half to ten times the average norm.
+    Below a root mean square of 1e-8 the `eps` of Adam (Kingma and Ba 2015) outweighs a gradient;
+    Pascanu et al. (2013) clip at half to ten times the average norm.
     """
 
     enabled: bool = False
@@ -70,7 +70,7 @@ class GradientsConfig:
 
 @dataclass
 class GradcheckConfig:
-    """Backward passes compared with differences, in float64, once at the start."""
+    """Comparison of backward passes with finite differences, in float64, once at the start."""
 
     enabled: bool = False
     skip: list[str] = field(default_factory=list)  # names or classes: no derivative on purpose
@@ -83,7 +83,7 @@ class GradcheckConfig:
 
 @dataclass
 class MemoryConfig:
-    """Where the memory is, module by module, and what grows."""
+    """Breakdown of memory by module, and the objects that grow."""
 
     enabled: bool = False
     every: int | None = bounded(None, min=1)  # steps between two looks; None: debug.every
@@ -95,9 +95,9 @@ class MemoryConfig:
 
 @dataclass
 class ProfileConfig:
-    """torch.profiler over a few steps, and in words what keeps the run from being faster.
+    """torch.profiler over a few steps, and a report on what limits the run's speed.
 
-    Outside its window no step is slower.
+    Steps outside its window are not slowed down.
     """
 
     enabled: bool = False

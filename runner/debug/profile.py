@@ -45,7 +45,7 @@ LARGE = 0.3  # share of operator time above which one operator is reported
 
 @dataclass
 class Facts:
-    """Measurements of a step, outside the profiler's window if possible."""
+    """Measurements of a step, outside the profiler's window if possible; shares are of its time."""
 
     split: dict[str, float] = field(default_factory=dict)  # by phase, as in the summary
     step_ms: float = 0.0

@@ -78,7 +78,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), the means over all processes."""
+        """Return dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), with means over all processes."""
         x, scale, mean, variance, n = ctx.saved_tensors
         dx, dtype = None, mean.dtype
         exact, dy = x.to(dtype), gradients[0].to(dtype)

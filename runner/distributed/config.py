@@ -36,7 +36,7 @@ class Compression(Enum):
 
 @dataclass
 class DistributedConfig:
-    """How many processes train one model together, and what becomes of one that is lost."""
+    """How many processes train one model, and how they communicate."""
 
     kind: DistributedKind = DistributedKind.none
     processes: int | None = bounded(None, min=1)  # on each machine; null: one a GPU, 1 on a CPU

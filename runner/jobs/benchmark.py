@@ -1,4 +1,4 @@
-"""job=benchmark: which way to train is faster, measured in turn; its table and files."""
+"""job=benchmark: compare the speed of ways to train; print the table and write files."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from runner.training.signals import signals_unwind
 log = logging.getLogger("runner")
 
 ORDER = (Interrupted, StorageError, SweepFailed, RunnerError)
-"""Of several errors the first of these kinds is raised."""
+"""Priority of errors: the first of these kinds is raised."""
 
 
 def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
-    """Measure, show the table, write the files; then raise what went wrong.
+    """Measure, print the table, write the files; then raise any error.
 
-    Interrupted, StorageError, SweepFailed where an arm failed, and Regression against the baseline
-    are raised once all is written and shown.
+    Interrupted, StorageError, SweepFailed (an arm failed) and Regression are raised only after
+    everything is written and printed.
     """
     settings = config.benchmark
     if settings.claims:
-        from runner.benchmark.claims import run_claims  # for nothing else
+        from runner.benchmark.claims import run_claims  # imported only for claims
 
         run_claims(config, folder)
         return None
@@ -61,7 +61,7 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
     try:
         if then is not None and not errors:
             errors += _compare(result, then, config)
-    finally:  # a failing comparison does not cost the measurements
+    finally:  # an error in the comparison must not lose the measurements
         errors += _write(result, folder)
     if failed := failures(result):
         errors.append(SweepFailed(f"{len(failed)} of {len(arms)} arms failed: {'; '.join(failed)}"))
@@ -73,7 +73,7 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
 
 
 def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
-    """The overrides, the folders with more groups, and the config's name, as Hydra had them."""
+    """Return Hydra's task overrides, additional config folders, and config name."""
     if not HydraConfig.initialized():
         return [], [], "config"
     about = HydraConfig.get()
@@ -89,7 +89,7 @@ def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
 def _attribute(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
-    """Measure what the techniques of the last arm's level are worth."""
+    """Measure the techniques of the last arm's level one by one."""
     level, reference = arms[-1], reference_of(arms, config.benchmark)
     known = result.arm(level.name)
     if known.status != DONE:
@@ -110,7 +110,7 @@ def _attribute(
             )
             if result.attribution.stopped == INTERRUPTED:
                 return [Interrupted(ending_signal(), " during the attribution")]
-    except RunnerError as error:  # the arms are shown all the same
+    except RunnerError as error:  # the arms are still shown
         return [error]
     return []
 
@@ -118,10 +118,10 @@ def _attribute(
 def _compare(
     result: BenchmarkResult, then: BenchmarkResult, config: RunConfig
 ) -> list[RunnerError]:
-    """Compare with the baseline."""
+    """Compare with the baseline; returns regressions as an error."""
     try:
         baseline = regression.against(result, then, config.benchmark)
-    except RunnerError as error:  # of another machine, which showed only when a run had been built
+    except RunnerError as error:  # e.g. another device, known only after a run was built
         return [error]
     result.baseline = baseline.plain()
     count, lines = len(baseline.regressions), "; ".join(baseline.regressions)
@@ -130,7 +130,7 @@ def _compare(
 
 
 def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
-    """Write the files and show the table, also where the disk takes nothing."""
+    """Write the files and print the table, even if the disk is full."""
     errors: list[RunnerError] = []
     try:
         result.write(folder)
@@ -138,5 +138,5 @@ def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
         errors.append(error)
     rows = comparison.of_benchmark(result, folder)
     comparison.write(rows, folder)
-    print_stdout(terminal(rows), crop=False)  # a command is one line
+    print_stdout(terminal(rows), crop=False)  # commands stay on one line
     return errors

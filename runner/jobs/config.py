@@ -1,4 +1,4 @@
-"""What can be done with a run: the `job` group."""
+"""The `job` config group, and the groups of single jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.errors import ConfigError
 
 
 class JobKind(Enum):
-    """What to do with the run."""
+    """The job to do."""
 
     train = "train"
     evaluate = "evaluate"
@@ -23,18 +23,18 @@ class JobKind(Enum):
 
 
 EVALUATING = (JobKind.evaluate, JobKind.predict)
-"""Jobs that read a trained model and train nothing."""
+"""Jobs that use a trained model without training."""
 
 
 class PredictFormat(Enum):
-    """The file of predictions."""
+    """The file format of predictions."""
 
     csv = "csv"
     parquet = "parquet"
 
 
 class ExportKind(Enum):
-    """What else becomes of the model that job=evaluate measures."""
+    """The format in which job=evaluate exports the model."""
 
     none = "none"
     torchscript = "torchscript"  # model.ts, by torch.jit.trace
@@ -45,7 +45,7 @@ class ExportKind(Enum):
 
 
 class VerifyKind(Enum):
-    """What job=verify is to find out."""
+    """What job=verify checks."""
 
     parity = "parity"  # whether the techniques leave the numbers right
     resume = "resume"  # whether a run that was killed continues in the same bits
@@ -55,21 +55,21 @@ class VerifyKind(Enum):
 
 @dataclass
 class JobConfig:
-    """Which job."""
+    """The job to do."""
 
     kind: JobKind = JobKind.train
 
 
 @dataclass
 class EvaluateConfig:
-    """What job=evaluate leaves behind besides the metrics."""
+    """Output of job=evaluate besides the metrics."""
 
     export: ExportKind = ExportKind.none
 
 
 @dataclass
 class PredictConfig:
-    """What job=predict writes."""
+    """Output of job=predict."""
 
     format: PredictFormat = PredictFormat.csv
 
@@ -90,7 +90,7 @@ class VerifyConfig:
 
 @dataclass
 class ScanConfig:
-    """Which files job=scan looks at."""
+    """The files that job=scan examines."""
 
     path: str | None = None  # a file, or a folder with all that is in it
     deep: bool = True  # values too, and not only how the file is made
@@ -102,7 +102,7 @@ class ScanConfig:
 
 @dataclass
 class ReplayConfig:
-    """Which bad step job=replay looks into, and how far."""
+    """The captured step that job=replay repeats, and the limits."""
 
     path: str | None = None  # debug/captures/step_…, or a run's folder: its first capture
     attribute: bool = True  # look for the techniques that make it bad; a process for each try

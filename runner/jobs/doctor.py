@@ -1,4 +1,4 @@
-"""job=doctor: what this machine has, what each technique would do on it, and what is wrong."""
+"""job=doctor: report this machine's capabilities, applicable techniques, and problems."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red"}
 
 @dataclass(frozen=True)
 class Outlook:
-    """What one technique would do on this device."""
+    """Whether a technique is available on this device."""
 
     name: str
     requested: bool
     available: bool
-    reason: str  # why not
+    reason: str  # why it is not available
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The doctor's report; `doctor.json` holds the same."""
+    """The doctor's report, as in `doctor.json`."""
 
-    device: dict[str, Any]  # as in the summary
+    device: dict[str, Any]  # as in a run's summary
     cpu: dict[str, Any]
     memory: dict[str, int | None]  # bytes
     versions: dict[str, str | None]  # None: not installed
     techniques: list[Outlook]
     checks: list[DoctorCheck]
-    links: Links | None = None  # between the processes of a distributed run
+    links: Links | None = None  # of a distributed run
 
     @property
     def status(self) -> Status:
-        """The worst of the checks."""
+        """The worst status of all checks."""
         return max((check.status for check in self.checks), key=list(Status).index)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in plain values."""
+        """Return JSON-compatible values."""
         plain = asdict(self)
         for check in plain["checks"]:
             check["status"] = check["status"].value
@@ -68,7 +68,7 @@ class DoctorReport:
 
 
 def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> DoctorReport:
-    """Print the report, and write `doctor.json` where there is a folder."""
+    """Print the report; write `doctor.json` if there is a folder."""
     report = examine(config, folder, links)
     print_stdout(show(report))
     if folder is not None:
@@ -81,9 +81,9 @@ def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> 
 def examine(
     config: RunConfig, folder: Path | None = None, links: Links | None = None
 ) -> DoctorReport:
-    """Check everything, as a run with this config would find it.
+    """Run all checks for a run with this config.
 
-    A device that does not exist is a failed check, and the rest is reported for the CPU.
+    If its device does not exist, that is a failed check, and the rest is reported for the CPU.
     """
     checks = [] if links is None else list(links.checks())
     with ExitStack() as scope:
@@ -125,7 +125,7 @@ def examine(
 
 
 def show(report: DoctorReport) -> RenderableType:
-    """The report for a terminal of 80 columns."""
+    """Return the report for a terminal of 80 columns."""
     device = {k: v for k, v in report.device.items() if not isinstance(v, dict | list)}
     able = report.device["capabilities"]
     device["can"] = ", ".join(name for name, value in able.items() if value is True)

@@ -1,4 +1,4 @@
-"""job=evaluate: the metrics of a saved model on the validation set, and the model in a file."""
+"""job=evaluate: compute a saved model's validation metrics, and export the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from runner.training.summary import Summary
 def main(config: RunConfig, folder: Path) -> Summary:
     """Evaluate the weights of `checkpoint.resume` or `model.weights`, also in int8 if requested.
 
-    The summary is written before the export, so that a failed export leaves it.
+    The summary is written before the export, so that a failed export does not lose it.
     """
     kind = config.evaluate.export
     check(kind)
@@ -41,12 +41,12 @@ def main(config: RunConfig, folder: Path) -> Summary:
         run.progress.metrics = _evaluate(run, config.checks.outputs).metrics
         run.progress.validated_step = run.progress.step
         for hook in run.hooks:
-            if isinstance(hook, ModelCheck):  # the others are about training
+            if isinstance(hook, ModelCheck):  # other hooks concern training
                 hook.check(run, after_training=True)
         _quantize(run)
         bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
         run.recorder.scalars(run.progress.step, "val", bare)
-        # the best of the training is not of the model and data evaluated now
+        # the best value of the training may be of another model or data
         run.progress.best = run.progress.metrics.get(run.monitor)
         run.progress.best_step = run.progress.step
         summary = build_summary(run, "done", job="evaluate")
@@ -68,12 +68,12 @@ def main(config: RunConfig, folder: Path) -> Summary:
 
 
 def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None = None) -> Run:
-    """The run that is evaluated: with what it was trained with, and without debug tools."""
+    """Build the run as it was trained, without debug tools."""
     config = copy(config)
-    config.debug = DebugConfig(hooks=config.debug.hooks)  # tools look at steps: there are none
+    config.debug = DebugConfig(hooks=config.debug.hooks)  # tools inspect training steps
     config.data = replace(config.data, drop_last=False)
     given = Components(data=data)
-    if config.optimization.level == "auto":  # what the model was trained with, or nothing
+    if config.optimization.level == "auto":  # the selection recorded in training, if any
         from runner.benchmark.auto.resolve import resolve_auto
 
         given = replace(resolve_auto(config, search=False) or given, data=data)
@@ -81,9 +81,9 @@ def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None =
 
 
 def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
-    """Evaluate on the raw outputs, and count the outputs that `sanitise` would change as a fault.
+    """Evaluate on the raw outputs; outputs that `sanitise` would change are recorded as a fault.
 
-    Metrics of sanitised outputs would flatter the model.
+    Metrics of sanitised outputs would be too good.
     """
     if not limits.enabled:
         return evaluate(run)
@@ -101,7 +101,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         evaluation = evaluate(run)
     finally:
         run.forward = forward
-    changed = described(watched.changes.read())  # the one time that the host waits for this
+    changed = described(watched.changes.read())  # the only host synchronisation for this
     if changed:
         run.history.add(
             "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,
@@ -111,8 +111,8 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
 
 
 def _quantize(run: Run) -> None:
-    """Replace the float model's metrics by the int8 model's, if that one was accepted."""
-    # the others are about training
+    """Replace the float model's metrics by the int8 model's, if quantization was accepted."""
+    # other techniques concern training
     run.techniques[:] = [(n, t) for n, t in run.techniques if isinstance(t, Quantization)]
     collect_evidence(run)
     if run.quantized is not None:

@@ -1,4 +1,4 @@
-"""Exports a trained model, reads the file back, and compares its outputs with the model's."""
+"""Export a trained model, read the file back, and compare its outputs with the model's."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ FILES = {
 }
 PIPELINES = (ExportKind.export, ExportKind.onnx)
 ONNX = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-3  # of the largest output
-INT8_TOLERANCE = 5e-2  # a last bit may tip a value over to the next level
+TOLERANCE = 1e-3  # relative to the largest output
+INT8_TOLERANCE = 5e-2  # rounding may move a value to the next quantization level
 
-Written = Callable[[Inputs], Any]  # what was written, read back
+Written = Callable[[Inputs], Any]  # the exported model, loaded again
 
 
 def check(kind: ExportKind) -> None:
-    """Raise ConfigError where a package is missing, before anything is done."""
+    """Raise ConfigError if a required package is missing."""
     missing = [name for name in ONNX if find_spec(name) is None]
     if kind is ExportKind.onnx and missing:
         problem = f"onnx needs {', '.join(missing)}, not installed"
@@ -57,11 +57,11 @@ def check(kind: ExportKind) -> None:
 def export(
     run: Run, kind: ExportKind, folder: Path, tokenizer: str | None = None
 ) -> dict[str, Any]:
-    """Write the evaluated model to `folder`; returns its file, bytes and largest difference.
+    """Export the evaluated model to `folder`; returns file names, bytes and largest difference.
 
-    On the CPU and in the weights' own precision, with a batch of any size. With the folder of a
-    `tokenizer`, weights are a folder for `from_pretrained` of transformers. Raises ConfigError for
-    a model that the format does not take, and StorageError.
+    Traced on the CPU in the weights' precision, with a dynamic batch size. With a `tokenizer`
+    folder, weights are exported as a folder for transformers' `from_pretrained`. Raises ConfigError
+    if the format does not support the model, and StorageError.
     """
     path = folder / FILES[kind]
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def export(
                 entry["pipeline"] = f"{folder.name}/{pipeline.name}"
                 _write_example(folder)
         if stored:
-            (folder / PREPROCESSING).write_bytes(stored)  # as it is: it is read back
+            (folder / PREPROCESSING).write_bytes(stored)  # unchanged, since it is read back
         entry["bytes"] = os.path.getsize(path)
     except OSError as error:
         raise StorageError(f"{path}: not written: {error.strerror or error}") from error
@@ -100,7 +100,7 @@ def export(
 
 
 def _write_quantized(run: Run, path: Path) -> None:
-    """The int8 model's state, in the names of its modules."""
+    """Write the int8 model's state_dict."""
     if run.quantized is None:
         evidence = run.evidence.get("quantization")
         reason = (evidence.reason if evidence else "") or "see techniques in summary.json"
@@ -127,7 +127,7 @@ def _write_example(folder: Path) -> None:
 
 
 def _example(run: Run) -> tuple[Inputs, int]:
-    """Inputs of a batch, and how many samples it holds."""
+    """Return the inputs of a validation batch, and its number of samples."""
     try:
         batch, target = next(run.validation.batches(0))
     finally:
@@ -138,15 +138,15 @@ def _example(run: Run) -> tuple[Inputs, int]:
 def _write_traced(
     run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
 ) -> float:
-    """The largest difference between the model's outputs and those of the file."""
-    half = rows(inputs, slice(max(1, samples // 2)))  # shows that the batch size is free
+    """Export and reload; return the largest difference from the model's outputs."""
+    half = rows(inputs, slice(max(1, samples // 2)))  # checks that the batch size is dynamic
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             again = WRITERS[kind](model, inputs, path)
             differences = [_difference(call(model, x), again(x)) for x in (inputs, half)]
     except (OSError, RunnerError):
         raise
-    except Exception as error:  # tracers raise anything
+    except Exception as error:  # tracers raise any type
         path.unlink(missing_ok=True)
         weight_only = "optimization.quantization.mode=weight_only, or " if run.quantized else ""
         raise ConfigError(
@@ -172,7 +172,7 @@ def _torchscript(model: nn.Module, inputs: Inputs, path: Path) -> Written:
         several = isinstance(inputs, tuple | list)
         example = {"example_inputs": tuple(inputs) if several else (inputs,)}
     with warnings.catch_warnings():
-        # torch 2.13 on itself; and a trace's warnings, whose cases the comparison covers
+        # torch 2.13's own deprecations, and tracer warnings, which the comparison covers
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", category=TracerWarning)
         traced = torch.jit.trace(model, **example, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
@@ -205,7 +205,7 @@ def _onnx(model: nn.Module, inputs: Inputs, path: Path) -> Written:
     chatter = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = chatter.level
     try:
-        chatter.setLevel(logging.ERROR)  # about torchvision, which is not needed
+        chatter.setLevel(logging.ERROR)  # about missing torchvision, which is not needed
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
             program = torch.onnx.export(_exported(model, inputs), dynamo=True, verbose=False)
@@ -238,7 +238,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _difference(expected: Any, actual: Any) -> tuple[float, float]:
-    """The largest difference of two outputs, and the largest value of the first."""
+    """Return the largest difference between two outputs, and the largest value of the first."""
     ours, theirs = _tensors(expected), _tensors(actual)
     if [x.shape for x in ours] != [x.shape for x in theirs] or not ours:
         raise ValueError(
@@ -251,7 +251,7 @@ def _difference(expected: Any, actual: Any) -> tuple[float, float]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first line of the first error in the chain."""
+    """Return the first line of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

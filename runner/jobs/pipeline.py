@@ -1,4 +1,4 @@
-"""A model with its preprocessing as one program: raw numbers and categories in, answers out."""
+"""A model with its preprocessing as one module: raw inputs in, predictions out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runner.objectives.model_output import class_logits, logits
 
 
 class RawInputModel(nn.Module):
-    """Probabilities of the classes, or values in the target's unit, from raw inputs.
+    """Returns class probabilities, or values in the target's unit, from raw inputs.
 
-    Of tables: numbers before scaling, float64 [batch, columns], NaN where one is missing, and
-    places of categories, int64 [batch, columns]: any other for an unknown one. Of images: uint8
-    [batch, channels, height, width].
+    Tables: unscaled numbers, float64 [batch, columns], NaN where missing, and category indices,
+    int64 [batch, columns], any invalid index for an unknown category. Images: uint8 [batch,
+    channels, height, width].
     """
 
     means: Tensor
@@ -39,17 +39,17 @@ class RawInputModel(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
     def forward(self, raw: Tensor, categories: Tensor | None = None) -> Tensor:
-        """The answers, float32 [batch, classes] or [batch, values]."""
+        """Return the predictions, float32 [batch, classes] or [batch, values]."""
         inputs = raw.float() / 255 if categories is None else self._inputs(raw, categories)
         output = logits(call(self.model, inputs)).double()
         if self.sizes.task == "classification":
             return class_logits(output, self.sizes.classes).softmax(1).float()
         values = output * self.sizes.target_deviation + self.sizes.target_mean
-        # len() would fix the batch size
+        # len() would make the batch size static
         return values.reshape(values.shape[0], -1).float()
 
     def _inputs(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """What `encode` makes of a table's columns."""
+        """Encode a table's columns as in training."""
         missing = numbers.isnan()
         scaled = torch.where(missing, self.fills, numbers.double())
         scaled = (scaled - self.means) / self.deviations
@@ -70,21 +70,21 @@ class RawInputModel(nn.Module):
 
 
 def number_columns(columns: Sequence[Column]) -> list[Column]:
-    """The columns that the pipeline gets a number of.
+    """Return the columns for which the pipeline takes a number.
 
-    An indicator of missing values is one of them only where its number is no input.
+    A missing-value indicator is one only if its number is not an input itself.
     """
     names = {column.name for column in columns if column.part != GAP}
     return [c for c in columns if not c.values and (c.part != GAP or c.name not in names)]
 
 
 def has_pipeline(preprocessing: Preprocessing) -> bool:
-    """Whether raw inputs are standardised: those of tables and images."""
+    """Whether raw inputs have a standard form: tables and images."""
     return bool(preprocessing.columns) or preprocessing.kind == "images"
 
 
 def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ...]:
-    """Raw inputs that the pipeline makes about these of; gaps are NaN."""
+    """Invert the preprocessing approximately; missing values become NaN."""
     columns = preprocessing.columns
     if not columns:
         return ((inputs * 255).round().to(torch.uint8),)

@@ -1,4 +1,4 @@
-"""job=predict: what a trained model makes of each sample of the data, in a file."""
+"""job=predict: write a trained model's predictions for each sample to a file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-Columns = dict[str, Any]  # numpy or arrow
+Columns = dict[str, Any]  # name → numpy or Arrow array
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
     """Predict with the weights of `checkpoint.resume` or `model.weights` into `folder`."""
     with build_trained(config, folder) as run:
-        run.history.load({"counts": {}, "faults": []})  # those of the training
+        run.history.load({"counts": {}, "faults": []})  # drop the faults of the training
         kind = config.predict.format
         path = folder / f"predictions.{kind.name}"
         try:
@@ -41,7 +41,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
             size = path.stat().st_size
         except OSError as error:
             raise StorageError(f"{path}: not written: {error.strerror or error}") from error
-        run.progress.metrics, run.techniques = {}, []  # which are about training
+        run.progress.metrics, run.techniques = {}, []  # they concern training
         run.choices[:] = [choice for choice in run.choices if choice.key.startswith("data.")]
         summary = build_summary(run, "done", job="predict")
         summary.export = {"file": path.name, "rows": rows, "bytes": size}
@@ -51,12 +51,12 @@ def main(config: RunConfig, folder: Path) -> Summary:
 
 
 def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns]:
-    """For each batch: which samples they are, the predicted class or value, and probabilities.
+    """Yield, for each batch, sample names, predictions and probabilities.
 
-    Of the run's own data, or those of a loader.
+    Of the run's own data, or of `loader`.
 
-    Columns by name, [samples] each: the samples' names and ids, `prediction`, and with classes
-    `probability <class>` of each.
+    Columns by name, [samples] each: names and ids of the samples, `prediction`, and for
+    classification `probability <class>` per class.
     """
     loader = loader or run.validation
     with inference(run) as forward:
@@ -72,7 +72,7 @@ def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns
 
 
 def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
-    """Write them as they are made, and return how many; the file appears when it is whole."""
+    """Write predictions batch by batch, and return their number; the file appears when complete."""
     import pyarrow
     from pyarrow import csv, parquet
     from rich.progress import track
@@ -108,7 +108,7 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
 
 
 def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Columns:
-    """What the samples are called, and their ids; an id is renamed where an answer has its name."""
+    """Return the samples' names and ids; an id is renamed if it conflicts with another column."""
     rows = source.rows
     if rows.names:
         names = {"file": np.array([rows.names[i] for i in samples.tolist()], dtype=object)}

@@ -1,4 +1,4 @@
-"""job=replay: what a captured bad step was due to, down to the module, the line and technique."""
+"""job=replay: find the module, line and technique that caused a captured bad step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runner.training.summary import Summary
 def main(config: RunConfig, folder: Path) -> Replay:
     """Print the findings, and write replay.md, replay.json and reproduce.py.
 
-    Raises NotVerified where the step is good when it is made again: the page says what was tried.
+    Raises NotVerified if the repeated step is good; replay.md says what was tried.
     """
     if config.replay.path is None:
         raise ConfigError("replay.path", "is not there", "name a debug/captures/step_… folder")
@@ -39,7 +39,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
     where = find(Path(config.replay.path))
     capture = open_capture(where, FilePolicy.of(config.security, own_trees(folder)))
     trusted, limit_s = config.security.trusted, config.replay.timeout_s
-    config_of(capture, trusted)  # refused before anything of it is used
+    config_of(capture, trusted)  # check it before using the capture
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
         capture = with_weights(capture, Path(temporary), trusted)
         attempt = ChildAttempts(capture.path, trusted, limit_s, Path(temporary) / "log")
@@ -71,7 +71,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
 
 @dataclass(frozen=True)
 class ChildAttempts:
-    """Makes the step of a capture, each time in a process of its own that lives `limit_s`."""
+    """Repeats a captured step, each time in its own process with the time limit `limit_s`."""
 
     path: Path
     trusted: Sequence[str]
@@ -79,7 +79,7 @@ class ChildAttempts:
     log: Path
 
     def __call__(self, without: Collection[str]) -> Attempt:
-        """The step without these techniques."""
+        """Repeat the step without these techniques."""
         arguments = (self.path, list(self.trusted), sorted(without), permitted())
         process = ChildProcess(_answer, arguments, self.log)
         try:
@@ -94,7 +94,7 @@ class ChildAttempts:
 
 
 def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collection[str]) -> Attempt:
-    """The step of the capture in `path`, made here; what prevents it is in the answer."""
+    """Repeat the step in this process; an error becomes part of the result."""
     try:
         capture = open_capture(path)
         with reopened(capture, trusted=trusted, without=without) as (run, batch):

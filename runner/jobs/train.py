@@ -1,4 +1,4 @@
-"""job=train: build the run, train it, leave a report."""
+"""job=train: build the run, train it, write a report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def main(config: RunConfig, folder: Path, given: Components | None = None) -> Su
         try:
             return train(run)
         finally:
-            if run.writes and (folder / FILE).exists():  # else it has ended before it began
+            if run.writes and (folder / FILE).exists():  # else it ended before training began
                 report.write_recorded(folder)
 
 
 def chosen(config: RunConfig, folder: Path) -> Components | None:
-    """The choice of `optimization=auto`; nothing is measured for any other level."""
+    """Resolve `optimization=auto`; None for any other level."""
     if config.optimization.level != "auto":
         return None
     from runner.benchmark.auto.resolve import resolve_auto

@@ -95,7 +95,7 @@ class Optimized(Closeable):
         return getattr(self.model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, computed under the techniques."""
+        """Return the model's output, computed with the techniques."""
         run = self.lazy.run or self.ready(self._as_inputs(args, kwargs))
         args = tuple(place_inputs(run, value) for value in args)
         kwargs = {name: place_inputs(run, value) for name, value in kwargs.items()}

@@ -155,7 +155,7 @@ class Stability(Closeable):
             self.reader.add(step, 1)
             faults = self._report() if number % self.report_every == 0 else []
             self._execute(optimizer)
-            guarded.update.begin()  # buffers that a bad step restores
+            guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
             if self.captures is not None:
                 self.captures.random_state = random_state()
         finally:

@@ -78,7 +78,7 @@ FILES = {".csv": "tabular", ".tsv": "tabular", ".parquet": "tabular", ".npz": "a
 """The data option that reads a file, by suffix."""
 
 TORCHVISION = ("convnext", "densenet", "efficientnet", "mobilenet", "resnet", "swin", "vgg", "vit")
-"""How names of torchvision's models begin."""
+"""Prefixes of torchvision model names."""
 
 TORCH_OPTIMIZERS = tuple(
     "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD"

@@ -78,7 +78,7 @@ class Guesses:
     """Suggestions for a mistake, in the context of the chosen options."""
 
     groups: Mapping[str, Mapping[str, str]]
-    choices: list[str]  # valid options, as `data=cancer`
+    choices: list[str]  # valid options, e.g. `data=cancer`
     composes: Callable[[list[str]], bool]
 
     def first(self, guesses: Iterable[list[str]]) -> list[str]:
@@ -221,7 +221,7 @@ def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> C
         if not isinstance(node, DictConfig):
             path = ".".join(parts[:i])
             return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
-        if part not in node.keys():  # `part in node` is False for a key without a value
+        if part not in node.keys():  # `part in node` is False for a missing value
             return _unknown_key(override, i, node, guesses, config)
         node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
     exists = override.sign == "+" and not isinstance(node, DictConfig)
@@ -235,7 +235,7 @@ def _unknown_key(
     """Return the error about the i-th part of a key, which is missing in its parent `node`."""
     parts = override.key.split(".")
     path, part = ".".join(parts[:i]), parts[i]
-    if i and OmegaConf.get_type(node) is dict:  # free keys, as in optimizer.options
+    if i and OmegaConf.get_type(node) is dict:  # free keys, e.g. in optimizer.options
         fix = f"add it: +{override}"
         return None if override.sign else ConfigError(override.key, "is not there yet", fix)
     problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
@@ -269,7 +269,7 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
                 yield from _keys(node, f"{prefix}{key!s}.")
 
 
-# -- files of the user's own ---------------------------------------------------------------------
+# -- user config files ---------------------------------------------------------------------------
 
 
 def _wrong_file(folders: Sequence[Path], guesses: Guesses, compose: Compose) -> ConfigError | None:

@@ -16,7 +16,7 @@ ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Alternative names of groups."""
 SURE = 0.75  # similarity above which two spellings count as one word
 FOREIGN = ("data", "model", "objective")
-"""Groups where `_target_` may name a class of the user's own."""
+"""Groups in which `_target_` may name a user-defined class."""
 ARGUMENT = re.compile(
     rf"^(\+{{1,2}}(?:{'|'.join(FOREIGN)})\.)arguments\.(?!(?:_target_|arguments|kind)\b)"
 )

@@ -1,4 +1,4 @@
-"""`checkpoint.resume`: the run that is continued or used, and its recorded overrides."""
+"""Find the run of `checkpoint.resume`, and merge its recorded overrides."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Resumed:
 def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
     """Prepend the recorded overrides of the run that `checkpoint.resume` names, if it names one.
 
-    The run continues in its own folder, unless it is evaluated, swept over, or its folder is typed.
-    Raises CheckpointError for a path that leads to no run.
+    The run continues in its own folder, unless it is evaluated, swept over, or hydra.run.dir is
+    typed. Raises CheckpointError for a path that is not a run.
     """
     typed = [parse_override(text) for text in overrides]
     resumes = [o for o in typed if o.key == KEY and o.sign != "~"]

@@ -20,12 +20,12 @@ from runner.record.text import quote_for_shell
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
 SHARED_KEYS = {
-    "data": {f.name for f in fields(DataConfig)},  # how it is split and loaded
+    "data": {f.name for f in fields(DataConfig)},  # how data is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
 }
 """Keys of a group that keep their meaning when a user's class replaces the option."""
 EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
-"""Naming one of these unsets the other one, which a recipe may have set."""
+"""Setting one of these unsets the other, which a recipe may have set."""
 LISTS = ("security.trusted", "security.environment")
 SAMPLE_JOBS = 24  # jobs of a sweep that are checked before it starts; Hydra checks the rest
 
@@ -46,7 +46,7 @@ class CliOverride:
 
     @property
     def value(self) -> str:
-        """The value as it was typed."""
+        """The value as typed."""
         return self.rest.partition("=")[2]
 
     def values(self) -> list[str]:
@@ -95,13 +95,13 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
 
 def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
     key, value = ALIASES.get(override.key, override.key), override.value.strip()
-    if key in LISTS and value.isidentifier():  # one name needs no brackets
+    if key in LISTS and value.isidentifier():  # a single name needs no brackets
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)
     if isinstance(override.parsed.value(), bool | int | float | None):
-        override = parse_override(f"{key}='{override.value}'")  # Hydra says that it is no option
-    sign = "" if override.sign == "+" else override.sign  # `+experiment=…`, as elsewhere
+        override = parse_override(f"{key}='{override.value}'")  # Hydra reports it as no option
+    sign = "" if override.sign == "+" else override.sign  # `+experiment=…` is accepted too
     return replace(override, sign=sign, key=key)
 
 
@@ -111,7 +111,7 @@ def _rename_arguments(
     """Rename `+model.width=64` to `+model.arguments.width=64` if the group has a user's class."""
     targets = [o.value for o in overrides if o.key == f"{group}._target_" and o.sign != "~"]
     target = next((t for t in targets if t not in ("", "null")), "")
-    if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may name it
+    if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may set it
         others = [str(o) for o in overrides if not _is_argument(o, group)]
         target = compose(first_job(others))[group].get("_target_") or ""
     return [_for_class(o, group, target) for o in overrides] if target else overrides

@@ -127,7 +127,7 @@ class Distances:
         if floor is None:
             floor = ROUNDOFF.get(ours.dtype, 0.0) * size
         if error and not ours.is_floating_point():
-            error = math.inf  # integers have to be equal
+            error = math.inf  # a count has to be the same
         self.steps.setdefault(key, []).append(Difference(error, size, floor))
 
     def add_change(self, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
@@ -152,9 +152,9 @@ class Distances:
 class Tolerance:
     """Bounds on each tensor's distance from the reference, learned from plain runs.
 
-    The maximum of `worst` times the median over steps, `OFTEN` times the 90th percentile, and
-    `OFTEN` times the error at that step; and at least the median of all tensors of its kind, since
-    the error of small tensors is sometimes zero.
+    The maximum of `worst` times the median over steps, `OFTEN` times the 90th percentile, `OFTEN`
+    times the error at that step, and `worst` times the median over tensors of its kind, since the
+    error of a small tensor is sometimes zero.
     """
 
     def __init__(self, plain: Distances, worst: float) -> None:

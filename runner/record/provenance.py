@@ -1,7 +1,7 @@
-"""Where a run came from: package versions, commit and branch of the code, the command.
+"""The origin of a run: package versions, commit and branch of the code, the command.
 
-Git is not asked, since a repository's config names programs that git starts: the commit is read
-from `.git`, and whether files differ from it is left out.
+Git is not executed, since a repository's config can name programs that it runs: the commit is read
+from `.git`, and uncommitted changes are not detected.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
 
 
 def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
-    """The results of the comparison with a baseline and of the attribution."""
+    """Yield the results of the comparison with a baseline, and of the attribution."""
     if comparison.benchmark is None:
         return
     baseline, attribution = comparison.benchmark.baseline or {}, comparison.benchmark.attribution
