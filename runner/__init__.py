@@ -78,14 +78,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: `import runner` alone brings no torch."""
+    """Import a public name on first access, so that `import runner` does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 class _Package(ModuleType):
-    """`runner.build` is a module too, and importing it would put it where the function is meant."""
+    """Keeps `runner.build` the function, although importing the module of that name binds it."""
 
     @property
     def build(self) -> Any:
@@ -93,7 +93,7 @@ class _Package(ModuleType):
 
     @build.setter
     def build(self, module: ModuleType) -> None:
-        """What the import system binds is left to `sys.modules`."""
+        """Ignore the module that the import system binds; it is in `sys.modules`."""
 
 
 sys.modules[__name__].__class__ = _Package

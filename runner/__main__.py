@@ -1,4 +1,4 @@
-"""`python -m runner`: from the command line to an exit code."""
+"""The command line: `python -m runner`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOO_NEW = (3, 14)
 
 
 def main() -> int:
-    """Do what the command line asks for; the exit codes are those of `runner.errors`."""
+    """Run the command line; return an exit code of `runner.errors`."""
     if sys.version_info >= TOO_NEW:
         version = ".".join(str(part) for part in sys.version_info[:2])
         _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
@@ -24,10 +24,10 @@ def main() -> int:
         _flush()
         return code
     except RunnerError as error:
-        # of the processes that torchrun or srun has started, the others have the same mistake
+        # of processes started by torchrun or srun, only the first prints the common error
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             _print_error(str(error), lines=isinstance(error, SweepFailed))
-        else:  # the first to end has torchrun end the others, also the one that says why
+        else:  # torchrun ends all once one ends: wait until the first has printed
             import signal
             import time
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _activation() -> str:
-    """The command after which our packages are found."""
+    """Return advice on how to activate or install the environment of the runner."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     script = os.path.join(root, ".venv", "bin", "activate")
     if os.path.exists(script) and sys.prefix != os.path.join(root, ".venv"):
@@ -63,7 +63,7 @@ def _activation() -> str:
 
 def _main(typed: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
-    # a module there must not stand in for an installed one; a trusted class brings it back
+    # a module there must not shadow an installed one; a trusted class restores the folder
     with current_folder_last(restore=False):
         from runner.training.signals import signals_unwind
 
@@ -82,7 +82,7 @@ def _main(typed: list[str]) -> int:
                 raise typo
             from runner.cli.preflight import check
 
-            request = check(arguments)  # no torch, no folder: a mistake is answered at once
+            request = check(arguments)  # before torch and folders, to report mistakes at once
     from runner.cli.launch import launch
 
     with signals_unwind():
@@ -90,7 +90,7 @@ def _main(typed: list[str]) -> int:
 
 
 def _flush() -> None:
-    """Write out stdout, or drop what a closed pipe or a full disk refuses."""
+    """Flush stdout; on a closed pipe or full disk, discard its content."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -98,7 +98,7 @@ def _flush() -> None:
 
 
 def _print_error(message: str, lines: bool = False) -> None:
-    """Print a message on one line, whatever names and values it quotes; `lines` are our own."""
+    """Print an error, masked, on one line; with `lines`, keep the line breaks of the message."""
     from runner.masking import masked
     from runner.record.text import escape_control_chars, escape_lines
 

@@ -1,6 +1,6 @@
-"""Bounds that are declared with a config key: `every: int = bounded(50, min=1)`.
+"""Bounds declared with a config key: `every: int = bounded(50, min=1)`.
 
-One check and one message for all; `docs/config.md` shows them.
+They share one check and one message, and are listed in `docs/config.md`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from runner.errors import ConfigError
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The numbers that a key may have; NaN and infinities never."""
+    """The valid range of a key's number; NaN and infinities are always invalid."""
 
     min: float | None = None
     max: float | None = None
@@ -22,7 +22,7 @@ class NumberRange:
     below: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Whether a number lies within."""
+        """Return whether a number is within the range."""
         lower = (self.min is None or value >= self.min) and (
             self.above is None or value > self.above
         )
@@ -45,12 +45,12 @@ def bounded(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with a default and the numbers that it may have; null where it may be."""
+    """Return a dataclass field with a default and a valid range; `check_bounds` accepts None."""
     return field(default=default, metadata={"bounds": NumberRange(min, max, above, below)})
 
 
 def check_bounds(config: Any, prefix: str) -> None:
-    """Raise ConfigError for a number outside the bounds that its field declares."""
+    """Raise ConfigError for a number outside the bounds of its field."""
     for one in fields(config):
         bounds, value = one.metadata.get("bounds"), getattr(config, one.name)
         if bounds is not None and value is not None and not bounds.hold(value):

@@ -1,4 +1,4 @@
-"""From a config to a run: a class whose steps `_Build.run` makes in order."""
+"""Building of a run from a config, in the steps of `_Build.run`."""
 
 from __future__ import annotations
 
@@ -62,28 +62,28 @@ WEIGHTS = "model.weights"
 
 @dataclass(frozen=True)
 class Components:
-    """What the caller has made already, in place of what the config names."""
+    """Components made by the caller, which replace those of the config."""
 
     model: nn.Module | None = None
     data: Dataset | None = None
     objective: Objective | None = None
-    optimizer: Optimizer | None = None  # its learning rates stay the caller's to set
-    choices: Mapping[str, Any] = field(default_factory=dict)  # made automatically, by another run
+    optimizer: Optimizer | None = None  # whose learning rates the caller sets
+    choices: Mapping[str, Any] = field(default_factory=dict)  # automatic choices of another run
     techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
-    optimization: Optimization | None = None  # the result of optimization=auto
-    chosen: Sequence[Choice] = ()  # and why
-    hooks: Sequence[Hook] = ()  # besides those of the config, and after them
-    world: World | None = None  # of several processes, which all build the same run
+    optimization: Optimization | None = None  # resolved optimization=auto
+    chosen: Sequence[Choice] = ()  # the choices of optimization=auto, with reasons
+    hooks: Sequence[Hook] = ()  # entered after those of the config
+    world: World | None = None  # of several processes that build the same run
 
 
 @exclusive_random_state("build")
 def build(
     config: RunConfig, folder: str | Path | None = None, given: Components | None = None
 ) -> Run:
-    """Everything that `config` names, put together and ready to train or evaluate.
+    """Build the run of `config`, ready to train or evaluate.
 
-    With a folder the run is recorded there and can be resumed; without, nothing is written.
-    Close the run when done (it is a context manager): that undoes every global switch it flipped.
+    With a folder the run is recorded there and can be resumed; without one, nothing is written.
+    Close the run when done (it is a context manager): that undoes every global switch it set.
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
@@ -91,18 +91,18 @@ def build(
     validate_config(config, given.techniques)
     with ExitStack() as scope, translate_oom("while the run was put together"):
         run = _Build(config, folder, given, scope).run()
-        run.scope = scope.pop_all()  # nothing failed: the run now owns what must be undone
+        run.scope = scope.pop_all()  # the run now owns the callbacks that undo switches
     return run
 
 
 class _Build:
-    """The steps of one build, in the order of `run`; each needs the results of those before."""
+    """The steps of one build, in the order of `run`; each uses the results of earlier ones."""
 
     def __init__(
         self, config: RunConfig, folder: Path | None, given: Components, scope: ExitStack
     ) -> None:
         self.started, self.settings = time.monotonic(), flat(config)
-        self.config_hash = config_hash(config)  # of what was asked for, before `auto` is resolved
+        self.config_hash = config_hash(config)  # before `auto` is resolved
         self.given, self.scope = given, scope
         self.config = config = _resolve_auto(config, given)
         self.world = given.world
@@ -112,51 +112,51 @@ class _Build:
             if self.world is None:
                 self.world, folder = find_others(config, folder, scope)
             self.config = config = for_place(config, self.world.place)
-        self.home = folder  # each process but the first has one of its own in it
+        self.home = folder  # of the run; other processes have subfolders
         if folder is not None:
             folder = folder if self.world is None else self.world.folder(folder)
             _claim_folder(folder, config.checkpoint.resume, scope)
         self.folder = folder
-        # where this process writes the record of the run, if it does
+        # where this process writes the run's record, or None
         self.record = folder if self.world is None or self.world.first else None
         self.device = select(config.device, scope)
         if memory.limit_left() is not None:
             from runner.device import allocator
 
             allocator.keep_to_one_heap(scope)
-        if given.model is None:  # initial weights come from here; steps are seeded one by one
+        if given.model is None:  # for initial weights; each step is seeded separately
             seed_everything(config.seed)
         self.policy = FilePolicy.of(config.security, own_trees(folder))
         self.choices = list(given.chosen)
 
     def resolve_target(self, target: str, key: str) -> Any:
-        """The class or function that the config names at `key`, if it may be used."""
+        """Return the class or function that the config names at `key`, if security permits it."""
         from runner.security.registry import resolve
 
         return resolve(target, key, self.config.security.names)
 
     def run(self) -> Run:
-        """The steps in order; comments say why one comes after another."""
+        """Run the steps in order, and return the run."""
         self.open_checkpoints()
-        self.load_data()  # as the resumed run prepared them
+        self.load_data()  # after: a resumed run has fitted preprocessing
         self.resolve_steps()
         self.make_model()
         self.make_objective()
         self.start_builder()
         self.apply_techniques()
-        self.make_update()  # techniques may have moved weights, and chosen how they are updated
+        self.make_update()  # after: techniques may move weights and set optimizer options
         self.train, self.validation, self.test = self.batches.loaders(self.draft)
         run = self.make_run()
         self.watch_batches(run)
         self.resume(run)
-        run.captures = self.make_captures()  # last: what a resume reads is no bad step
+        run.captures = self.make_captures()  # last: steps read by a resume are not captured
         return run
 
     def load_data(self) -> None:
-        """The data, prepared as those of the run that is continued; techniques know their sizes."""
+        """Open the data, preprocessed and split as in the resumed run, if any."""
         config, given = self.config, self.given.data
         fitted = read_preprocessing(config, self.checkpointer, self.settings)
-        # the rule of the run that is resumed or replayed; before rules there was one
+        # the rule of the resumed or replayed run; older runs have none recorded, and used "random"
         rule = self.recorded.get("data.split", "random" if self.resumes else None)
         self.opened = open_run_data(config, given, self.policy, fitted, rule, self.resolve_target)
         self.data = self.opened.data
@@ -164,10 +164,10 @@ class _Build:
         self.checkpointer.preprocessing = self.opened.preprocessing.dump()
 
     def resolve_steps(self) -> None:
-        """Batch size, length of the run, and how often debug tools look at it."""
+        """Resolve batch size, number of steps, and the interval of debug tools."""
         config = self.config
         samples = len(self.data.train)
-        if self.opened.whole:  # a file of few rows is no mistake where nothing is trained
+        if self.opened.whole:  # evaluation may have fewer samples than a batch
             samples = max(samples, config.training.batch_size)
         self.batch_size, self.steps_per_epoch = resolve_batches(config, samples)
         if self.world is not None:
@@ -179,17 +179,17 @@ class _Build:
             self.device.torch,
             part=None if self.world is None else self.world.part,
         )
-        # of this process
+        # largest part of a batch of this process
         self.share = self.batch_size if self.world is None else self.world.largest(self.batch_size)
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
         self.choices += [*choices, *debug_choices]
 
     def open_checkpoints(self) -> None:
-        """The checkpointer, and the automatic choices of the run that is resumed: these win."""
+        """Create the checkpointer, and read the choices of the resumed run, which have priority."""
         checkpoint, world = self.config.checkpoint, self.world
         if world is not None and not world.first:
-            world.barrier()  # rank 0 sweeps what a crash has left
+            world.barrier()  # rank 0 removes leftovers of a crash first
         self.checkpointer = Checkpointer(
             self.home if checkpoint.enabled else None,
             checkpoint.keep,
@@ -207,7 +207,7 @@ class _Build:
         self.recorded = {**self.continued, **self.given.choices}
 
     def make_model(self) -> None:
-        """The model on its device, with its first weights: techniques and the average see them."""
+        """Build the model with its initial weights, and move it to the device."""
         model = self.build_model() if self.given.model is None else self.given.model
         refuse_lazy(model)
         self.choices += self.data.match_dtype(model)
@@ -223,9 +223,9 @@ class _Build:
         self.model = model.to(self.device.torch)
 
     def load_weights(self, model: nn.Module) -> list[Choice]:
-        """Load `model.weights`, unless the run resumes from a checkpoint, which has weights itself.
+        """Load `model.weights`, unless the run resumes from a checkpoint with its own weights.
 
-        Returns the entry for the summary; for a resumed run, the one of its start.
+        Return the entry for the summary; for a resumed run, the one recorded at its start.
         """
         path = self.config.model.weights
         if self.resumes and WEIGHTS in self.continued:
@@ -243,7 +243,7 @@ class _Build:
         return [start_from(model, existing(path, WEIGHTS), fresh, self.policy)]
 
     def build_model(self) -> nn.Module:
-        """That of the config; of a folder, with its weights unless a checkpoint brings some."""
+        """Build the config's model; model=hf has its folder's weights unless others are loaded."""
         config, sizes = self.config.model, self.data.sizes
         if sizes.task == "classification" and pairwise_loss(self.config.objective):
             sizes = replace(sizes, classes=1)
@@ -259,7 +259,7 @@ class _Build:
         return model
 
     def make_objective(self) -> None:
-        """The objective, and the metric that decides which checkpoint is best."""
+        """Build the objective, and resolve the metric that decides which checkpoint is best."""
         config = self.config
         counts, weights = self.data.class_counts(), None
         asked = config.objective.class_weights is not None
@@ -284,9 +284,9 @@ class _Build:
         self.monitor = monitored(self.objective, config.training.monitor)
 
     def start_builder(self) -> None:
-        """The RunBuilder, which techniques read and change."""
+        """Create the RunBuilder that techniques read and change."""
         config, data, own = self.config, self.data, self.given.optimizer
-        # techniques are measured while we train, not in a loop of the caller's, nor over processes
+        # techniques are measured in our training loop only, and in a single process
         alone = config.job.kind is JobKind.train and self.world is None and own is None
         to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
         cls = (
@@ -319,12 +319,12 @@ class _Build:
         )
 
     def apply_techniques(self) -> None:
-        """Each technique in order; a smaller micro-batch of the resumed run is recorded."""
+        """Apply techniques in order; keep a smaller micro-batch of the resumed run as a choice."""
         draft, recorded = self.draft, self.recorded
         self.techniques, self.engagements = apply_techniques(
             self.config.optimization, draft, self.given.techniques, self.resolve_target
         )
-        if self.world is not None:  # last: a shard of a layer holds what techniques made of it
+        if self.world is not None:  # last: sharding takes layers as techniques changed them
             from runner.distributed.parallel import parallelise
 
             self.techniques += parallelise(self.world, draft)
@@ -336,7 +336,7 @@ class _Build:
                 draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
 
     def make_update(self) -> None:
-        """The guarded update, around the config's optimizer or the one given."""
+        """Create the guarded update of the config's or the given optimizer."""
         config, draft, given = self.config, self.draft, self.given.optimizer
         shards = None if self.world is None else self.world.shards
         if given is None:
@@ -366,7 +366,7 @@ class _Build:
             draft.choices.append(Choice("stability.guard", "host reads a flag", reason))
 
     def make_run(self) -> Run:
-        """The draft's parts become the run."""
+        """Create the run from the draft's parts."""
         config, training, folder = self.config, self.config.training, self.folder
         every = training.validate_every or max(1, min(self.steps_per_epoch, self.total_steps // 5))
         whole = self.whole_step()
@@ -408,7 +408,7 @@ class _Build:
         )
 
     def build_hooks(self) -> list[Hook]:
-        """Everything that watches the run, in the order in which it is entered."""
+        """Return all hooks, in the order in which they are entered."""
         config, resolve = self.config, self.resolve_target
         hooks = build_hooks(config, self.debug, self.settings, self.record, resolve)
         if self.world is not None:
@@ -418,7 +418,7 @@ class _Build:
         return [*self.opened.hooks, *hooks, *self.given.hooks]
 
     def whole_step(self) -> StepGraph | None:
-        """The whole-step graph, if it was requested and takes the optimizer's update."""
+        """Return the whole-step graph, if it was requested and supports the optimizer's update."""
         draft = self.draft
         if draft.whole_step is None:
             return None
@@ -433,7 +433,7 @@ class _Build:
         return None
 
     def watch_batches(self, run: Run) -> None:
-        """Checks of each batch, and what is done where a worker or the run itself ends."""
+        """Set up batch checks, reports of lost workers, and clean-up at the end of the run."""
         run.inputs = batch_checks(self.config, run, self.train)
         if self.config.data.bad_samples is BadSamples.drop:
             from runner.training.left_out import LeftOut
@@ -446,7 +446,7 @@ class _Build:
             self.scope.callback(loader.close)
 
     def resume(self, run: Run) -> None:
-        """Continue from a checkpoint; `auto` is the run's own folder, if it has any."""
+        """Restore a checkpoint as checkpoint.resume says, and prepare trials."""
         where, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATING
         if where != "none":
             if not restore(run, None if where == "auto" else Path(where), trains):
@@ -461,7 +461,7 @@ class _Build:
             warn_graph_obstacle(run)
 
     def make_captures(self) -> Captures | None:
-        """Writes bad steps for job=replay; None without a folder."""
+        """Return the captures of bad steps; None without a folder, if disabled, or with shards."""
         capture, folder = self.config.debug.capture, self.folder
         if folder is None or not capture.enabled or capture.at_most == 0:
             return None
@@ -474,7 +474,7 @@ class _Build:
 
 
 def _resolve_auto(config: RunConfig, given: Components) -> RunConfig:
-    """The config with the result of optimization=auto; ConfigError if it was not resolved."""
+    """Return the config with optimization=auto resolved; ConfigError if it is not."""
     if given.optimization is not None:
         config = replace(config, optimization=given.optimization)
     if config.optimization.level == "auto":
@@ -487,7 +487,7 @@ def _resolve_auto(config: RunConfig, given: Components) -> RunConfig:
 
 
 def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
-    """Lock it for this run. Raises UsageError where it holds the checkpoints of another."""
+    """Lock the folder for this run. Raises UsageError if it has checkpoints of another run."""
     folder.mkdir(parents=True, exist_ok=True)
     scope.enter_context(lock(folder))  # one run, one folder
     if resume == "none" and any(folder.glob("checkpoints/step_*")):

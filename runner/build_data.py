@@ -1,4 +1,4 @@
-"""The data of a run: opened, checked where they are a table, and in batches."""
+"""The data of a run: opening, checks of tables, and loaders."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Resolve = Callable[[str, str], Any]
 
 @dataclass
 class RunData:
-    """The data that are open."""
+    """The opened data of a run."""
 
     data: Dataset
-    parts: dict[str, Dataset]  # validation and test samples that lie apart
+    parts: dict[str, Dataset]  # validation and test sets in separate files
     whole: bool  # nothing is trained, and all samples are evaluated
     preprocessing: Preprocessing
     hooks: list[Hook]  # the report on a table
@@ -56,9 +56,9 @@ def open_run_data(
     rule: str | None,
     resolve: Resolve,
 ) -> RunData:
-    """The data, checked as a table where it is one; that may leave out columns and rows.
+    """Open the data and check tables, which may leave out columns and rows.
 
-    `fitted` is applied where the run continues another, which was split by `rule`.
+    `fitted` and `rule` are the preprocessing and split rule of a resumed run.
     """
     if fitted is not None and given is None:
         fitted.check_kind(config.data)
@@ -105,7 +105,7 @@ def _open_parts(
     opening: Opening,
     resolve: Resolve,
 ) -> tuple[dict[str, Dataset], list[Choice]]:
-    """Validation and test samples that lie apart; training alone is to touch the test set."""
+    """Open separate validation and test sets; the test set only for job=train."""
     from runner.data.parts import open_part
 
     parts, choices = dict[str, Dataset](), list[Choice]()
@@ -119,7 +119,7 @@ def _open_parts(
 def read_preprocessing(
     config: RunConfig, checkpointer: Checkpointer, settings: Mapping[str, Any]
 ) -> Preprocessing | None:
-    """What the run that is resumed, or the evaluated weights, applied to their data."""
+    """Return the preprocessing stored with the resumed run or the evaluated weights, or None."""
     where, weights = config.checkpoint.resume, config.model.weights
     evaluates = config.job.kind in EVALUATING
     stored: tuple[Path, bytes] | None = None
@@ -150,10 +150,10 @@ class Batches:
     opened: RunData
     batch_size: int
     device: torch.device
-    part: Callable[[int], slice] | None  # which of a batch's samples are this process's
+    part: Callable[[int], slice] | None  # batch size -> slice of this process
 
     def samples(self, count: int) -> Any:
-        """The first so many that are trained on."""
+        """Return the first `count` usable training samples as a batch."""
         data = self.opened.data
         chosen = data.train[:count]
         if self.config.data.bad_samples is BadSamples.stop:
@@ -163,7 +163,7 @@ class Batches:
         return fetch_usable(data, chosen, None, data.train).batch
 
     def training_set(self, **how: Any) -> BatchLoader:
-        """Batches of the training set, epoch after epoch."""
+        """Return a loader of the training set that repeats epochs."""
         data, labels = self.opened.data, None
         if self.config.data.sampler is not None:
             labels = data.labels()
@@ -174,14 +174,14 @@ class Batches:
         return self._loader(data, data.train, labels=labels, **how)
 
     def loaders(self, draft: RunBuilder) -> tuple[BatchLoader, BatchLoader, BatchLoader | None]:
-        """Batches to train on, those held out, and those of the test set, if there is one."""
+        """Return the loaders of training, validation and test set (None without one)."""
         config, parts = self.config.data, self.opened.parts
         how: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
         train = self.training_set(**how)
         source = parts.get("validation", self.opened.data)
         held_out = source.validation
         if not self.opened.whole:
-            # in a fixed random order, so that the first so many stand for all
+            # in a fixed random order, so that the first `validation_samples` represent all
             shuffled = permutation(config.split_seed, 0, len(held_out))
             held_out = held_out[shuffled][: config.validation_samples]
         how |= {"shuffle": False, "repeat": False, "augment": False}

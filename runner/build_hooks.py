@@ -33,9 +33,9 @@ def build_hooks(
     folder: Path | None,
     look_up: Callable[[str, str], Any],
 ) -> list[Hook]:
-    """The hooks of a run in `folder`; `settings` is the config, flat. Raises ConfigError.
+    """Return the hooks of a run in `folder`; `settings` is the flat config. Raises ConfigError.
 
-    `debug` is the config's, with an `every` that fits the length of the run.
+    `debug` is the config's, with `every` resolved for the length of the run.
     """
     hooks: list[Hook] = []
     tools = load_tools(debug)
@@ -50,12 +50,12 @@ def build_hooks(
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
     if config.security.limits.any:
-        from runner.hooks.limits import Limits  # only where there is one
+        from runner.hooks.limits import Limits  # imported only if used
 
         hooks.append(Limits(config.security.limits))
-    if not debug.memory.enabled:  # which does the same, and knows more
+    if not debug.memory.enabled:  # which writes a more detailed report
         hooks.append(OomReport())
-    if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
+    if config.checks.model.enabled:  # outside the tools, which add hooks to the model
         hooks.append(ModelCheck())
     hooks += tools
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
@@ -65,7 +65,7 @@ def build_hooks(
 
 
 def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValidator | None:
-    """The checks of each batch before it is moved to the device; None where they are off."""
+    """Return the checks of each batch before its step, set in the loader; None if they are off."""
     if not config.checks.inputs.enabled:
         return None
     objective, sizes = run.objective, run.sizes
@@ -87,7 +87,7 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
 
 
 def record_lost_worker(run: Run, lost: WorkerLost) -> None:
-    """Count and log a data worker that is replaced; its stack goes to `debug/history.json`."""
+    """Count and log a replaced data worker, with its stack in `debug/history.json`."""
     message = str(lost).partition("\n")[0]
     run.history.add(
         "data_worker",
@@ -100,7 +100,7 @@ def record_lost_worker(run: Run, lost: WorkerLost) -> None:
 
 
 class OomReport(Hook):
-    """Writes what holds the memory when that ends a run; until then it costs nothing."""
+    """Writes a memory report when a run ends out of memory; costs nothing before."""
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -115,7 +115,7 @@ class OomReport(Hook):
 
 
 def load_tools(debug: DebugConfig) -> list[Hook]:
-    """The debug tools that are switched on; each is imported only then."""
+    """Import and create the enabled debug tools."""
     tools = []
     for path in enabled_tools(debug):
         module, _, name = path.partition(":")
@@ -124,7 +124,7 @@ def load_tools(debug: DebugConfig) -> list[Hook]:
 
 
 def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
-    """A hook of the user's: `package.Class`, or `{_target_: package.Class, argument: …}`."""
+    """Create a user's hook: `package.Class`, or `{_target_: package.Class, argument: …}`."""
     if isinstance(item, dict) and "_target_" not in item:
         raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
     from runner.security.registry import assembled

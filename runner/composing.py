@@ -1,4 +1,4 @@
-"""From overrides to a `RunConfig`: Hydra composes, and after `typed` nothing sees its nodes."""
+"""From overrides to a `RunConfig`: Hydra composes, and `typed` converts to dataclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
+from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf's parser
 
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.data import config as data_config
@@ -28,7 +28,7 @@ from runner.security.config_files import bound_references, restart_reference_cou
 from runner.sweep.config import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
 
 SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
-"""Groups with a schema per option, so that an option has its own keys and no others."""
+"""Groups with a schema per option, so that each option has only its own keys."""
 FOLDERS = {
     JobKind.evaluate: "evaluations",
     JobKind.predict: "predictions",
@@ -38,14 +38,14 @@ FOLDERS = {
     JobKind.scan: "scans",
     JobKind.doctor: "doctor",
 }
-"""Below `outputs/`; other jobs lie apart, so that the newest of `outputs/runs` is a training."""
+"""Folders below `outputs/`, separate so that the newest in `outputs/runs` is a training run."""
 REQUIRED = ("checkpoint.resume", "scan.path", "replay.path")
-JOBS = 4  # of a sweep, that are composed before it is suggested
-_LOCK = RLock()  # Hydra's state, and which variables may be read, belong to the process
+JOBS = 4  # jobs of a sweep that are composed to test a suggestion
+_LOCK = RLock()  # Hydra's state and the permitted variables are global
 
 
 def register() -> None:
-    """Tell Hydra every key and its type, and the resolvers of config.yaml."""
+    """Register schemas of all keys with Hydra, and the resolvers of config.yaml."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -62,7 +62,7 @@ def register() -> None:
     resolver("runner.name", _default_name)
     resolver("runner.home", lambda kind: FOLDERS.get(JobKind(getattr(kind, "value", kind)), "runs"))
     resolver("runner.id", lambda: token_hex(3), use_cache=True)
-    # cached by the text of its argument: jobs of a sweep get what the first one got
+    # cached by the text of its argument: all jobs of a sweep get the first one's value
     resolver("runner.once", lambda value: value, use_cache=True)
 
 
@@ -74,7 +74,7 @@ def _default_name(*, _root_: DictConfig) -> str:
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """The config that `python -m runner` would have with these overrides.
+    """Return the config that `python -m runner` has with these overrides.
 
     Works inside another Hydra application and in several threads. Raises ConfigError.
     """
@@ -95,9 +95,9 @@ def compose_raw(
     hydra_too: bool = False,
     conf: Path = CONF,
 ) -> DictConfig:
-    """What Hydra composes, untyped, with the groups in `folders` besides those in `conf`.
+    """Compose an untyped config, with the groups in `folders` besides those in `conf`.
 
-    Hydra's own state is left as it was. Raises ConfigError.
+    Hydra's global state is restored. Raises ConfigError.
     """
     path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
 
@@ -122,9 +122,9 @@ def compose_raw(
 
 
 def _composes(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
-    """Whether a suggestion makes a config, or one that only lacks values or trust.
+    """Return whether suggested overrides compose, apart from missing values or trust.
 
-    Of a sweep the first jobs are composed.
+    For a sweep, its first JOBS jobs are composed.
     """
     from runner.overrides.spelling import normalize_overrides, sample_jobs
 
@@ -156,11 +156,11 @@ def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path
 
 
 def typed(config: DictConfig) -> RunConfig:
-    """The dataclasses that `config` describes, every check of theirs passed.
+    """Convert a composed config to a validated RunConfig.
 
-    Hydra's own part, where there is one, answers `${hydra:…}` and is taken out of `config`. Raises
-    ConfigError for an unknown key, a mandatory one without a value, and an interpolation that
-    leads nowhere.
+    Its `hydra` node, if present, resolves `${hydra:…}` and is removed from `config`. Raises
+    ConfigError for an unknown key, a missing mandatory value, and an interpolation that cannot be
+    resolved.
     """
     restart_reference_count()
     with _LOCK, _hydra_part(config):
@@ -185,7 +185,7 @@ def typed(config: DictConfig) -> RunConfig:
 
 @contextmanager
 def _hydra_part(config: DictConfig) -> Iterator[None]:
-    """Take Hydra's part out of a config; while entered, `${hydra:…}` reads it."""
+    """Remove the `hydra` node from a config; while entered, `${hydra:…}` resolves to it."""
     if "hydra" not in config:  # Hydra has set it for the job
         yield
         return
@@ -207,11 +207,11 @@ def _hydra_part(config: DictConfig) -> Iterator[None]:
 
 
 class UnknownKey(ConfigError):
-    """A key that no schema has."""
+    """A key that its schema lacks."""
 
 
 def _check_keys(config: DictConfig, besides: str = "", prefix: str = "") -> None:
-    """Raise UnknownKey for a key that its schema lacks, at any depth, but for one at the top."""
+    """Raise UnknownKey for a key that its schema lacks, at any depth, except the key `besides`."""
     schema = OmegaConf.get_type(config)
     known = getattr(schema, "__dataclass_fields__", None)
     for key in config:
@@ -229,7 +229,7 @@ def _check_keys(config: DictConfig, besides: str = "", prefix: str = "") -> None
 
 
 def _environment(config: DictConfig) -> list[str]:
-    """The variables that the config of another application says it may read."""
+    """Return the names in security.environment of a config composed elsewhere."""
     raw: Any = OmegaConf.to_container(config, resolve=False)
     security = raw.get("security")
     names = security.get("environment") if isinstance(security, dict) else None
@@ -237,10 +237,10 @@ def _environment(config: DictConfig) -> list[str]:
 
 
 def from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
-    """The config that `plain` took apart; whom to trust is for the caller to say.
+    """Return the RunConfig of a tree from `runner.config.plain`, with the given `trusted` names.
 
-    Raises ConfigError where it does not fit this version, SecurityError for a class not trusted
-    and for what is no plain data.
+    Raises ConfigError if it does not fit this version, SecurityError for a class not trusted and
+    for values that are not plain data.
     """
     secrets.check_plain(tree, may_read=secrets.permitted())
     try:

@@ -1,4 +1,4 @@
-"""The whole config of a run: the dataclasses of its parts, and the checks that need two."""
+"""The whole config of a run: its groups, and checks that involve several of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FITS = {
     "gpt": ("tokens", ("stdlib_text", "tokens")),
     "classifier": ("labelled text", ("stdlib_parts", "text")),
 }
-"""What a model of ours reads and the data that has it; other models read anything of numbers."""
+"""Inputs of our models that need a specific kind, and data with it; others take any numbers."""
 READS_TEXT = ("text", "tokens")
 """Data for which model=hf brings a tokenizer."""
 NO_RUN = ("none", "auto")
@@ -60,7 +60,7 @@ NEEDS_MODEL = {kind: model for model, (_, kinds) in FITS.items() for kind in kin
 
 @dataclass
 class RunConfig:
-    """Everything that was asked for, checked."""
+    """The validated config of a run."""
 
     name: str = "run"
     seed: int = 0
@@ -104,9 +104,9 @@ class RunConfig:
         check_counts(asdict(self))
 
     def _check_trust(self, made: Collection[str] = ()) -> None:
-        """Check every name of a class, before torch or the user's code is imported.
+        """Check every class name, before torch or the user's code is imported.
 
-        Techniques in `made` exist already as objects of the caller's.
+        Techniques in `made` are objects that the caller has created.
         """
         groups = (*FOREIGN, "optimizer")
         targets: list[tuple[str, Any]] = [
@@ -187,7 +187,7 @@ class RunConfig:
             raise ConfigError(key, problem, "use distributed=ddp, or leave it out")
 
     def _check_blending(self) -> None:
-        """Blended samples have several classes, which only cross-entropy takes exactly."""
+        """Raise ConfigError for mixup or cutmix with a loss that does not take soft labels."""
         loss, data = self.objective, self.data
         blends = [key for key in ("mixup", "cutmix") if getattr(data, key, 0) and not data._target_]
         if blends and (loss._target_ or loss.loss not in (None, "cross_entropy")):
@@ -197,7 +197,7 @@ class RunConfig:
             raise ConfigError(key, f"{problem} takes one class", fix)
 
     def _check_fit(self) -> None:
-        """Our models read our data; what a foreign class reads is its own affair."""
+        """Check that our models and our data fit; user classes are not checked."""
         self._check_blending()
         data, model = self.data, self.model
         if data._target_ or model._target_ or data.kind == "arrays":
@@ -221,9 +221,9 @@ class RunConfig:
 
 
 def validate_config(config: RunConfig, made: Collection[str] = ()) -> None:
-    """Run the dataclasses' checks once more on a config that a program may have changed.
+    """Repeat the dataclasses' checks on a config that a program may have changed.
 
-    What a job needs of its config is not checked: the runs that a job makes have less of it.
+    Requirements of jobs are not checked, as the runs that a job builds need not meet them.
     Raises ConfigError and SecurityError, and UsageError for an object that is not a RunConfig.
     """
     if not isinstance(config, RunConfig):
@@ -262,7 +262,7 @@ OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 
 def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every `_target_` inside the arguments of a class, by its key."""
+    """Yield key and value of every `_target_` within the arguments of a class."""
     if isinstance(arguments, Mapping):
         for name, value in arguments.items():
             if name == "_target_":
@@ -275,25 +275,25 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
+    """Return a sha256 of all settings that affect results; equal hashes: the same experiment."""
     whole = secrets.unresolved(asdict(config))  # hash the reference, not the secret
     tree = {key: value for key, value in whole.items() if key not in OF_NO_CONSEQUENCE}
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
-    # tools only watch, so one may be switched on when an unfinished run is resumed; hooks may act
+    # debug tools do not affect results, so a resume may enable one; user hooks may affect them
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
-    if tree["optimization"]["level"] != "auto":  # settings of a search that is not made
+    if tree["optimization"]["level"] != "auto":  # settings of a search that is not run
         del tree["optimization"]["auto"]
     return digest(tree)
 
 
 def digest(value: Any) -> str:
-    """A sha256 of plain values and members of enums."""
+    """Return a sha256 of plain values and enum members."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The config as JSON holds it, without what to do with the run, and whom it trusts."""
+    """Return the config as JSON values, without NOT_OF_THE_RUN, and checkpoint.resume=none."""
     whole = secrets.unresolved(asdict(config))
     tree = {key: value for key, value in whole.items() if key not in NOT_OF_THE_RUN}
     tree["checkpoint"]["resume"] = "none"
@@ -302,7 +302,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
-    """Every key by its dotted path, as it is typed on the command line."""
+    """Return all values by dotted key, as on the command line."""
     values: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:

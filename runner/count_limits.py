@@ -1,8 +1,8 @@
-"""The largest number that each count of a config may be.
+"""The largest allowed value of each count in a config.
 
-A config may be another's work, and a thread, a process or an element of a tensor is asked for as
-many times as it says. The limits are far above what is useful on the largest machines, and they are
-the same on every machine, so that a config that is valid on one is valid on all.
+An untrusted config could otherwise request any number of threads, processes or tensor elements.
+The limits are far above useful values on the largest machines, and the same on every machine, so
+that a config that is valid on one is valid on all.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from runner.errors import ConfigError
 
-MOST_STEPS = 50_000_000  # the learning rate of each step is in a table: 32 bytes a step
-DEFAULT = 1_000_000_000  # counts that are only compared with another
+MOST_STEPS = 50_000_000  # a table of learning rates takes 32 bytes a step
+DEFAULT = 1_000_000_000  # for counts that are only compared
 LARGEST = {
     "device.threads": 1024,
     "device.index": 1024,
     "data.workers": 256,  # processes
-    "data.prefetch": 1024,  # batches that each of them holds
+    "data.prefetch": 1024,  # batches per worker
     "data.samples": 100_000_000,
     "data.features": 1_000_000,
     "data.channels": 4096,
@@ -49,11 +49,11 @@ LARGEST = {
     "hydra.launcher.retries": 1000,
 }
 SEEDS = ("seed", "data.split_seed")
-OWN = ("arguments", "options", "hooks")  # keys of the user's own code are below these
+OWN = ("arguments", "options", "hooks")  # below these are keys of user code
 
 
 def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise ConfigError for a whole number, at any depth, that is more than its key's limit."""
+    """Raise ConfigError for an integer, at any depth, above the limit of its key."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and name not in OWN:
@@ -63,7 +63,7 @@ def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
 
 
 def check_count(key: str, value: Any) -> None:
-    """Raise ConfigError where `value` is a whole number and more than the limit of `key`."""
+    """Raise ConfigError if `value` is an integer above the limit of `key`."""
     most = LARGEST.get(key, DEFAULT)
     if isinstance(value, int) and value > most and key not in SEEDS:
         raise ConfigError(key, f"{value:,} is too many", f"use {most:,} or less")

@@ -15,15 +15,15 @@ class Severity(IntEnum):
 
     @property
     def word(self) -> str:
-        """What people and JSON call it where nothing is refused: in models, tables and batches."""
+        """Name in reports on models and tables, where a REFUSAL is called a fault."""
         return "fault" if self is Severity.REFUSAL else self.name.lower()
 
 
 class Trust(IntEnum):
-    """How far a file may be trusted; the order is that of the names."""
+    """How far a file may be trusted, in ascending order."""
 
     REFUSED = 0  # hostile, malformed, or of a kind that is code
-    UNTRUSTED = 1  # nothing is wrong with it, and its digest is unknown
+    UNTRUSTED = 1  # no finding, but its digest is unknown
     CHECKED = 2  # its digest is in a manifest that this runner wrote
     PINNED = 3  # its digest is in security.pinned
 
@@ -35,8 +35,8 @@ class Reason:
     code: str  # stable, for programs: zip.overlap, pickle.global, weights.not_finite
     severity: Severity
     where: str  # a member, an offset, a tensor, a column
-    evidence: str  # what was seen, in one line
-    way_out: str = ""  # what to do about it
+    evidence: str  # observation, in one line
+    way_out: str = ""  # remedy
 
     def __str__(self) -> str:
         tail = f"; {self.way_out}" if self.way_out else ""

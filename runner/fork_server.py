@@ -1,4 +1,4 @@
-"""Python's fork server: new processes that have torch and the runner imported already."""
+"""Python's fork server, for processes that start with torch and the runner imported."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import runner
 
 
 def available() -> bool:
-    """Whether processes can be forked here; elsewhere system libraries do not outlive it."""
+    """Return whether the system supports it; system libraries of others do not survive a fork."""
     return sys.platform == "linux"
 
 
 def start(preload: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start it with that environment, unless it runs; what it imports is ready at the first fork.
+    """Start it with an environment, unless it runs; it imports `preload` in advance.
 
-    It would put the current folder first on its module path, where anybody's `socket.py` may lie.
+    PYTHONSAFEPATH keeps the current folder, with possibly a foreign `socket.py`, off its path.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
     before, own = dict(os.environ), {**environment, "PYTHONSAFEPATH": "1"}
@@ -38,14 +38,14 @@ def start(preload: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def stop() -> None:
-    """End it, if it runs. What it has started must have ended: nothing would say how it does."""
+    """Kill it, if it runs. Its children must have ended: their exit codes would be lost."""
     if is_running():
         os.kill(_server()._forkserver_pid, signal.SIGKILL)
     _server()._stop()
 
 
 def module_path() -> str:
-    """PYTHONPATH for processes like this one, without a current folder that was not named."""
+    """Return PYTHONPATH for child processes, without the current folder unless it was listed."""
     here = os.getcwd()
     typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
     paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]
@@ -55,17 +55,17 @@ def module_path() -> str:
 
 
 def in_current_folder() -> bool:
-    """Whether the runner's own package lies there."""
+    """Return whether the runner's package is in the current folder."""
     return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())
 
 
 def has_threads() -> bool:
-    """Whether the one that this process has started is no longer fit to be forked (Linux)."""
+    """Return whether this process's fork server has several threads: unfit to fork (Linux)."""
     return len(os.listdir(f"/proc/{_server()._forkserver_pid}/task")) > 1
 
 
 def is_running() -> bool:
-    """Whether the one that this process has started has not ended."""
+    """Return whether this process's fork server runs."""
     pid = _server()._forkserver_pid
     if pid is None:
         return False
@@ -75,11 +75,11 @@ def is_running() -> bool:
 
 
 def _server() -> Any:
-    return forkserver._forkserver  # a process has one, and no public name for it
+    return forkserver._forkserver  # one per process, without a public name
 
 
 def is_fit() -> bool:
-    """Whether this process may be forked: a child has no other thread, and no context of a GPU."""
+    """Return whether this process may be forked: it has one thread and no CUDA context."""
     torch = sys.modules.get("torch")
     touched = torch is not None and torch.cuda.is_initialized()
     return not touched and threading.active_count() == 1

@@ -1,7 +1,7 @@
-"""What must not be shown: values that a config took from the environment, told by their names.
+"""Masking of secrets: values that a config read from the environment are shown by their names.
 
-Everything that writes text asks here: log, summary, reports, TensorBoard, manifests, messages. The
-values are in the memory of this process alone.
+Log, summary, reports, TensorBoard, manifests and messages all use it. The values are only in the
+memory of this process.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from urllib.parse import quote
 
 T = TypeVar("T")
 
-SHORTEST = 8  # characters; a shorter value would be masked in honest words, too
+SHORTEST = 8  # characters; a shorter value could occur in ordinary words
 LONG_NUMBER = 16  # digits; a shorter one may be a count
 NUMBER = re.compile(r"[-+]?[\d.,_eE+-]+")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # as record.markdown escapes
 
-_spellings: dict[str, str] = {}  # of every value, as it is written in any kind of file: its name
+_spellings: dict[str, str] = {}  # each spelling of each value -> its name
 _pattern: re.Pattern[str] | None = None
 
 
 def stands_for(name: str) -> str:
-    """What is written in place of that variable's value; a config reads the value with it."""
+    """Return the interpolation `${oc.env:NAME}` that replaces a variable's value."""
     return f"${{oc.env:{name}}}"
 
 
 def learn(name: str, value: str) -> None:
-    """From here on `masked` puts the name where the value is; not for what is too short."""
+    """Add a value that `masked` replaces by its name from now on, unless it is too short."""
     global _pattern
     for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
         least = LONG_NUMBER if NUMBER.fullmatch(piece) else SHORTEST
         if len(piece) >= least:
-            for once in set(_spelled(piece)):  # and an error that quotes it, within JSON
+            for once in set(_spelled(piece)):  # twice: an error quotes it, and JSON the error
                 _spellings.update(dict.fromkeys(_spelled(once), name))
     longest_first = sorted(_spellings, key=len, reverse=True)
     _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def _spelled(value: str) -> Iterator[str]:
-    """The value as JSON, Python, HTML, Markdown, shells, addresses and our own log write it."""
+    """Yield the value as written in JSON, Python, HTML, Markdown, shells, URLs and our log."""
     yield value
     yield " ".join(value.split())
     yield json.dumps(value)[1:-1]
@@ -60,14 +60,14 @@ def _spelled(value: str) -> Iterator[str]:
 
 
 def masked(text: str) -> str:
-    """`text` with `${oc.env:NAME}` wherever a value that was learned stood."""
+    """Return the text with each known value replaced by `${oc.env:NAME}`."""
     if _pattern is None:
         return text
     return _pattern.sub(lambda match: stands_for(_spellings[match[0]]), text)
 
 
 def masked_all(value: T) -> T:
-    """The same value with all text in it masked, at any depth of dicts, lists and dataclasses."""
+    """Return the value with all strings masked, at any depth of dicts, lists and dataclasses."""
     return value if _pattern is None else _walk(value)
 
 
@@ -87,11 +87,11 @@ def _walk(value: Any) -> Any:
 
 
 def known() -> Mapping[str, str]:
-    """Names by the spellings of their values: for a process of ours, through its pipe."""
+    """Return names by spellings of values, to be sent to a child process."""
     return dict(_spellings)
 
 
 def adopt(spellings: Mapping[str, str]) -> None:
-    """Mask what the parent of this process does."""
+    """Mask the values that the parent process sent from `known`."""
     for value, name in spellings.items():
         learn(name, value)

@@ -1,6 +1,6 @@
 """The module path of the process.
 
-Nothing is imported here that Python has not imported already: the current folder may be first.
+Imports only modules that Python has already loaded: the current folder may be first on the path.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import sys
 
 
 class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder_last():`
-    """Take the current folder off the module path; afterwards it is the last one on it.
+    """Take the current folder off the module path on entry; append it on exit.
 
-    `python -m` puts it first, where a `yaml.py` or a folder `hydra_plugins` of somebody else's
-    would be run before any config is read. An empty entry of PYTHONPATH, such as a colon at its
-    end leaves, means that folder too; what is named there stays: it was asked for.
-    Without `restore` it comes back only if the runner lies there: a library looks for packages
-    that are not installed, and would find them there.
+    `python -m` puts it first, where a foreign `yaml.py` or folder `hydra_plugins` would be run
+    before any config is read. An empty entry of PYTHONPATH, such as after a trailing colon, also
+    means that folder; if it is listed by name, it stays.
+    Without `restore` it is appended only if the runner lies there: libraries try to import
+    packages that are not installed, and would find them there.
     """
 
     def __init__(self, restore: bool = True) -> None:

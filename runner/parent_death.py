@@ -1,4 +1,4 @@
-"""A process that ends with its parent, however that ends."""
+"""Ending a process when its parent has ended for any reason."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """On Linux, have the kernel kill this process when its parent has ended, also a stopped one.
+    """On Linux, make the kernel kill this process, even if stopped, when its parent ends.
 
-    The parent is the thread that started it. `parent` is its pid, if it may have ended before.
+    The parent is the thread that started it. `parent` is its pid, in case it has already ended.
     """
     if sys.platform != "linux":
         return

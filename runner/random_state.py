@@ -1,7 +1,7 @@
-"""One thread at a time uses the random state, which is the process's.
+"""Exclusive use of the process-wide random state by one thread at a time.
 
-A step seeds the generators of torch, a build those of torch, NumPy and Python. Drawn from by two
-threads, they give numbers that depend on the timing.
+A step seeds the generators of torch, a build those of torch, NumPy and Python. If two threads draw
+from them, results depend on timing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from runner.errors import UsageError
 
 POLL_S = 0.05
 _lock = RLock()
-_training = False  # what the thread that holds the lock is doing
-_loops: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # open ones, and who steps them
+_training = False  # whether the thread that holds the lock trains
+_loops: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # open loop -> thread that steps it
 
 
 @contextmanager
 def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
-    """While entered, no other thread builds, trains or evaluates a run.
+    """Keep other threads from building, training or evaluating a run while entered.
 
-    Waits for a build and an evaluation. Raises UsageError while another thread trains, which may
-    take hours. The same thread may enter again, such as a hook that evaluates.
+    Waits while another thread builds or evaluates; raises UsageError while one trains, which may
+    take hours. The same thread may enter again, such as in a hook that evaluates.
     """
     global _training
     while not _lock.acquire(timeout=POLL_S):
@@ -43,9 +43,9 @@ def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
 
 
 def claim_random_state(loop: object, action: str) -> None:
-    """Let this thread step a loop of the user's own, which draws from the process's generators.
+    """Register a user's loop, which uses the process's generators, for this thread.
 
-    Raises UsageError while another thread steps one that is open.
+    Raises UsageError while another thread has an open loop.
     """
     thread = get_ident()
     if any(other != thread for other in _loops.values()):
@@ -57,5 +57,5 @@ def claim_random_state(loop: object, action: str) -> None:
 
 
 def release_random_state(loop: object) -> None:
-    """The loop is closed."""
+    """Unregister a closed loop."""
     _loops.pop(loop, None)

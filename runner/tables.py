@@ -1,4 +1,4 @@
-"""Checks of the table that a run trains on, once before training, and their record."""
+"""Checks of a training table, once before training, and the hook that records their findings."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ NO_ROWS = np.zeros(0, np.int64)
 def check_data_table(
     data: Dataset, config: TableConfig, parts: dict[str, Dataset] | None = None
 ) -> tuple[Dataset, list[Hook]]:
-    """The data without what `config` leaves out, and the hook that records it, if there is one.
+    """Check a table; return it without dropped columns and rows, and the hook that reports them.
 
-    Validation rows that lie apart, in `parts`, are checked with them; columns are left out of all
-    parts in place. Data that are no table pass unchanged. Raises DataError where a finding stops
+    Validation rows in a separate part are checked as well; columns are dropped in all `parts`, in
+    place. Data that are not a table are returned unchanged. Raises DataError if a finding stops
     the run.
     """
     parts = parts or {}
     if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
         report = TableReport(None, data.choices)
         return data, [report] if report.bad else []
-    from runner.checks.table import CheckedTable, check_table  # only where there is a table
+    from runner.checks.table import CheckedTable, check_table  # imported only for tables
 
     inputs, target = data.inputs.numpy(), data.target.numpy()
     table, apart = data, parts.get("validation")
@@ -82,7 +82,7 @@ class TableReport(Hook):
     def session(self, run: Run) -> Iterator[None]:
         """Record the findings as the run begins; a resumed run has them already."""
         for choice in self.bad:
-            # the count comes first: it is what must not be cut off
+            # the count first, as the text may be cut off
             message = f"{choice.value} as bad samples: {choice.reason}"
             count = int(str(choice.value).partition(" ")[0].replace(",", ""))
             self._record(run, "bad_samples", message, count=count)
