@@ -1,1 +1,1 @@
-"""Checkpoints: a run's state on disk, whole or not at all, and read back only if undamaged."""
+"""Checkpoints of a run: written atomically, and verified before they are loaded."""

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's state on disk, whole or not at all, and read back only if undamaged."""
+"""Saving of checkpoints in the background, and their restoration."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["Checkpointer", "Restored"]
 
 log = logging.getLogger("runner")
 
-MAX_FAILURES = 3  # saves in a row that may fail before the run ends
+MAX_FAILURES = 3  # consecutive failed saves that end the run
 
 
 class Checkpointer:
-    """Saves a run in the background and finds the newest good checkpoint again.
+    """Saves checkpoints in the background, and restores the newest good one.
 
-    Without a folder it keeps the last one in memory, so that a roll-back works all the same.
-    Who makes one with a folder must hold its `lock`: leftovers of a crash are swept.
+    Without a folder it keeps the last checkpoint in memory, for roll-backs. With a folder, the
+    caller must hold its `lock`, as leftovers of a crash are removed.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class Checkpointer:
         folder: Path | None,
         keep: int,
         config_hash: str = "",
-        policy: FilePolicy | None = None,  # for those of other run trees; None: they are trusted
-        best_first: bool = False,  # a run's folder stands for its best one, not for its newest
-        writes: bool = True,  # False: another process does
+        policy: FilePolicy | None = None,  # for checkpoints of other run trees; None: trust them
+        best_first: bool = False,  # restore a folder's best checkpoint, not its newest
+        writes: bool = True,  # False: another process writes
     ) -> None:
         self._policy, self._best_first, self._writes = policy, best_first, writes
         self.faults: dict[str, int] = {}  # counts by kind
-        self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
+        self.choices: dict[str, Any] = {}  # automatic choices, written to every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.together: Commit | None = None  # set where each process writes a shard
-        self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
+        self.together: Commit | None = None  # set if each process writes a shard
+        self.lead_to: set[int] = set()  # steps before each of which the last checkpoint is kept
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
         self._config_hash = config_hash
-        # The one in memory must stay whole until the next one is; with reuse, a Ctrl-C tears it.
+        # In memory, the last one must stay whole until the next is; reuse could destroy both.
         self._copier = Copier(reuse=folder is not None)
         self._memory: tuple[int, Snapshot] | None = None
         self._thread: Thread | None = None
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive
         self._disk_error: OSError | None = None  # of the last save, if it failed
-        self._fault: Exception | None = None  # in the background, and not the disk's
-        if self._root is not None and self._root.is_symlink():  # another run's would be deleted
+        self._fault: Exception | None = None  # of the background thread, other than OSError
+        if self._root is not None and self._root.is_symlink():  # would delete another run's
             problem = f"{self._root}: refused: it is a link, to {self._root.resolve()}"
             raise SecurityError(f"{problem}; checkpoints lie in a folder of the run's own")
         if self._writes and self._root is not None and self._root.is_dir():
@@ -73,26 +73,26 @@ class Checkpointer:
 
     @property
     def in_memory(self) -> bool:
-        """Whether each one takes the place of the one before it."""
+        """Whether only the last checkpoint is kept, in memory."""
         return self._root is None
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there are checkpoints of this run, good or not."""
+        """Whether the run's folder contains checkpoints, good or not."""
         return self._root is not None and bool(folders.steps(self._root))
 
     def owns(self, path: Path) -> bool:
-        """Whether a checkpoint is one of this run's."""
+        """Return whether a checkpoint belongs to this run."""
         return self._root is not None and path.resolve().is_relative_to(self._root.resolve())
 
     @property
     def last(self) -> str | None:
-        """The newest checkpoint's folder, relative to the run's."""
+        """Folder of the newest checkpoint, relative to the run's."""
         return None if self._root is None else folders.link_target(self._root, "last")
 
     @property
     def best(self) -> str | None:
-        """The best one's folder, relative to the run's."""
+        """Folder of the best checkpoint, relative to the run's."""
         return None if self._root is None else folders.link_target(self._root, "best")
 
     def save(
@@ -103,12 +103,12 @@ class Checkpointer:
         best: bool,
         sharded: Collection[str] = (),
     ) -> None:
-        """Copy both now and write them in the background; waits for the save before this one.
+        """Copy model and state now, and write them in the background after the previous save.
 
-        Of the `sharded` weights, and of their state, this process has its shard.
+        Of the `sharded` weights and their optimizer state, this process has only its shard.
 
-        A full or read-only disk is a warning and counted; the next save tries again. Raises
-        StorageError after three such in a row, and TypeError naming what cannot be kept.
+        A full or read-only disk causes a warning and is counted; the next save tries again. Raises
+        StorageError after three consecutive failures, TypeError naming a value it cannot save.
         """
         if self._root is not None and not self._writes and self.together is None:
             return
@@ -131,27 +131,27 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises StorageError if three saves in a row failed."""
+        """Wait for the current save. Raises StorageError after three consecutive failures."""
         self._finish()
         if self._failures >= MAX_FAILURES:
             raise self._error(f"{self._failures} checkpoints in a row were")
 
     def close(self) -> None:
-        """Wait, and raise StorageError if the last checkpoint could not be written.
+        """Wait for the current save at the end of a run; StorageError if the last one failed.
 
-        For the end of a run; saving again afterwards is possible.
+        Saving again afterwards is possible.
         """
         self._finish()
         if self._failures:
             raise self._error("the last checkpoint was")
 
     def restore(self, where: Path | None = None, check: Check | None = None) -> Restored | None:
-        """The newest good checkpoint of this run, that of the run in `where`, or that step folder.
+        """Load the newest good checkpoint of this run or of the run in `where`, or a step folder.
 
-        A bad one, such as one whose state fails the `check`, is named in the warnings and the one
-        before it is used. None if this run has no
-        checkpoint yet; CheckpointError if there are some and none is good, or none in `where`;
-        SecurityError if the newest holds more than data, which damage does not bring about.
+        A bad checkpoint, such as one that fails `check`, is logged as a warning, and the previous
+        one is used. None if this run has no checkpoint yet; CheckpointError if none is good, or
+        `where` has none; SecurityError if the newest contains more than plain data, which damage
+        cannot cause.
         """
         from runner.checkpoint import reading  # only where one is read
 
@@ -167,7 +167,7 @@ class Checkpointer:
         elif self._root is not None:
             restored = reading.load_newest(self._root, check=check)
         elif self._memory is not None:
-            step, kept = self._memory  # of which optimizers keep what they load
+            step, kept = self._memory  # copied, as optimizers keep the tensors that they load
             copy = Copier(reuse=False).take(kept.model, kept.state)
             restored = Restored(step, copy.model, copy.state, Path("memory"))
         for warning in (*restored.warnings, *restored.differences) if restored else ():
@@ -175,23 +175,23 @@ class Checkpointer:
         return restored
 
     def before(self, step: int) -> Path | None:
-        """The folder of the newest complete checkpoint of an earlier step, if there is one."""
+        """Return the folder of the newest complete checkpoint of an earlier step, or None."""
         self.join()
         saved = {} if self._root is None else folders.steps(self._root)
         earlier = [n for n, path in saved.items() if n < step and folders.is_checkpoint(path)]
         return saved[max(earlier)] if earlier else None
 
     def recorded(self, where: Path | None = None) -> dict[str, Any]:
-        """The choices in the newest readable manifest of what `restore` would read, if any."""
+        """Return the choices in the first readable manifest of `restore`'s candidates, or {}."""
         for folder in self._readable(where):
             with suppress(CheckpointError):
                 return read_manifest(folder).choices
         return {}
 
     def read_preprocessing(self, where: Path | None = None) -> tuple[Path, bytes] | None:
-        """The file of the newest intact one of what `restore` would read; None: there is none.
+        """Return path and content of preprocessing.json in the first intact candidate, or None.
 
-        Where each is damaged `restore` says so.
+        If all are damaged, `restore` reports it.
         """
         from runner.checkpoint import reading
 
@@ -205,14 +205,14 @@ class Checkpointer:
         return None
 
     def _readable(self, where: Path | None) -> list[Path]:
-        """The checkpoints that `restore` tries, in its order."""
+        """Return the checkpoints that `restore` tries, in its order."""
         if where is not None and _is_step(where):
             return [where]
         root = self._root if where is None else folders.root_of(where)
         return [] if root is None else folders.candidates(root, self._best_first)
 
     def join(self) -> None:
-        """Until nothing is being written; errors are for `wait` and `close`."""
+        """Wait for the current save; its errors are raised by `wait` and `close`."""
         if self._thread is not None:
             self._thread.join()
 
@@ -227,7 +227,7 @@ class Checkpointer:
         return StorageError(f"{self._root}: {what} not written: {_reason(self._disk_error)}")
 
     def _write(self, root: Path, step: int, snapshot: Snapshot, best: bool) -> None:
-        """In the background thread: all of it, and what becomes of errors."""
+        """Write and publish a checkpoint in the background thread, and record errors."""
         temporary = root / (folders.TEMPORARY + folders.step_name(step))
         try:
             self._begin(temporary)
@@ -256,15 +256,15 @@ class Checkpointer:
                 self.together.open(temporary.is_dir())
 
     def prune(self, step: int) -> None:
-        """Delete what a save that was killed left beyond `keep`, if `step` is the newest one."""
+        """Delete checkpoints beyond `keep` after a killed save, if `step` is the newest one."""
         if not self._writes:
             return
         if self._root is not None and step == max(folders.steps(self._root), default=None):
-            with suppress(OSError):  # the next save says what is wrong
+            with suppress(OSError):  # the next save reports it
                 self._prune(self._root, step)
 
     def _prune(self, root: Path, step: int) -> None:
-        """Those that lead to steps that are bad, or may turn out to be, stay."""
+        """Delete old checkpoints, except the last one before each step in `lead_to`."""
         saved = folders.steps(root)
         before = [[n for n in saved if n < bad] for bad in self.lead_to]
         leading = {max(steps) for steps in before if steps}

@@ -1,4 +1,4 @@
-"""What can be asked of checkpoints: the `checkpoint` group."""
+"""The `checkpoint` group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a checkpoint's state must consist of; checked before any of it is put into a run.
+"""Validation of a checkpoint's state before any of it is loaded into a run.
 
-What the parts hold they check when they load it; tensors are compared with those of the run.
+Each part checks its content when it loads it, and compares tensors with those of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNTS = ("step", "skipped", "consecutive_skips", "best_step", "validated_step")
 
 
 def check_state(state: Any, step: int, where: str) -> None:
-    """Raise CheckpointError, naming the part, for what is not the state of a run at that step."""
+    """Raise CheckpointError, naming the part, unless `state` is a run's state at that step."""
     problem = (
         _check_types(state, STATE, "state")
         or _check_types(state["update"], UPDATE, "state.update")
@@ -35,7 +35,7 @@ def check_state(state: Any, step: int, where: str) -> None:
 
 
 def state_error(where: str, problem: str) -> CheckpointError:
-    """The error for a checkpoint whose files are intact and whose content does not fit."""
+    """Return the error for a checkpoint with intact files and invalid content."""
     return CheckpointError(
         f"{where}: is not the state of a run: {problem}; name another checkpoint with "
         "checkpoint.resume, or start afresh"

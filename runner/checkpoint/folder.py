@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: which there are, and which to keep.
+"""The folder of a run's checkpoints: listing, links and deletion.
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
-    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         in model's place: fsdp
+    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         fsdp: no model.…
 
-The manifests are the record; the links `last` and `best` are there for people. What is newest is
-decided by the step and never by a clock.
+The manifests are authoritative; the links `last` and `best` are for people. The newest checkpoint
+is that of the highest step, whatever the clock says.
 """
 
 from __future__ import annotations
@@ -30,63 +30,63 @@ log = logging.getLogger("runner")
 FOLDER = "checkpoints"
 STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 TEMPORARY = ".tmp-"
-ASIDE = "abandoned_"  # before the name of a checkpoint that the run went back behind
+ASIDE = "abandoned_"  # prefix of checkpoints later than the one that the run went back to
 
 Check = Callable[[Any, int, str], None]
-"""Given a state, its step and the file's name; raises CheckpointError where it is no state."""
+"""Called with a state, its step and the file's name; raises CheckpointError if it is invalid."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was read back, every byte of it verified."""
+    """A checkpoint that was read and verified."""
 
     step: int
     model: dict[str, Any]
     state: dict[str, Any]
-    path: Path  # its folder; just "memory" for one that was never written
-    warnings: list[str] = field(default_factory=list)  # bad ones that were passed over
-    differences: list[str] = field(default_factory=list)  # of this machine from the one it is from
+    path: Path  # its folder; "memory" for one in memory
+    warnings: list[str] = field(default_factory=list)  # about bad ones that were skipped
+    differences: list[str] = field(default_factory=list)  # of this machine from the original one
     sha256: str = ""  # of the file with the model's tensors
     trust: Trust = Trust.CHECKED
 
 
 def step_name(step: int) -> str:
-    """The folder's name."""
+    """Return the name of a step's folder."""
     return f"step_{step:08d}"
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Everything with the name of a checkpoint, complete or not."""
+    """Return the folders with a checkpoint's name by step, complete or not."""
     try:
         names = os.listdir(root)
     except OSError:
         return {}
     folders: dict[int, Path] = {}
-    for name in sorted(names):  # one that was being replaced first, so that the new one wins
+    for name in sorted(names):  # replaced ones (`storage.OLD`) first, so that new ones win
         if match := STEP.fullmatch(name.removeprefix(storage.OLD)):
             folders[int(match[1])] = root / name
     return folders
 
 
 def root_of(where: Path) -> Path:
-    """The folder of checkpoints, given that or the folder of a run."""
+    """Return the folder of checkpoints, given that or the folder of a run."""
     return where if where.name == FOLDER else where / FOLDER
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it was completed; not whether it is undamaged."""
+    """Return whether a checkpoint is complete; it may be damaged."""
     return os.path.isfile(folder / manifest.NAME)
 
 
 def is_best(root: Path, step: int) -> bool:
-    """Whether the checkpoint of that step was the best when it was written."""
+    """Return whether the checkpoint of that step was the best when it was written."""
     with suppress(CheckpointError):
         return read_manifest(root / step_name(step)).best
     return False
 
 
 def candidates(root: Path, best_first: bool = False) -> list[Path]:
-    """The checkpoints from the newest on, complete or not; with `best_first` after the best."""
+    """Return the checkpoints, complete or not, newest first; `best_first` puts the best first."""
     saved = steps(root)
     newest_first = sorted(saved, reverse=True)
     if best_first:  # each was the best when it was written, so the newest of these is
@@ -96,9 +96,9 @@ def candidates(root: Path, best_first: bool = False) -> list[Path]:
 
 
 def abandon_from(root: Path, step: int) -> None:
-    """Rename later checkpoints: the run went on from before them, so they are not its newest.
+    """Rename checkpoints later than `step`, from which the run has continued.
 
-    They may be bad, or the user chose an earlier one; nothing good is deleted for that.
+    They may be bad, or the user chose an earlier one; they are not deleted, as they may be good.
     """
     for later, folder in steps(root).items():
         if later > step:
@@ -109,7 +109,7 @@ def abandon_from(root: Path, step: int) -> None:
 
 
 def link(root: Path) -> int | None:
-    """Point `last` and `best` where the manifests say; the best one's step."""
+    """Update the links `last` and `best` from the manifests; return the step of the best."""
     newest = best = None
     for step, folder in sorted(steps(root).items()):
         with suppress(CheckpointError):
@@ -123,7 +123,7 @@ def link(root: Path) -> int | None:
 
 
 def link_target(root: Path, name: str) -> str | None:
-    """The checkpoint that `last` or `best` leads to, relative to the run's folder."""
+    """Return the checkpoint that `last` or `best` links to, relative to the run's folder."""
     target = storage.read_link(root / name)
     return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None
 
@@ -134,7 +134,7 @@ def prune(root: Path, keep: int, always: set[int | None]) -> None:
     complete = sorted(step for step, folder in folders.items() if is_checkpoint(folder))
     for step in sorted(folders.keys() - always - set(complete[-keep:])):
         try:
-            going = root / (TEMPORARY + "old-" + step_name(step))  # which a start would remove
+            going = root / (TEMPORARY + "old-" + step_name(step))  # which `sweep` removes
             os.rename(folders[step], going)
             storage.remove_folder(going)
         except OSError as error:
@@ -142,7 +142,7 @@ def prune(root: Path, keep: int, always: set[int | None]) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Tidy what a crash left; trouble with the disk is left for the first save to report."""
+    """Remove leftovers of a crash; OSErrors are only logged."""
     try:
         for leftover in root.glob(TEMPORARY + "*"):
             if leftover.is_dir() and not leftover.is_symlink():

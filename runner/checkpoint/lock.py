@@ -1,11 +1,11 @@
 """One owner per run folder: a lock that the kernel releases when its process dies.
 
-It is a record lock (`lockf`). One made by `flock` would be inherited by loader workers and stay
-held by those that a killed run leaves behind, so that the run could not be resumed.
+It is a record lock (`lockf`). A `flock` would be inherited by loader workers, and the workers that
+a killed run leaves behind would keep it, so that the run could not be resumed.
 
-The price: the kernel drops a process's record locks on a file as soon as that process closes
-any descriptor of it. So this module is the only one that opens `.lock`, and remembers which ones
-its own process holds.
+The drawback: the kernel drops a process's record locks on a file as soon as that process closes
+any descriptor of it. So only this module opens `.lock`, and it remembers which locks its process
+has.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from runner.record.storage import NO_LINK, NO_WAIT
 log = logging.getLogger("runner")
 
 NAME = ".lock"
-PROBES = 5  # tries to lock, as `is_locked` of another process holds a lock for some microseconds
+PROBES = 5  # attempts, as `is_locked` of another process takes the lock for microseconds
 TAKEN = (errno.EACCES, errno.EAGAIN)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # some network file systems
 
-_owners: dict[tuple[int, int], int] = {}  # (device, inode) of a lock file: process that holds it
+_owners: dict[tuple[int, int], int] = {}  # (device, inode) of a lock file -> pid of its owner
 
 
 class Lock(AbstractContextManager["Lock"]):
-    """A held lock; leaving its `with` block, `release()` or the process's death gives it up."""
+    """A lock on a folder, until its `with` block ends, `release()`, or the process's death."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._file = None if descriptor is None else _identity(descriptor)
 
     def release(self) -> None:
-        """Give the lock up; a second call does nothing, and a broken file raises nothing."""
+        """Release the lock; idempotent, and OSErrors are ignored."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
         with suppress(OSError):
             if self._file is not None and _owners.get(self._file) == os.getpid():
-                del _owners[self._file]  # not in a forked child: it holds none
+                del _owners[self._file]  # not in a forked child, which has no lock
                 os.ftruncate(descriptor, 0)
         with suppress(OSError):
             os.close(descriptor)
@@ -56,15 +56,15 @@ class Lock(AbstractContextManager["Lock"]):
 
 
 def lock(folder: Path) -> Lock:
-    """Become the one process that writes into `folder`, which must exist.
+    """Lock `folder`, which must exist, so that only this process writes into it.
 
-    Raises UsageError naming the process that already is, and StorageError where no lock file can
-    be written. Where locks do not exist (some network file systems) it warns instead.
+    Raises UsageError naming the process that has the lock, and StorageError if no lock file can be
+    written. Without file locks (some network file systems) it only warns.
     """
     if _held_here(folder):
         raise UsageError(f"{folder}: this process ({os.getpid()}) already runs in it")
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # what is there is emptied
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # the file's content is replaced
         descriptor = os.open(folder / NAME, flags, 0o644)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written to: {error.strerror}") from error
@@ -83,13 +83,13 @@ def lock(folder: Path) -> Lock:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except OSError as error:  # a full disk: the lock holds all the same, only its owner is unnamed
+    except OSError as error:  # a full disk: locked, but the owner is not recorded
         log.warning("%s: %s", folder / NAME, error.strerror)
     return Lock(descriptor)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a living process runs in `folder`; False where that cannot be known."""
+    """Return whether a living process has locked `folder`; False if that is unknown."""
     if _held_here(folder):
         return True
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder must hold, so that damage is found before anything is loaded."""
+"""The manifest of a checkpoint's folder, by which damage is detected before loading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARD = re.compile(r"shard_\d{5}_of_\d{5}\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class Manifest:
-    """Written last, and removed first: a folder without it is not a checkpoint."""
+    """Contents of manifest.json, written last: a folder without it is not a checkpoint."""
 
     step: int
     best: bool  # the best so far when it was written
@@ -33,17 +33,17 @@ class Manifest:
     torch: str
     threads: int
     cpu: str  # the instruction set that torch's CPU kernels use
-    tied: dict[str, str] = field(default_factory=dict)  # weights stored under another's name
-    choices: dict[str, Any] = field(default_factory=dict)  # made automatically; win on resume
+    tied: dict[str, str] = field(default_factory=dict)  # name of a tied weight -> stored name
+    choices: dict[str, Any] = field(default_factory=dict)  # automatic, kept on resume
     format: int = FORMAT
 
     def write(self, file: HashedFile) -> None:
-        """Write it with its own digest, so that no flipped bit goes unseen."""
+        """Write the manifest with its digest, so that any flipped bit is detected."""
         file.write(sealed(asdict(self)))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder; CheckpointError says in what way it is not good."""
+    """Return the manifest of a checkpoint's folder; CheckpointError if it is invalid."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:
@@ -51,18 +51,18 @@ def read_manifest(folder: Path) -> Manifest:
     except (TypeError, ValueError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
     files = manifest.files
-    model = shard_names(files) or [MODEL]  # names in it are never used as paths
+    model = shard_names(files) or [MODEL]  # names in the manifest are never used as paths
     if set(files) - {PREPROCESSING} != {*model, STATE}:
         raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
     return manifest
 
 
 def shard_name(rank: int, size: int) -> str:
-    """The file of one of the processes that have each a shard of the model."""
+    """Return the file name of a process's shard of the model."""
     return f"shard_{rank:05d}_of_{size:05d}.safetensors"
 
 
 def shard_names(files: Collection[str]) -> list[str]:
-    """Those of all processes, by rank, where the files are of a checkpoint in shards."""
+    """Return the shard files by rank, as many as there are in `files`; [] if not sharded."""
     size = sum(SHARD.fullmatch(name) is not None for name in files)
     return [shard_name(rank, size) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back, every byte of it verified; imported where one is read."""
+"""Reading of verified checkpoints; imported only to read one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.security.files.provenance import is_own
 
 
 def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = None) -> Restored:
-    """One checkpoint, verified before use; CheckpointError says in what way it is not good.
+    """Load and verify one checkpoint; CheckpointError if it is damaged or fails `check`.
 
-    With a policy, one from outside this run tree is looked at as a foreign one first, since
-    anybody can write a manifest that fits. Raises SecurityError for what is not let in. `check`
-    says whether the state is one that can be gone on with.
+    With a policy, a checkpoint from outside this run tree is scanned first, as its manifest could
+    be forged. Raises SecurityError if it is refused. `check` raises CheckpointError for a state
+    that a run cannot load.
     """
     admitted = None if policy is None else admit_folder(folder, policy)
     facts = read_manifest(folder)
@@ -33,7 +33,7 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         examined = admitted.files.get(name) if admitted is not None else None
         if examined is None or examined.sha256 != written.sha256:
             raise CheckpointError(f"{folder / name}: changed while it was being checked")
-    # its own name first: a link to an earlier checkpoint is not the one that it is named after
+    # its own name first: a link named as one checkpoint must not lead to an earlier one
     named = STEP.fullmatch(folder.name) or STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:
         raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
@@ -69,7 +69,7 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
 
 
 def read_preprocessing(folder: Path, facts: manifest.Manifest) -> bytes:
-    """The checkpoint's preprocessing.json; CheckpointError where it is not what was written."""
+    """Return the content of preprocessing.json; CheckpointError if its digest differs."""
     path = folder / manifest.PREPROCESSING
     data = storage.read_file(path)
     if hashlib.sha256(data).hexdigest() != facts.files[manifest.PREPROCESSING].sha256:
@@ -93,9 +93,9 @@ def load_newest(
     check: Check | None = None,
     best_first: bool = False,
 ) -> Restored | None:
-    """The first good one of the candidates; bad ones are named in its warnings.
+    """Load the first good checkpoint of the candidates, with warnings about bad ones.
 
-    None if there is none at all, and CheckpointError naming each if none is good.
+    None without candidates; CheckpointError naming each if none is good.
     """
     bad: list[str] = []
     for folder in candidates(root, best_first):

@@ -1,9 +1,9 @@
-"""A checkpoint in shards: each process has written its rows of every weight, and of its state.
+"""Sharded checkpoints: each process writes its rows of every weight and of its optimizer state.
 
-Rows are of dimension 0, in the order of the processes, so what a weight was is all of them end to
-end, whatever the number of processes. torch's own writer of such files
-(`torch.distributed.checkpoint.HuggingFaceStorageWriter`) plans by collectives, which a background
-thread must not mix with those of training, keeps tensors alone, and neither digests nor syncs.
+Rows are along dimension 0, by rank, so the concatenated shards are the whole weight for any number
+of processes. torch's writer (`torch.distributed.checkpoint.HuggingFaceStorageWriter`) plans by
+collectives, which a background thread must not mix with those of training, saves only tensors, and
+neither hashes nor syncs files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def copy_shard(
     sharded: Collection[str],
     first: bool,
 ) -> Snapshot:
-    """A copy of what this process is to write: its shard, and the `first` also what all have."""
+    """Copy what this process writes: its shard, and in the `first` also the unsharded rest."""
     rows, rest, state = split_shard(model, state, sharded)
     if not first:
         return copier.take(dict(rows), {})
@@ -45,7 +45,7 @@ def copy_shard(
 
 
 def write_shard(together: Commit, folder: Path, snapshot: Snapshot) -> None:
-    """In a background thread of the others than the first, which counts what could not be."""
+    """Write the shard of a process other than the first, and report it to the first."""
     try:
         together.await_folder()
         path = folder / shard_name(together.rank, together.size)
@@ -60,9 +60,9 @@ def write_shard(together: Commit, folder: Path, snapshot: Snapshot) -> None:
 def split_shard(
     model: Mapping[str, Any], state: dict[str, Any], sharded: Collection[str]
 ) -> tuple[Rows, dict[str, Any], dict[str, Any]]:
-    """What this process alone has, by the names in its file; the rest of the model, and of the run.
+    """Split off the rows of this process by name; return rows, rest of the model, rest of state.
 
-    An optimizer's tensors of one dimension or more are of their weight's shape.
+    Optimizer tensors with dimensions are assumed to have their weight's shape.
     """
     rows: Rows = {f"model.{name}": model[name] for name in sharded}
     update = state["update"]
@@ -77,7 +77,7 @@ def split_shard(
 
 
 def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[str, Tensor]:
-    """The sharded weights by name; `state` gets back what was taken from it."""
+    """Return the whole weights by name, and put optimizer tensors and average into `state`."""
     try:
         if any(shard.keys() != shards[0].keys() for shard in shards):
             raise ValueError("they hold different tensors")
@@ -101,5 +101,5 @@ def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[
 
 
 def has_rows(value: Any) -> bool:
-    """Whether it is a tensor of one dimension or more."""
+    """Return whether a value is a tensor of at least one dimension."""
     return isinstance(value, Tensor) and value.ndim > 0

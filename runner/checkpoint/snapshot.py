@@ -1,4 +1,4 @@
-"""A copy of a run in the host's memory, and how it is laid out in files."""
+"""Copies of a run's state in host memory, and their file formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from runner.record.storage import HashedFile
 from runner.security.files.encode import TIED, encode
 
-# What every safetensors since 0.4.3 reads. Tensors of other types go with the state.
+# Readable by safetensors from 0.4.3 on. Tensors of other dtypes are saved with the state.
 DTYPES = {torch.uint8: "U8", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)}
@@ -22,23 +22,23 @@ DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything on the CPU, and in memory that training does not touch."""
+    """A copy of model and state on the CPU, not shared with training."""
 
-    tensors: dict[str, Tensor]  # of the model; contiguous, none sharing memory
-    tied: dict[str, str]  # names of the model whose tensor is stored under another name
-    extra: dict[str, Any]  # what else the model's state holds, as plain data
+    tensors: dict[str, Tensor]  # of the model; contiguous, without shared memory
+    tied: dict[str, str]  # further names of tied tensors -> the name they are stored under
+    extra: dict[str, Any]  # rest of the model's state_dict, as plain data
     state: dict[str, Any]  # of the run, as plain data
 
     @property
     def model(self) -> dict[str, Any]:
-        """The model's state under all its names."""
+        """The model's state_dict, with all names of tied tensors."""
         return {**self.tensors, **{a: self.tensors[n] for a, n in self.tied.items()}, **self.extra}
 
 
 class Copier:
-    """Takes snapshots; with `reuse`, each one into the memory of the one before it.
+    """Takes snapshots; with `reuse`, each overwrites the memory of the previous one.
 
-    Fresh memory costs a page fault for every 4 KiB, which is most of a copy's time.
+    New memory costs a page fault per 4 KiB, which is most of a copy's time.
     """
 
     def __init__(self, reuse: bool) -> None:
@@ -48,9 +48,9 @@ class Copier:
     def take(
         self, model: dict[str, Any], state: dict[str, Any], beside: Collection[str] = ()
     ) -> Snapshot:
-        """Copy both; the host waits for the devices they are on. TypeError names what it cannot.
+        """Copy model and state; syncs the host. TypeError names a value that cannot be copied.
 
-        What of the model is `beside` goes with the state, not with its tensors.
+        Entries of the model named in `beside` are saved with the state, not as tensors.
         """
         taken: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
@@ -76,15 +76,15 @@ class Copier:
             plain = encode(state, "state", keep)
             for device in devices:
                 if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # its copies were only queued
+                    torch.cuda.synchronize(device)  # the copies were asynchronous
         if self._reuse:
             self._before = taken
         return Snapshot(tensors, tied, extra, plain)
 
 
 def write_tensors(snapshot: Snapshot, file: HashedFile) -> None:
-    """Write the model as a safetensors file, a tensor at a time and without a second copy."""
-    # widest first, so that each one is aligned for readers that map the file
+    """Write the model as a safetensors file, one tensor at a time, without another copy."""
+    # widest dtype first, so that tensors are aligned for readers that map the file
     order = sorted(snapshot.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", TIED: json.dumps(snapshot.tied, sort_keys=True)}
@@ -106,7 +106,7 @@ def write_tensors(snapshot: Snapshot, file: HashedFile) -> None:
 
 
 def write_state(snapshot: Snapshot, file: HashedFile) -> None:
-    """Write the rest: the run's state, and of the model's what safetensors does not hold."""
+    """Write the run's state, and the part of the model's that safetensors cannot store."""
     torch.save({"state": snapshot.state, "model": snapshot.extra}, cast("IO[bytes]", file))
 
 
@@ -115,7 +115,7 @@ def _fits(value: Tensor) -> bool:
 
 
 def _memory(value: Tensor, name: str) -> tuple[Any, ...]:
-    """Equal for two names of one tensor; two tensors that only overlap are stored twice."""
+    """Return a key that is equal for two names of one tensor, but not for overlapping tensors."""
     if value.numel() == 0 or value.data_ptr() == 0:
         return (name,)
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()

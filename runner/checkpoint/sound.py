@@ -1,4 +1,4 @@
-"""Whether what is kept of a run, or would be, is finite."""
+"""Checks that weights, buffers and optimizer state are finite."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 def is_statistic(buffer: str) -> bool:
-    """Whether a buffer is a normalisation's statistic, so finite unless a step has spoiled it."""
+    """Return whether a buffer is a running statistic, which is finite unless a step ruined it."""
     return buffer.rpartition(".")[2].startswith("running_")
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is no NaN and no Inf in any of them; the host waits for the device once.
+    """Return whether no tensor has NaN or Inf; one host sync.
 
-    The largest magnitude does not overflow where a sum of squares would.
+    It uses the largest magnitude, as a sum of squares could overflow.
     """
     floats = [tensor for tensor in tensors if _has_numbers(tensor)]
     if not floats:
@@ -30,7 +30,7 @@ def finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def masks(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """The names of those that hold an Inf and no NaN: so do masks; waits for the device."""
+    """Return the names of buffers with Inf and no NaN, such as masks; syncs the host."""
     return {
         name
         for name, buffer in buffers
@@ -39,10 +39,10 @@ def masks(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
 
 
 def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) -> str | None:
-    """The name of something in a checkpoint that is not finite, or None.
+    """Return the name of a non-finite part of a checkpoint, or None.
 
-    `model` is a state_dict and `update` the state of the optimizer and what goes with it; some
-    buffers, such as masks, hold an Inf from the start and are `exempt`.
+    `model` is a state_dict, `update` the state of OptimizerStep; buffers that have an Inf by
+    design, such as masks, are `exempt`.
     """
     weights = {n: t for n, t in model.items() if isinstance(t, Tensor) and n not in exempt}
     if not finite(weights.values()):
@@ -54,10 +54,10 @@ def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) 
 
 def _has_numbers(tensor: Tensor) -> bool:
     numbers = tensor.is_floating_point() or tensor.is_complex()
-    packed = str(tensor.dtype).endswith("_x2")  # two numbers a byte, which cannot be NaN or Inf
+    packed = str(tensor.dtype).endswith("_x2")  # two values per byte, never NaN or Inf
     return numbers and not packed and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _computable(tensor: Tensor) -> Tensor:
-    """Numbers of one byte have no arithmetic; bfloat16 holds all of them."""
+    """Convert one-byte dtypes, which have no arithmetic, to bfloat16, which is exact for them."""
     return tensor.to(torch.bfloat16) if tensor.itemsize == 1 else tensor
