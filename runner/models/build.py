@@ -1,4 +1,4 @@
-"""From the `model` group and what the data states to a model."""
+"""Building of a model from the `model` group and the sizes of the data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from runner.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class SizeFit:
-    """Where a model's class is, and which data it is for."""
+    """A model's class, and the tasks and sizes of data that it fits."""
 
-    module: str  # imported only when it is asked for
+    module: str  # imported only when it is built
     name: str
     tasks: tuple[str, ...]
-    sizes: tuple[str, ...]  # of the data, that its constructor needs
+    sizes: tuple[str, ...]  # that its constructor needs from the data
 
     def fits(self, sizes: Sizes) -> bool:
-        """Whether the task is its own and the data states every size."""
+        """Return whether the task is supported and the data have every needed size."""
         return sizes.task in self.tasks and not self.missing(sizes)
 
     def missing(self, sizes: Sizes) -> list[str]:
-        """The sizes it needs that the data does not state."""
+        """Return the needed sizes that the data lack."""
         return [name for name in self.sizes if getattr(sizes, name) is None]
 
 
@@ -43,10 +43,10 @@ OTHER_NAMES = {
     "vocab": ("vocab_size",),
     "sequence": ("seq_len",),
 }
-"""What constructors elsewhere call the sizes that the data states."""
+"""Names of these sizes in constructors of other libraries."""
 BUILDERS = {"timm": ("num_classes", "in_chans"), "torchvision": ("num_classes",)}
-"""Packages whose functions take these sizes by `**kwargs`, so that no signature names them."""
-LARGE = 10**8  # weights of about so many are counted before they are made
+"""Packages with functions that take these sizes by `**kwargs`, without them in a signature."""
+LARGE = 10**8  # estimated weights above which memory is checked before allocation
 COMMON = {f.name for f in fields(ModelConfig)}
 LABELS = ("classification", "regression")
 FITS = {
@@ -62,11 +62,11 @@ FITS = {
 
 
 def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str], Any]) -> nn.Module:
-    """The model that `config` asks for, on the CPU, with fresh weights.
+    """Build the model of `config` on the CPU, with initial weights.
 
-    Ours get the option's own fields and the data's sizes; a class of the user's own gets
-    `model.arguments` and those sizes that its constructor names. Raises ConfigError when the
-    model does not fit the data or cannot be trained.
+    Our models get the option's fields and the data's sizes; a user's class gets `model.arguments`
+    and the sizes that its constructor names. Raises ConfigError if the model does not fit the data
+    or has nothing to train.
     """
     if config._target_ is None:
         model = _ours(config, sizes)
@@ -90,7 +90,7 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
 def _with_sizes(
     factory: Any, arguments: dict[str, Any], sizes: Sizes
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The arguments, with sizes that no signature can name, and the sizes by all their names."""
+    """Return the arguments, with sizes that a signature does not name, and sizes by all names."""
     known = sizes.for_constructor()
     known |= {other: known[n] for n in known for other in OTHER_NAMES.get(n, ())}
     package = str(getattr(factory, "__module__", "")).partition(".")[0]
@@ -100,7 +100,7 @@ def _with_sizes(
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raise ConfigError where a size is yet to be found by the first forward."""
+    """Raise ConfigError for lazy parameters or buffers, sized by the first forward."""
     for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
@@ -130,7 +130,7 @@ def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
 
 
 def _check_memory(build: Callable[[], nn.Module]) -> None:
-    """Raise ConfigError where the weights alone take more than the memory that is available."""
+    """Raise ConfigError if the parameters alone exceed the available memory."""
     with torch.device("meta"):
         size = sum(p.numel() * p.element_size() for p in build().parameters())
     if size > (available := memory.available_bytes()):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STAGE_INPUT = 64  # pixels a side that the first stage works on at most
-SMALLEST = 4  # pixels a side below which nothing halves: BatchNorm needs places to average over
+STAGE_INPUT = 64  # largest input side of the first stage, in pixels
+SMALLEST = 4  # smallest side after a stride, as BatchNorm needs positions to average over
 
 
 class ResidualBlock(nn.Module):
@@ -32,11 +32,11 @@ class ResidualBlock(nn.Module):
 
 
 class CNN(nn.Module):
-    """A stem, `stages` of residual `blocks`, and a linear layer over the mean of all places.
+    """A stem, `stages` of residual `blocks`, global average pooling, and a linear layer.
 
-    [batch, in_channels, image_size, image_size] -> [batch, classes]. Larger images are first
-    brought to 64 pixels a side or less; each later stage doubles the channels and halves the
-    sides while these stay at 4 pixels or more.
+    [batch, in_channels, image_size, image_size] -> [batch, classes]. The stem reduces larger images
+    to at most 64 pixels a side; each later stage doubles the channels, and halves the sides unless
+    they would be below 4 pixels.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CNN(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits, or regression targets."""
+        """Return logits, or predicted quantities."""
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""What can be asked of the model: the `model` group, one dataclass per option."""
+"""The `model` group, one dataclass per option."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelConfig:
             self.check()
 
     def check(self) -> None:
-        """Raise ConfigError where the option's own keys make no model together."""
+        """Raise ConfigError if the option's own keys contradict each other."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Transformer(ModelConfig):
     dropout: float = bounded(0.0, min=0, below=1)
 
     def check(self) -> None:
-        """Heads divide the width."""
+        """Raise ConfigError unless `heads` divides `width`."""
         if self.width % self.heads:
             fits = [n for n in range(1, min(self.width, 16) + 1) if self.width % n == 0]
             problem = f"must divide model.width={self.width}, got {self.heads}"

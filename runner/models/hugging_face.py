@@ -1,4 +1,4 @@
-"""model=hf: a model of transformers out of a local folder, with its weights or fresh ones."""
+"""model=hf: a transformers model from a local folder, pretrained or with initial weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ AUTO = {
     "language_modelling": "AutoModelForCausalLM",
 }
 ALTERED = ("quantization_config", "fusion_config")
-"""Of a config: what puts other modules in the place of the model's."""
+"""Entries of a config.json that replace modules of the model."""
 
 
 def build_pretrained(
     folder: Path, sizes: Sizes, policy: FilePolicy | None
 ) -> tuple[nn.Module, list[Choice]]:
-    """The model in fp32 on the CPU, sized by the data; weights of the folder unless `policy` is
-    None.
+    """Build the model in fp32 on the CPU, sized by the data; weights are fresh without `policy`.
 
     Raises ConfigError for a folder or data that do not fit, SecurityError for refused weights.
     """
@@ -75,8 +74,8 @@ def build_pretrained(
 def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
     """Write config.json and the tokenizer's files beside the weights, for `from_pretrained`.
 
-    `model` was made by `build_pretrained`. Raises OSError, and ConfigError where `tokenizer` has
-    become unreadable.
+    `model` is from `build_pretrained`. Raises OSError, and ConfigError if `tokenizer` cannot be
+    read.
     """
     settings = deepcopy(model.config)
     settings.architectures, settings.use_cache = [type(model).__name__], True
@@ -88,7 +87,7 @@ def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
 
 
 def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:
-    """Put the data's sizes into the model's config; ConfigError where it cannot have them."""
+    """Set the data's sizes in the model's config; ConfigError if they do not fit."""
     for name in ALTERED:
         if getattr(settings, name, None) is not None:
             raise ConfigError(KEY, f"{path} has a {name}", "name the folder of the plain model")
@@ -100,8 +99,8 @@ def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:
         problem = f"{path} has {settings.vocab_size} tokens, and the data's ids go up to "
         fix = f"leave out data.tokenizer: the one of {path} is used"
         raise ConfigError("data.tokenizer", f"{problem}{(sizes.vocab or 0) - 1}", fix)
-    settings._attn_implementation = None  # none out of the folder, which may name code on a server
-    settings.use_cache = False  # for generation: it holds what training frees
+    settings._attn_implementation = None  # not the folder's, which may name remote code
+    settings.use_cache = False  # for generation only: it would keep memory in training
     if getattr(settings, "pad_token_id", None) is None:
         settings.pad_token_id = sizes.padding
     if sizes.task != "language_modelling":
@@ -122,7 +121,7 @@ def _fresh(auto: Any, settings: Any, path: str) -> nn.Module:
 
 
 def _describe(model: Any, info: dict[str, Any]) -> list[str]:
-    """What was loaded and what stays fresh; ConfigError where that is part of the body."""
+    """Describe loaded and fresh weights; ConfigError if none, or not those of the body, fit."""
     own, body = [*model.state_dict()], f"{model.base_model_prefix}."
     misfits = {entry[0]: entry[1:] for entry in info["mismatched_keys"]}
     fresh = sorted({*info["missing_keys"], *misfits})

@@ -1,7 +1,7 @@
-"""Training and evaluation mode, each module's own; which of them take hooks.
+"""Preservation of each module's training mode, and the modules that take hooks.
 
-`model.train()` would also set a part to training that its owner keeps in evaluation mode, such as
-a frozen backbone whose BatchNorm must not learn.
+`model.train()` would also change parts that the user keeps in evaluation mode, such as a frozen
+backbone with BatchNorm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and afterwards each module as it was."""
+    """Set evaluation mode while entered, and restore each module's mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -27,7 +27,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules, by name, that take hooks; scripted ones take none from outside."""
+    """Yield the names and modules that take hooks: all but scripted ones."""
     import torch
 
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Restore what forwards change in a model: tensors, Python attributes, random state."""
+"""Restoration of state that a forward may change: tensors, Python attributes, random state."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 NOT_STATE = (type, BuiltinFunctionType, ModuleType, type(None), str, bytes, bool, int, float)
-CONTAINERS = {"argparse", "collections", "queue", "types"}  # modules whose objects hold others
+CONTAINERS = {"argparse", "collections", "queue", "types"}  # stdlib modules with container classes
 FOREIGN = (sys.stdlib_module_names - CONTAINERS) | {"torch", "numpy", "runner"}
-"""Modules whose objects and classes are not the user's."""
-LARGEST = 2**24  # bytes of a NumPy array: a data set that a model can reach is not its state
-KEPT = 2**28  # bytes of parameters up to which they are copied, to be restored
+"""Modules with objects and classes that are not the user's."""
+LARGEST = 2**24  # bytes of a NumPy array; a larger one is taken for a data set, not state
+KEPT = 2**28  # largest size of parameters to copy, in bytes
 ITERATORS: tuple[type, ...] = (count, type(iter(())), type(iter([])), type(iter(range(0))))
 OF_A_LEAF = ("requires_grad", "grad", "_backward_hooks")  # attributes of a tensor
 MISSING = object()
 
 
 class NotRestorable(Exception):
-    """The model must not be called, since its state could not be restored; or there is no room."""
+    """The model must not be called: its state could not be restored, or memory does not suffice."""
 
 
 def large_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters of a model that has more than KEPT bytes of them; else nothing."""
+    """Return all parameters if they exceed KEPT bytes, else []."""
     parameters = [p for p in model.parameters() if not is_lazy(p)]
     size = sum(p.numel() * p.element_size() for p in parameters)
     return list(parameters) if size > KEPT else []
@@ -52,7 +52,7 @@ def large_parameters(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restore the state of the host's generators at the end."""
+    """Restore the states of python's, numpy's and torch's CPU generators on exit."""
     python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -66,12 +66,12 @@ def preserve_random_state() -> Iterator[None]:
 def preserve_state(
     *roots: object, device: torch.device, safe: Iterable[Tensor] = (), complete: bool = False
 ) -> Iterator[None]:
-    """Restore models, and what they hold, to their state on entry; and all random generators.
+    """Restore models, objects reachable from them, and random generators to their state on entry.
 
-    That is modes, attributes (also of the user's classes and in closures), lists, dicts, hooks,
-    gradients, and the values of all tensors, which are copied to the host for that; those of
-    `safe` are not. Not covered: global variables, generators, open files. With `complete`,
-    NotRestorable where a generator or an open file can be reached.
+    This includes modes, attributes (also of the user's classes and in closures), lists, dicts,
+    hooks, gradients, and the values of tensors, copied to the host, except of `safe` ones. Not
+    covered: global variables, generators, open files. With `complete`, raises NotRestorable if a
+    generator or an open file is reachable.
     """
     before = _Before(roots, safe)
     if complete and before.opaque:
@@ -89,15 +89,15 @@ def preserve_state(
 
 
 class _Before:
-    """All that can be reached from the roots, each with a way back."""
+    """The state of all objects reachable from the roots, with callbacks that restore it."""
 
     def __init__(self, roots: Iterable[object], safe: Iterable[Tensor]) -> None:
         self.safe = {id(tensor) for tensor in safe}
-        self.roots = list(roots)  # an objective of ours holds a loss of the user's
+        self.roots = list(roots)  # also of our classes, which may contain user objects
         self.undo: list[Callable[[], object]] = []
         self.opaque: list[str] = []  # objects that cannot be restored
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.seen: dict[int, object] = {}  # holds on to them: an id is of a living object
+        self.seen: dict[int, object] = {}  # references, so that ids stay unique
         waiting = list(self.roots)
         while waiting:
             item = waiting.pop()
@@ -106,7 +106,7 @@ class _Before:
                 waiting.extend(self._remember(item))
 
     def _remember(self, item: Any) -> Iterable[object]:
-        """Remember it; what it holds is next."""
+        """Record an object's state; return the objects that it contains."""
         if isinstance(item, Tensor):
             return self._tensor(item)
         if isinstance(item, torch.jit.ScriptModule):  # its slots are not Python's
@@ -150,7 +150,7 @@ class _Before:
         return ()
 
     def _closure(self, function: FunctionType) -> Iterable[object]:
-        """Of the user's functions, such as hooks; by their globals: decorators copy __module__."""
+        """Record a user function's closure; user code by globals, as decorators copy __module__."""
         if _foreign(str(function.__globals__.get("__name__"))):
             return
         yield vars(function)
@@ -161,7 +161,7 @@ class _Before:
                 yield content
 
     def _attributes(self, item: Any) -> Iterable[object]:
-        """Those of the object, and of those of its classes that are the user's."""
+        """Yield the attributes of an object, and of its classes that are the user's."""
         own = isinstance(item, nn.Module) or any(item is root for root in self.roots)
         if _foreign(type(item).__module__) and not own:
             return
@@ -177,7 +177,7 @@ class _Before:
                 yield from self._names(owner, vars(owner))
 
     def _names(self, owner: Any, values: Mapping[str, object]) -> Iterable[object]:
-        """Slots of an object, or attributes of a class."""
+        """Record slots of an object, or attributes of a class; return their values."""
         before = {name: _copy_iterator(value) for name, value in values.items()}
         self.undo.append(partial(_restore_names, owner, before))
         return [value for value in before.values() if not isinstance(value, FunctionType)]
@@ -192,14 +192,14 @@ class _Before:
         if id(tensor) in self.safe or tensor.is_meta:
             return
         wrapper: Any = tensor
-        if is_traceable_wrapper_subclass(wrapper):  # its numbers are in the tensors that it wraps
+        if is_traceable_wrapper_subclass(wrapper):  # its values are in the wrapped tensors
             yield from (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
         elif tensor.layout is torch.strided:
             self.undo.append(partial(_restore_data, tensor, tensor.detach()))
             self._storage(tensor.untyped_storage())
 
     def _storage(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.storages:  # views of one, and a tensor under many names
+        if storage._cdata in self.storages:  # seen before, by a view or another name
             return
         self.storages[storage._cdata] = storage
         own: Any = storage
@@ -213,7 +213,7 @@ def _foreign(module: object) -> bool:
 
 
 def _copy_iterator(value: Any) -> Any:
-    """The value itself; an iterator's position can only be kept in a copy."""
+    """Return a copy of an iterator, to keep its position; any other value itself."""
     return copy(value) if isinstance(value, ITERATORS) else value
 
 
@@ -237,7 +237,7 @@ def _restore_items(now: Any, before: list[object]) -> None:
 
 
 def _restore_names(owner: Any, before: Mapping[str, object]) -> None:
-    """Slots of an object, or attributes of a class; a frozen class has no way of its own."""
+    """Restore slots of an object or attributes of a class, bypassing its own __setattr__."""
     kind: Any = type if isinstance(owner, type) else object
     added = [name for name in vars(owner) if name not in before] if kind is type else []
     for name in added:
@@ -259,7 +259,7 @@ def _restore_leaf(tensor: Tensor, before: Mapping[str, Any]) -> None:
 
 
 def _restore_data(tensor: Tensor, before: Tensor) -> None:
-    """Some code assigns to `.data`: other memory in the same tensor."""
+    """Restore `.data` if a forward has assigned other memory to the tensor."""
     if tensor.data_ptr() != before.data_ptr() or tensor.shape != before.shape:
         tensor.data = before
 

@@ -1,4 +1,4 @@
-"""Weights by their names, out of a file, shards, a checkpoint's folder or a run's."""
+"""Reading of named weights from a file, shards, a checkpoint, or a run's folder."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ log = logging.getLogger("runner")
 
 KEY = "model.weights"
 BELOW = ("state_dict", "model", "model_state_dict", "weights")
-"""Where training programs put a state_dict in the dict that they save."""
+"""Keys under which training programs save a state_dict."""
 INDEX_SUFFIX = ".index.json"
 FILES = (MODEL, f"{MODEL}{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}")
-"""What a Hugging Face folder holds its weights in."""
+"""Files with the weights of a Hugging Face folder, in order of preference."""
 LARGEST_INDEX = 1 << 26  # bytes
 WHOLE_COPY = "get a whole copy of the folder"
-COMPILED = "_orig_mod."  # what torch.compile puts before the names in each module that it wraps
+COMPILED = "_orig_mod."  # in names of modules wrapped by torch.compile
 SHOWN = 3  # names of each kind, in a message
 CHARACTERS = 160  # of a name in a message
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the files that a model's weights lie in."""
+    """One of several files with a model's weights."""
 
     path: Path
     sha256: str
     trust: Trust
 
     def read(self, policy: FilePolicy) -> dict[str, Any]:
-        """Its tensors by name; it must still be the file that was examined."""
+        """Return its tensors by name; the file must have the examined digest."""
         from runner.security.files.loader import open_file  # only where a file is read
 
         return _named_tensors(open_file(self.path, policy, self.sha256), self.path)
@@ -56,17 +56,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What was read, by name, and where it is from."""
+    """Weights by name, and their origin."""
 
     path: Path
-    tensors: Mapping[str, Any]  # of shards: tensors on the meta device, with shape and type alone
+    tensors: Mapping[str, Any]  # of shards: on the meta device, with shape and dtype only
     sha256: str  # of the file; of shards: over their digests and names
     trust: Trust
     notes: list[str] = field(default_factory=list)
     shards: tuple[Shard, ...] = ()
 
     def parts(self, policy: FilePolicy) -> Iterator[dict[str, Any]]:
-        """Its tensors by name: all, or one shard after the other."""
+        """Yield the tensors by name, in one part or shard by shard."""
         if not self.shards:
             yield dict(self.tensors)
         for shard in self.shards:
@@ -74,13 +74,13 @@ class StoredWeights:
 
 
 def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
-    """The weights in a file, a checkpoint's folder, the newest good checkpoint of a run's, or a
-    Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
+    """Read the weights of a file, a checkpoint, a run's newest good checkpoint, or a Hugging Face
+    folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
 
-    Raises ConfigError for what holds none, SecurityError and CheckpointError for what is refused.
+    Raises ConfigError if there are none, SecurityError and CheckpointError for refused files.
     """
     if path.name == MODEL and folders.is_checkpoint(path.parent):
-        path = path.parent  # whose manifest has its digest
+        path = path.parent  # to use the digest in its manifest
     if path.is_dir():
         root = path if path.name == folders.FOLDER else path / folders.FOLDER
         if folders.is_checkpoint(path):
@@ -101,7 +101,7 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
 
 
 def _file_in(folder: Path) -> Path:
-    """The file of a folder that holds its weights, or the index of them."""
+    """Return a folder's weights file, or the index of its shards."""
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
@@ -116,7 +116,7 @@ def _file_in(folder: Path) -> Path:
 
 
 def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
-    """Examine each shard; of its tensors only shapes and types are kept."""
+    """Examine each shard; keep only shapes and dtypes of its tensors."""
     from runner.security.files.loader import open_file
     from runner.security.files.sandbox import Sandbox
 
@@ -143,7 +143,7 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor. Raises ConfigError for what is no index of files beside it."""
+    """Return the file name by tensor. Raises ConfigError unless it indexes files beside it."""
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise ValueError(f"it has more than {LARGEST_INDEX >> 20} MiB")
@@ -178,8 +178,8 @@ def _of_ours(restored: folders.Restored) -> StoredWeights:
 
 
 def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
-    """The tensors by name, wherever they lie in what was saved."""
-    if isinstance(content, nn.Module):  # unpickled, as security.allow_pickle said
+    """Return the tensors by name, at the top or below one of the usual keys."""
+    if isinstance(content, nn.Module):  # unpickled under security.allow_pickle
         content = content.state_dict()
     nested = isinstance(content, Mapping)
     for state in (*(content.get(key) for key in BELOW), content) if nested else ():
@@ -195,12 +195,12 @@ def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
 
 
 def some(names: Iterable[str], most: int = SHOWN) -> str:
-    """The first of them, and how many there are."""
+    """Return the first `most` names as text, with the total if there are more."""
     listed = list(names)
     more = f", … ({len(listed)} in all)" if len(listed) > most else ""
     return ", ".join(map(short, listed[:most])) + more
 
 
 def short(text: str) -> str:
-    """A name that may be of any length, in one line."""
+    """Return a name shortened to CHARACTERS, on one line."""
     return escape_control_chars(text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…")

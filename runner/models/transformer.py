@@ -11,7 +11,7 @@ from runner.errors import DataError
 from runner.objectives.chunked_cross_entropy import OutputLayer
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
-NEIGHBOURHOOD = 5  # tokens that the classifier's convolution sees at once
+NEIGHBOURHOOD = 5  # kernel size of the classifier's convolution, in tokens
 
 
 class SelfAttention(nn.Module):
@@ -25,19 +25,19 @@ class SelfAttention(nn.Module):
         self.projection = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, sequence, width] -> the same; `mask` is true where a key may be seen."""
+        """[batch, sequence, width] -> same shape; `mask` is True for keys to attend to."""
         qkv = self.qkv(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)
         query, key, value = qkv.chunk(3, dim=1)  # each [batch, heads, sequence, width / heads]
-        # No dropout here: with it the fused kernel of the CPU stands back, and the whole step of a
-        # small encoder takes a third longer.
+        # No dropout here: it disables the fused CPU kernel, and the step of a small encoder takes
+        # a third longer.
         y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
         return self.projection(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added to its input.
+    """A pre-norm transformer block: attention and a two-layer MLP, each with a residual connection.
 
-    Dropout is on what they add.
+    Dropout is applied to both before they are added.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, causal: bool) -> None:
@@ -50,17 +50,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, sequence, width] -> the same."""
+        """[batch, sequence, width] -> same shape."""
         x = x + self.dropout(self.attention(self.norm1(x), mask))
         hidden = F.gelu(self.expand(self.norm2(x)), approximate="tanh")
         return x + self.dropout(self.projection(hidden))  # type: ignore[no-any-return]
 
 
 def initialise(model: nn.Module, blocks: nn.ModuleList) -> None:
-    """GPT-2's weights: N(0, 0.02); what adds to the residual stream smaller by 1/sqrt(2 * depth).
+    """Initialise as GPT-2: N(0, 0.02), for residual projections times 1 / sqrt(2 * depth).
 
-    With that the stream's variance does not grow with the depth, and a fresh model's loss is
-    about ln(vocab).
+    So the variance of the residual stream does not grow with depth, and the initial loss is about
+    ln(vocab).
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -72,17 +72,17 @@ def initialise(model: nn.Module, blocks: nn.ModuleList) -> None:
 
 
 def first(positions: nn.Embedding, length: int) -> Tensor:
-    """The embeddings of the first `length` positions; raises DataError when there are fewer."""
+    """Return the embeddings of the first `length` positions; DataError if there are fewer."""
     if length > positions.num_embeddings:
         raise DataError(
             f"a sequence of {length} tokens, but the model has positions for "
             f"{positions.num_embeddings}: cut it, or train with data.sequence={length}"
         )
-    return positions.weight[:length]  # a slice: its backward is a copy, a look-up's a scatter
+    return positions.weight[:length]  # backward of a slice is a copy, of a lookup a scatter
 
 
 class GPT(nn.Module):
-    """Predicts each next token from those before it (Radford et al. 2019, without biases).
+    """A decoder that predicts each next token (Radford et al. 2019, without biases).
 
     [batch, up to `sequence`] token ids below `vocab` -> logits [batch, sequence, vocab].
     """
@@ -100,24 +100,24 @@ class GPT(nn.Module):
         initialise(self, self.blocks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of the token after each one."""
+        """Return the logits of each next token."""
         x = self.tokens(input_ids) + first(self.positions, input_ids.shape[1])
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
-        # the embedding itself is the output layer: one parameter under one name, so that saving,
-        # averaging and decay cannot come upon it twice
+        # tied to the embedding without a second name, so that saving, averaging and weight decay
+        # apply to it once
         return self.output(self.norm(x), self.tokens.weight)  # type: ignore[no-any-return]
 
 
 class TextClassifier(nn.Module):
-    """Reads the whole text at once, and labels the mean over its tokens.
+    """A bidirectional encoder with mean pooling over tokens, and a linear head.
 
     `input_ids` [batch, up to `sequence`] below `vocab` -> [batch, classes]. `attention_mask` of
-    the same shape is true (or 1) at tokens and false (or 0) at padding, which changes nothing.
+    the same shape is True (or 1) at tokens and False (or 0) at padding, which has no effect.
 
-    A convolution tells each token its neighbours first: single bytes say little, and attention
-    alone takes long to find out which ones stand together.
+    A convolution first adds neighbouring tokens to each one: single bytes carry little meaning, and
+    attention alone learns slowly which ones belong together.
     """
 
     def __init__(
@@ -140,18 +140,18 @@ class TextClassifier(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
         initialise(self, self.blocks)
-        # not tied to an output, so nothing asks for small ones, and the convolution needs a signal
+        # not tied to an output layer, so large values are fine, and the convolution needs them
         nn.init.normal_(self.tokens.weight)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits, or regression targets."""
+        """Return logits, or predicted quantities."""
         x = self.tokens(input_ids)
         seen = keys = None
         if attention_mask is not None:
             seen = attention_mask.bool().unsqueeze(-1)  # [batch, sequence, 1]
-            x = x * seen  # padding looks to the convolution like what lies beyond the text
-            # an empty text would leave softmax nothing to choose from (NaN): it sees its padding,
-            # and the pooling below leaves that out
+            x = x * seen  # to the convolution, padding equals its zero padding
+            # an empty text attends to its padding, since a fully masked softmax is NaN; pooling
+            # excludes it
             keys = (seen | ~seen.any(1, keepdim=True)).mT.unsqueeze(1)  # [batch, head, query, key]
         near = self.neighbours(x.transpose(1, 2)).transpose(1, 2)
         x = self.dropout(x + F.gelu(near) + first(self.positions, input_ids.shape[1]))

@@ -1,7 +1,7 @@
-"""`model.weights`: the weights that a run starts from, out of a file or a run of the user's.
+"""`model.weights`: initial weights of a run, from a file or another run.
 
-The model is made in full before. So what stays fresh has the values it would have had without, and
-no random state is another one. Everything is compared with the model before any of it is loaded.
+The model is fully initialised before, so that weights that are not loaded, and the random state,
+are the same as without. All weights are compared with the model before any is loaded.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ EXCEPT = "model.weights_except"
 
 @dataclass
 class WeightsFit:
-    """Which of the weights go where in a model, and what is in the way of that."""
+    """The mapping of stored weights to those of a model, and mismatches."""
 
-    own: dict[str, Any]  # what the model holds, by name
-    fresh: list[str]  # names of the model that keep their values
-    unused: list[str]  # names of the file that are not loaded
-    prefix: str = ""  # of all names in the file, that the model does not have
-    sources: dict[str, str] = field(default_factory=dict)  # names in the file, by the model's
+    own: dict[str, Any]  # the model's state_dict
+    fresh: list[str]  # names in the model that keep their initial values
+    unused: list[str]  # names in the file that are not loaded
+    prefix: str = ""  # of all names in the file but none in the model
+    sources: dict[str, str] = field(default_factory=dict)  # name in the model -> name in the file
     converted: Counter[str] = field(default_factory=Counter)
-    misfits: dict[str, str] = field(default_factory=dict)  # what is wrong with which name
+    misfits: dict[str, str] = field(default_factory=dict)  # name -> problem
 
     def select(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """What is taken of a part of the file, by the model's names and in its types."""
+        """Return the tensors to load from a part of the file, by the model's names and dtypes."""
         chosen = {name: part[source] for name, source in self.sources.items() if source in part}
         for name, value in chosen.items():
             if isinstance(self.own[name], Tensor):
@@ -50,10 +50,10 @@ class WeightsFit:
 
 
 def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FilePolicy) -> Choice:
-    """Load the weights at `path` into the model, but for what `fresh` names; say what was done.
+    """Load the weights at `path` into the model, except `fresh` names; return a summary.
 
-    Parameters and buffers, in the model's own types, wherever it lies. All of them or, with
-    ConfigError, none. Also raises SecurityError and CheckpointError for a refused file.
+    Parameters and buffers are converted to the model's dtypes and devices. Raises ConfigError,
+    before loading any, if they do not fit; SecurityError or CheckpointError for a refused file.
     """
     weights = read_weights(path, policy)
     fit = fit_to(model, weights, fresh)
@@ -61,7 +61,7 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FileP
         for part in weights.parts(policy):
             chosen = fit.select(part)
             part.clear()
-            model.load_state_dict(chosen, strict=False)  # `fit_to` looked for what is missing
+            model.load_state_dict(chosen, strict=False)  # `fit_to` has checked for missing names
             chosen.clear()  # before the next part is read
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = shorten(str(error), 300)
@@ -72,9 +72,9 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FileP
 
 
 def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> WeightsFit:
-    """Hold the weights against the model; nothing of it is changed. Raises ConfigError."""
+    """Match the weights with the model, without changing it. Raises ConfigError."""
     own: dict[str, Any] = model.state_dict(keep_vars=True)  # the same object where names are tied
-    # before the prefix is looked for: a loss that was saved with the model has another one
+    # before the search for a common prefix, which a loss saved with the model lacks
     unused = [name for name in weights.tensors if _matches(name, fresh)]
     fit = WeightsFit(own, [name for name in own if _matches(name, fresh)], unused)
     rest = [name for name in weights.tensors if name not in set(unused)]
@@ -104,7 +104,7 @@ def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> We
 
 
 def _prefix(names: list[str], own: Mapping[str, Any]) -> str:
-    """What a wrapper (`module.`, `_orig_mod.`, `model.`) put before all names; else nothing."""
+    """Return a wrapper's prefix (`module.`, `_orig_mod.`, `model.`) of all names, or ""."""
     prefix = ""
     while names and not any(name in own for name in names):
         first = names[0].partition(".")[0] + "."
@@ -115,7 +115,7 @@ def _prefix(names: list[str], own: Mapping[str, Any]) -> str:
 
 
 def _fit_one(names: list[str], tensors: Mapping[str, Any], fit: WeightsFit) -> None:
-    """One value of the model, under all the names that are tied to it."""
+    """Match one tensor of the model, under all names tied to it, with the file's."""
     present = [name for name in names if name in tensors]
     fresh = [name for name in names if name in fit.fresh]
     if present and fresh:
@@ -140,8 +140,8 @@ def _fit_one(names: list[str], tensors: Mapping[str, Any], fit: WeightsFit) -> N
 
 
 def _wrong(value: Any, own: Any) -> str:
-    """Why it cannot take the place of the model's own; nothing where it can."""
-    if not isinstance(own, Tensor):  # the extra state of a module, which knows itself what it loads
+    """Return why a value cannot replace the model's, or ""."""
+    if not isinstance(own, Tensor):  # a module's extra state, which it checks itself
         return ""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return f"is no plain tensor, and the model's is {list(own.shape)}"
@@ -169,7 +169,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _misfit(weights: StoredWeights, fit: WeightsFit) -> ConfigError:
-    """All that is in the way, and what to leave out where that is little."""
+    """Return an error with all mismatches, and the parts to exclude if they are few."""
     parts = [f"{name} {problem}" for name, problem in fit.misfits.items()]
     sound = [name for name in fit.sources if name not in fit.misfits]
     places = dict.fromkeys(_module_of(name, sound) for name in fit.misfits)
@@ -183,7 +183,7 @@ def _misfit(weights: StoredWeights, fit: WeightsFit) -> ConfigError:
 
 
 def _module_of(name: str, sound: Iterable[str]) -> str:
-    """The name of its module, unless something else in that fits."""
+    """Return the name of its module, or `name` if another tensor of the module fits."""
     module = name.rpartition(".")[0]
     return name if not module or any(n.startswith(f"{module}.") for n in sound) else module
 
@@ -193,7 +193,7 @@ def _shape(value: Any) -> str:
 
 
 def _summary(weights: StoredWeights, fit: WeightsFit) -> str:
-    """What was done, in a few words each."""
+    """Return a short summary of what was loaded."""
     parts = [weights.trust.name.lower(), f"{len(fit.sources):,} tensors"]
     parts += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]
     if fit.prefix:
@@ -206,7 +206,7 @@ def _summary(weights: StoredWeights, fit: WeightsFit) -> str:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one is the name, or that of a module that it lies in; `*` is anything."""
+    """Return whether a pattern (with `*`) matches the name, or a module that contains it."""
     return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns)
 
 
