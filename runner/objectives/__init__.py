@@ -1,1 +1,1 @@
-"""What is minimised, and the metrics that say how well it went."""
+"""Objectives: losses and metrics."""

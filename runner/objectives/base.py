@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""The interface of objectives, and the choice of the monitored metric."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ if TYPE_CHECKING:
     from runner.objectives.named_metrics import NamedMetrics
 
 MONITOR = "training.monitor"
-NAMED = "objective.metrics"  # their place among the sums
+NAMED = "objective.metrics"  # key of their state among the sums
 ERRORS = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
-"""Metrics of which less is better."""
+"""Metrics for which lower is better."""
 
 
 class Objective(ABC):
-    """What is minimised, and the metrics that say how well it went.
+    """A loss, and metrics over many batches.
 
-    `tally` returns sums that add up over batches, on the device; `metrics` turns the grand
-    totals into numbers, once.
+    `tally` returns a batch's sums on the device, which add up over batches; `metrics` computes
+    numbers from the totals.
     """
 
     monitor: str = "val/loss"  # the metric that decides which checkpoint is best
     higher_is_better: bool = False
-    unit: str = "samples"  # what `weight` counts: samples | tokens
-    takes_deferred: bool = False  # `DeferredLogits`, which an output layer put off
-    indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
-    ignored: int | None = None  # a class index that stands for no target
-    named: NamedMetrics | None = None  # those of `objective.metrics`
+    unit: str = "samples"  # unit of `weight`: samples | tokens
+    takes_deferred: bool = False  # accepts `DeferredLogits` of an output layer
+    indices: int | None = None  # targets are indices below this; 0: no indices; None: unknown
+    ignored: int | None = None  # class index without a loss
+    named: NamedMetrics | None = None  # metrics of `objective.metrics`
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """The mean loss over `weight(target)` items, 0-d."""
+        """Return the mean loss over `weight(target)` items, 0-d."""
 
     @abstractmethod
     def weight(self, target: Any) -> Tensor | int:
-        """How many items the mean is over; a tensor where counting needs the device."""
+        """Return the divisor of the mean; a tensor if it is counted on the device."""
 
     @abstractmethod
     def tally(self, output: Any, target: Any) -> dict[str, Any]:
-        """Tensors over this batch, or others with `+`, from which `metrics` is computed."""
+        """Return a batch's sums (tensors or objects with `+`), the input of `metrics`."""
 
     @abstractmethod
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
-        """The metrics of everything tallied, by bare names (`loss`, `accuracy`)."""
+        """Return the metrics of summed tallies, by name without prefix (`loss`, `accuracy`)."""
 
     def metric_names(self) -> list[str] | None:
-        """The metrics that there can be, by the same names; None: not known."""
+        """Return the possible names in `metrics`; None: unknown."""
         return None
 
     def rises(self, metric: str) -> bool:
-        """Whether more of `metric` (`val/…`) is better."""
+        """Return whether higher is better for `metric` (`val/…`)."""
         if metric == self.monitor:
             return self.higher_is_better
         name = metric.rpartition("/")[2]
@@ -65,25 +65,25 @@ class Objective(ABC):
         return name not in ERRORS
 
     def tally_all(self, output: Any, target: Any) -> dict[str, Any]:
-        """`tally`, with the metrics of `objective.metrics`."""
+        """Return `tally` and the state of `objective.metrics`."""
         sums = self.tally(output, target)
         return sums if self.named is None else {**sums, NAMED: self.named.tally(output, target)}
 
     def all_metrics(self, totals: dict[str, Any]) -> dict[str, float]:
-        """`metrics`, with those of `objective.metrics`."""
+        """Return `metrics` and those of `objective.metrics`."""
         own = self.metrics({name: sums for name, sums in totals.items() if name != NAMED})
         return {**own, **totals[NAMED].compute()} if NAMED in totals else own
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
-        """Counts [true class, predicted class], where that makes sense."""
+        """Return counts [true class, predicted class], or None if not applicable."""
         return None
 
 
 def monitored(objective: Objective, asked: str | None) -> str:
-    """What to monitor. ConfigError where it is certain that there will be no such metric."""
+    """Return the metric to monitor. ConfigError if it is known that it will not exist."""
     if asked is None:
         return objective.monitor
-    ours = type(objective).__module__.startswith("runner.")  # a user's may make other metrics
+    ours = type(objective).__module__.startswith("runner.")  # a user's objective may compute others
     names = objective.metric_names() if ours else None
     named = objective.named.metrics if objective.named is not None else ()
     available = [f"val/{name}" for name in (*names, *named)] if names else []
@@ -93,10 +93,10 @@ def monitored(objective: Objective, asked: str | None) -> str:
 
 
 def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError:
-    """The error about a metric that is not there; `then` is what comes of the run."""
+    """Return the error for a missing metric; `then` is appended, such as the run's outcome."""
     names = list(available)
     near = get_close_matches(asked, names, 1) or [n for n in names if n == f"val/{asked}"]
-    shown = [name for name in names if name.count("/") < 2]  # not those of single classes
+    shown = [name for name in names if name.count("/") < 2]  # without those of single classes
     guess = f"did you mean {MONITOR}={near[0]}? " if near else ""
     return ConfigError(
         MONITOR, f"there is no metric {asked!r}", f"{guess}there are {', '.join(shown)}{then}"

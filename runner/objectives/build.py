@@ -1,4 +1,4 @@
-"""From the `objective` group and what the data states to an objective."""
+"""Building of an objective from the `objective` group and the sizes of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.techniques.base import Choice
 
 Resolve = Callable[[str, str], Any]
 KEY = "objective._target_"
-# Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
+# Settings of some objectives only; others would silently ignore them.
 KNOBS = {
     "loss": ("classification", "regression"),
     "gamma": ("classification",),
@@ -29,22 +29,22 @@ KNOBS = {
     "ignore_index": ("classification", "language_modelling"),
 }
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
-"""By kind; the first is the default."""
+"""Losses by kind; the first is the default."""
 PROBABILITIES = ("BCELoss", "binary_cross_entropy")
 BINARY = (*PROBABILITIES, "BCEWithLogitsLoss", "binary_cross_entropy_with_logits")
 QUANTITIES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss") + (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"),
 )
-"""Losses of torch.nn that compare number by number, by name."""
+"""Elementwise losses of torch.nn, by name."""
 OF_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
 
 
 def build_objective(
     config: ObjectiveConfig, sizes: Sizes, resolve: Resolve, class_weights: Tensor | None = None
 ) -> Objective:
-    """The objective that `config` asks for; `auto` takes the one that fits the data's task.
+    """Build the objective of `config`; `auto` is the one for the data's task.
 
-    Raises ConfigError when it does not fit the data.
+    Raises ConfigError if it does not fit the data.
     """
     kind = sizes.task if config.kind == "auto" else config.kind
     if config._target_ is not None:
@@ -65,7 +65,7 @@ def build_objective(
         fix = f"if the targets are classes, {AS_CLASSES}" if labels else fix
         raise ConfigError("objective.kind", problem, fix)
     loss = _loss(config, kind)
-    if kind == "language_modelling":  # a run imports the objective that it has
+    if kind == "language_modelling":  # lazy imports: a run needs only one
         from runner.objectives.language_modelling import LanguageModelling
 
         return LanguageModelling(sizes.vocab, config.ignore_index)
@@ -85,7 +85,7 @@ def build_objective(
 
 
 def _loss(config: ObjectiveConfig, kind: str) -> str:
-    """The loss by its name; ConfigError for another kind's, and for knobs that it has not."""
+    """Return the name of the loss; ConfigError if it, or a setting, is not for this kind."""
     names = LOSSES.get(kind, ("cross_entropy",))
     loss = config.loss or names[0]
     if loss not in names:
@@ -99,11 +99,11 @@ def _loss(config: ObjectiveConfig, kind: str) -> str:
 
 
 def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes, list[Choice]]:
-    """The sizes of data for a loss by `_target_`, which gets targets in their own unit.
+    """Return the sizes adapted to a loss by `_target_`, which gets unscaled targets, and choices.
 
-    Whole numbers are quantities to a loss of torch's that compares number by number; `own`: the
-    data set is the user's, so that they are those that it returned. ConfigError where they are
-    classes and it is not for these.
+    An elementwise loss of torch.nn takes integer targets as quantities if the data set is the
+    user's (`own`); otherwise they are classes. ConfigError if the targets are classes and the
+    loss is not for them.
     """
     name = pairwise_loss(config)
     if config._target_ is None or (sizes.task == "classification" and not name):
@@ -132,7 +132,7 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
 
 
 def pairwise_loss(config: ObjectiveConfig) -> str:
-    """The name of a loss of torch's that compares outputs with targets number by number, or ""."""
+    """Return the name of the configured loss if it is an elementwise one of torch.nn, else ""."""
     module, _, name = (config._target_ or "").rpartition(".")
     return name if f"{module}.".startswith("torch.nn.") and name in BINARY + QUANTITIES else ""
 
@@ -159,7 +159,7 @@ def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]
     called = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         inspect.signature(called).bind(None, None, **arguments)
-    except ValueError:  # written in C without a signature: the first call will tell
+    except ValueError:  # no signature, as of C functions: the first call checks it
         return
     except TypeError as error:
         given = "".join(f", {name}=…" for name in arguments)

@@ -1,7 +1,7 @@
-"""Logits that are not made: the loss over a large vocabulary, a chunk of tokens at a time.
+"""Cross-entropy over a large vocabulary, in chunks of tokens without all logits in memory.
 
-With 50,000 words the logits of 8,192 tokens take 1.6 GB, and cross-entropy holds them three times
-over. Only the loss and its gradients are wanted, and those come out of one chunk after another.
+With 50,000 words the logits of 8,192 tokens take 1.6 GB, and cross-entropy needs them three times.
+Loss and gradients can be computed chunk by chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.objectives.model_output import DeferredLogits
 
 
 class OutputLayer(nn.Module):
-    """The product with a weight that another layer owns, so it has no parameter of its own."""
+    """A product with a weight of another layer, without own parameters."""
 
     def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Hidden [..., width] and weight [vocab, width] -> logits [..., vocab]."""
@@ -25,10 +25,9 @@ class OutputLayer(nn.Module):
 
 
 def defer(layer: nn.Module, chunk: int) -> None:
-    """Make a linear or output layer put off its product while it is in training mode.
+    """Make a linear or output layer return DeferredLogits in training mode, until `undo`.
 
-    Bound to the layer, so that a copy of the model puts off that of its own layer. `undo` takes
-    it back.
+    The new forward is bound to the layer, so that a copy of the model defers its own layer.
     """
 
     def forward(self: Any, hidden: Tensor, weight: Tensor | None = None) -> Any:
@@ -43,17 +42,17 @@ def defer(layer: nn.Module, chunk: int) -> None:
 
 
 def undo(layer: nn.Module) -> None:
-    """The layer as its class has it."""
+    """Restore the forward of the layer's class."""
     layer.__dict__.pop("forward", None)
 
 
 class _MeanCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass: the logits of a chunk are gone before the next are made.
+    """Loss and gradients in one pass over chunks, with the logits of only one chunk in memory.
 
-    The gradients are made in the forward, where the logits are: making these again in the
-    backward would cost a product more. They are kept for an upstream gradient of 1 and summed
-    in fp32, so that a loss scale multiplies what has not been rounded away; what a 16-bit product
-    sees lies between -1 and 1 for any number of tokens.
+    Gradients are computed in the forward, since recomputing logits in the backward would cost
+    another product. They are for an upstream gradient of 1, and those of the weight are summed in
+    fp32, so that a loss scale is applied to values that did not underflow; the inputs of 16-bit
+    products lie between -1 and 1 for any number of tokens.
     """
 
     @staticmethod
@@ -69,7 +68,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         count, *slopes = ctx.saved_tensors
-        share = upstream / count.clamp(min=1)  # without a target the gradients are 0, not NaN
+        share = upstream / count.clamp(min=1)  # 0 targets: gradients are 0, not NaN
         pairs = zip(slopes, ctx.kinds, strict=True)
         given = (None if kind is None else (slope * share).to(kind) for slope, kind in pairs)
         return (*given, None, None, None, None)
@@ -84,7 +83,7 @@ def _pass(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """Sum of the losses, how many there are, and the sum's gradients."""
+    """Return the sum of the losses, their number, and gradients of the sum."""
     low_weight, low_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     results = _empty_results(hidden, weight, bias, dtype)
     total, count, of_hidden, of_weight, of_bias = results
@@ -95,7 +94,7 @@ def _pass(
         h, at, counts = hidden[part].to(dtype), label[part], counted[part]
         log_p = F.log_softmax(F.linear(h, low_weight, low_bias).to(total.dtype), dim=1)
         total -= torch.where(counts, log_p.gather(1, at), 0.0).sum()
-        slope = log_p.exp_()  # in place: a chunk's logits are the largest tensor there is
+        slope = log_p.exp_()  # in place: a chunk's logits are the largest tensor
         slope.scatter_add_(1, at, torch.full_like(at, -1, dtype=slope.dtype))
         slope.masked_fill_(~counts, 0.0)
         if bias is not None:
@@ -113,7 +112,7 @@ def _pass(
 def _empty_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """What a pass fills in."""
+    """Allocate the results of a pass."""
     exact: Any = {"dtype": torch.promote_types(dtype, torch.float32), "device": hidden.device}
     return (
         torch.zeros((), **exact),
@@ -124,8 +123,8 @@ def _empty_results(
     )
 
 
-# In a compiled graph the pass stays one piece. Taken apart, inductor makes the chunks in an order
-# of its own: measured, it held more than the whole logits take.
+# Opaque to the compiler: inductor would reorder the chunks, and used more memory than the whole
+# logits.
 _opaque_pass = torch.library.custom_op(
     "runner::chunked_cross_entropy",
     _pass,

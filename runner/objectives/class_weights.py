@@ -1,4 +1,4 @@
-"""The weight of each class in a training loss, and whether one is so rare that it needs some."""
+"""Class weights of the training loss, and advice on rare classes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from runner.techniques.base import Choice
 def choose_class_weights(
     config: ObjectiveConfig, sizes: Sizes, counts: np.ndarray | None
 ) -> tuple[Tensor | None, list[Choice]]:
-    """The weight of each class in the training loss, and what to say about it.
+    """Return the class weights of the training loss, or None, and entries for the summary.
 
-    `counts` are the training samples of each. Without weights it names the rarest.
+    `counts` are training samples per class. Without weights, an entry names the rarest class.
     """
     key, weights, classes = "objective.class_weights", config.class_weights, sizes.classes
     if sizes.task != "classification" or config._target_ is not None or not classes:

@@ -1,4 +1,4 @@
-"""One of several classes per sample."""
+"""The objective of classification."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from runner.objectives import model_output
 from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
 
-NAMED = 20  # classes up to which each one's accuracy is a metric, so that a summary stays readable
-MATRIX = 200  # classes up to which all pairs are counted
+NAMED = 20  # most classes with per-class accuracies, to keep summaries readable
+MATRIX = 200  # most classes with a confusion matrix, F1 and AUROC
 
 
 class Classification(Objective):
     """Cross-entropy, accuracies (top-k, per class), macro-F1, AUROC, and the confusion matrix.
 
-    Output: logits [batch, classes, …]; target: class indices [batch, …]. `class_weights` are for
-    training; no metric is weighted by them. `gamma`: the focal loss in place of cross-entropy.
+    Output: logits [batch, classes, …]; target: class indices [batch, …]. `class_weights` apply to
+    the training loss, not to metrics. `gamma`: the focal loss instead of cross-entropy.
     """
 
     monitor = "val/accuracy"
@@ -39,21 +39,21 @@ class Classification(Objective):
         self.classes = classes
         known = len(class_names) == classes
         self.class_names = class_names if known else tuple(map(str, range(classes)))
-        self.top_k = top_k if 1 < top_k < classes else None  # else it says 1, or accuracy again
+        self.top_k = top_k if 1 < top_k < classes else None  # else it is 1, or equals accuracy
         self.loss = CrossEntropy(ignore_index, label_smoothing, class_weights, gamma)
         self.indices, self.ignored = classes, ignore_index
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Mean loss, 0-d."""
+        """Return the mean loss, 0-d."""
         logits = self._logits(output)
         return self.loss.mean(logits, target)
 
     def weight(self, target: Tensor) -> Tensor | int:
-        """How many targets count."""
+        """Return the number of targets that count, or the sum of their class weights."""
         return self.loss.weight(target)
 
     def tally(self, output: Any, target: Any) -> dict[str, Any]:
-        """Sums of the loss and of what was right, the confusion matrix's counts, and the logits."""
+        """Return sums of loss and correct predictions, the confusion matrix, and the logits."""
         logits = self._logits(output)
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         counts = self.loss.counts(target)
@@ -67,7 +67,7 @@ class Classification(Objective):
             best = logits.topk(self.top_k, dim=1).indices
             sums["top_k_correct"] = ((best == target.unsqueeze(1)).any(1) & counts).sum()
         if self.classes <= MATRIX:
-            # the same as bincount, which would make the host wait for its size
+            # bincount, without its host sync
             pair = torch.where(counts, target, 0).long() * self.classes + predicted
             matrix = torch.zeros(self.classes**2, dtype=torch.int64, device=logits.device)
             matrix = matrix.index_add_(0, pair, counts.long())
@@ -76,18 +76,18 @@ class Classification(Objective):
         return sums
 
     def metric_names(self) -> list[str]:
-        """Those of `metrics`; each class's accuracy last."""
+        """Return the possible names in `metrics`, per-class accuracies last."""
         top = [] if self.top_k is None else [f"top{self.top_k}"]
         named = self.class_names if self.classes <= NAMED else ()
         more = ["f1", "auroc"] if self.classes <= MATRIX else []
         return ["loss", "accuracy", *top, *more, *(f"accuracy/{name}" for name in named)]
 
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
-        """`loss`, `accuracy`, `top<k>`, `f1`, `auroc`, `accuracy/<class>` of classes that occurred.
+        """Return `loss`, `accuracy`, `top<k>`, `f1`, `auroc`, and `accuracy/<class>` if it occurs.
 
-        `f1` is the mean over the classes that occur or were predicted, `auroc` that of class 1 of
-        two and the mean of one-vs-rest of more, over classes that occur; exact, ties count half. It
-        is absent where it is undefined, and above `model_output.KEPT` scores.
+        `f1` is the mean over classes that occur or were predicted. `auroc` is that of class 1 of
+        two, or the one-vs-rest mean over classes that occur; it is exact, ties count half, and it
+        is absent if undefined, or above `model_output.KEPT` scores.
         """
         count = model_output.require_count(totals)
         values = {"loss": totals["loss"].item() / count, "accuracy": int(totals["correct"]) / count}
@@ -110,14 +110,14 @@ class Classification(Objective):
         logits, target = logits[counts].float(), target[counts]
         if self.classes == 2:
             return auroc(logits[:, 1] - logits[:, 0], target == 1)
-        # in logarithms, so that fewer probabilities are rounded to the same 0
+        # log-probabilities, as fewer of them underflow to equal scores
         scores = logits.log_softmax(1)
         areas = [auroc(scores[:, c], target == c) for c in range(self.classes)]
         defined = [area for area in areas if area is not None]
         return sum(defined) / len(defined) if defined else None
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
-        """Counts [true class, predicted class], on the host; None above 200 classes."""
+        """Return counts [true class, predicted class] on the host; None above MATRIX classes."""
         matrix = totals.get("confusion")
         return None if matrix is None else matrix.cpu()
 
@@ -133,17 +133,17 @@ class Classification(Objective):
 
 
 def macro_f1(confusion: Tensor) -> float:
-    """The mean of 2·TP / (2·TP + FP + FN) over the classes that occur or were predicted."""
+    """Return the mean of 2·TP / (2·TP + FP + FN) over classes that occur or were predicted."""
     occurrences = (confusion.sum(0) + confusion.sum(1)).cpu()
     seen = occurrences > 0
     return float((2 * confusion.diagonal().cpu()[seen] / occurrences[seen]).double().mean())
 
 
 def auroc(score: Tensor, positive: Tensor) -> float | None:
-    """The chance that a positive scores above a negative, a tie being half a chance.
+    """Return the probability that a positive scores above a negative; ties count half.
 
-    The Mann-Whitney statistic in whole numbers (Hanley and McNeil 1982,
-    doi:10.1148/radiology.143.1.7063747), so exact; NaN for NaN scores, None without both kinds.
+    It is the Mann-Whitney statistic in integers (Hanley and McNeil 1982,
+    doi:10.1148/radiology.143.1.7063747), so exact; NaN for NaN scores, None without both classes.
     """
     positives = int(positive.sum())
     pairs = positives * (len(positive) - positives)

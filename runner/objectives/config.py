@@ -1,4 +1,4 @@
-"""What can be asked of the objective: the `objective` group."""
+"""The `objective` group."""
 
 from __future__ import annotations
 

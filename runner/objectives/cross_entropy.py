@@ -1,4 +1,4 @@
-"""Cross-entropy over class indices, and how many of them its mean is over."""
+"""Cross-entropy and focal loss over class indices or shares of classes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn import functional as F
 from runner.errors import ConfigError, DataError, UsageError
 from runner.objectives.model_output import DeferredLogits
 
-NEVER = -(2**31)  # no target is this; torch's default would drop every -100 without a word
+NEVER = -(2**31)  # not a target; torch's default would silently ignore -100
 
 
 class CrossEntropy:
-    """The mean over the targets that are not `ignore_index`, weighted by their classes' weights.
+    """The mean over targets that are not `ignore_index`, weighted by class weights.
 
-    Targets may be shares of classes instead, float [n, classes], of samples that were blended.
+    Targets may also be shares of classes, float [n, classes], of blended samples.
 
-    With None all of them count, so that their number is known from the shape. `gamma`: the focal
-    loss, (1 - p)^gamma times the cross-entropy -log p (Lin et al. 2017, arXiv:1708.02002).
+    Without `ignore_index` all targets count, so their number is known from the shape. `gamma`: the
+    focal loss, (1 - p)^gamma times the cross-entropy -log p (Lin et al. 2017, arXiv:1708.02002).
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class CrossEntropy:
         self.label_smoothing = label_smoothing
 
     def mean(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Over the targets that count, 0-d; NaN, with gradients of 0, where there are none.
+        """Return the mean over targets that count, 0-d; NaN, with gradients of 0, without any.
 
-        `logits` [n, classes, …], `target` [n, …]. Raises a UsageError that names what is wrong.
+        `logits` [n, classes, …], `target` [n, …]. Raises UsageError if they do not fit.
         """
         try:
             if self.gamma is not None:
@@ -59,7 +59,7 @@ class CrossEntropy:
             raise problem from error
 
     def mean_deferred(self, logits: DeferredLogits, target: Tensor) -> Tensor:
-        """The same over logits that are made a chunk at a time, `target` of their leading shape."""
+        """Return the mean over deferred logits; `target` has their shape but the last dimension."""
         try:
             return logits.mean_cross_entropy(target, self.skip)
         except (IndexError, RuntimeError, ValueError) as error:
@@ -69,20 +69,20 @@ class CrossEntropy:
             raise problem from error
 
     def each(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The loss of each target without weights, 0 for those ignored."""
+        """Return the unweighted loss of each target, 0 for ignored ones."""
         how: Any = {"ignore_index": self.skip, "label_smoothing": self.label_smoothing}
         loss = F.cross_entropy(logits, target, reduction="none", **how)
         if self.gamma is None:
             return loss
-        # where p is 1, the slope of a power below 1 is infinite
+        # clamped, as for gamma < 1 the gradient at p = 1 is infinite
         return (-torch.expm1(-loss)).clamp_min(1e-12) ** self.gamma * loss
 
     def is_shares(self, shape: torch.Size, target: Tensor) -> bool:
-        """Whether the targets are shares of classes, [n, classes], of samples that were blended."""
+        """Return whether the targets are shares of classes, [n, classes], of blended samples."""
         return target.is_floating_point() and target.shape == shape and self.gamma is None
 
     def _mean_of_shares(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The mean cross-entropy, of each class in the share that it has of the sample."""
+        """Return the mean cross-entropy for shares of classes."""
         weights = self.class_weights
         loss = F.cross_entropy(
             logits,
@@ -100,16 +100,16 @@ class CrossEntropy:
         return torch.where(total > 0, mean, torch.nan)
 
     def _weights(self, target: Tensor) -> Tensor:
-        """Of each target, 0 for those ignored."""
+        """Return the weight of each target, 0 for ignored ones."""
         counts = self.counts(target)
         if self.class_weights is None:
             return counts
         return self.class_weights[torch.where(counts, target, 0).long()] * counts
 
     def weight(self, target: Tensor) -> Tensor | int:
-        """What the mean divides by: how many targets count, or the sum of their weights.
+        """Return the divisor of the mean: the number of targets that count, or their weights' sum.
 
-        A tensor when the device has to count them.
+        It is a tensor if it is counted on the device.
         """
         if target.is_floating_point():  # shares of classes
             weights = self.class_weights
@@ -121,13 +121,13 @@ class CrossEntropy:
         return (target != self.ignore_index).sum()
 
     def counts(self, target: Tensor) -> Tensor:
-        """Which targets count."""
+        """Return a mask of the targets that count."""
         if self.ignore_index is None:
             return torch.ones_like(target, dtype=torch.bool)
         return target != self.ignore_index
 
     def problem(self, shape: torch.Size, target: Tensor) -> UsageError | None:
-        """Why torch refused them, or None when nothing is wrong with their shapes and values."""
+        """Return an error for invalid shapes, dtypes or values, or None if they are valid."""
         if target.is_floating_point() or target.dtype is torch.bool:
             return DataError(f"targets are {target.dtype}; classes are named by their index, int64")
         if len(shape) < 2 or shape[:1] + shape[2:] != target.shape:
@@ -135,7 +135,7 @@ class CrossEntropy:
             return ConfigError("model", problem, "return a row of logits per target")
         if target.dtype not in (torch.int64, torch.uint8):
             return DataError(f"targets are {target.dtype}; hand them over as int64")
-        if target.device.type != "cpu":  # after a failed assertion nothing can be read
+        if target.device.type != "cpu":  # unreadable after a failed device-side assertion
             return None
         wrong = target[self.counts(target) & ((target < 0) | (target >= shape[1]))]
         if not wrong.numel():

@@ -1,4 +1,4 @@
-"""A loss of the user's own."""
+"""The objective of a user's loss, or of a loss of torch.nn by name."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from runner.objectives.base import Objective
 MISMATCH = re.compile(
     r"dtype|scalar type|[Tt]arget|size of tensor|shape|not implemented for|out of bounds|dimension"
 )
-"""In what torch says of outputs and targets that do not fit its losses."""
+"""Matches errors of torch's losses about outputs and targets that do not fit."""
 
 
 class Custom(Objective):
-    """Any callable (output, target) -> mean loss over the batch; `loss` is its only metric.
+    """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
 
-    It gets the model's output as it is; one of torch's that compares number by number (`pairwise`)
-    gets the output in fp32 or better, and targets of its dtype and shape. A module's buffers (class
-    weights) follow the output to its device; parameters would not be trained, so there must be
-    none.
+    It gets the model's output unchanged; an elementwise loss of torch.nn (`pairwise`) gets the
+    logits in fp32 or better, and targets of the same dtype and shape. A module (such as with class
+    weights) is moved to the target's device; trainable parameters are an error, as they would
+    not be trained.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Custom(Objective):
             raise ConfigError(key, problem, "move them into the model, or freeze them")
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """The loss that the callable returns, 0-d."""
+        """Return the loss of the callable, 0-d."""
         if self.module is not None:
             self.module.to(_first(target).device)
-            self.module = None  # once is enough: what a batch is on does not change
+            self.module = None  # once, as the device does not change
         if self.pairwise:
             output, target = self._alike(output, target)
         try:
@@ -63,7 +63,7 @@ class Custom(Objective):
         return loss
 
     def _alike(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
-        """Both of one shape, [n, 1] for [n] or the reverse, and of the output's dtype."""
+        """Return logits and target, in the shape and dtype of the logits, if of equal size."""
         predicted = model_output.logits(output)
         if not isinstance(target, Tensor) or target.numel() != predicted.numel():
             raise self._misfit(predicted, target, "it compares number by number")
@@ -75,27 +75,27 @@ class Custom(Objective):
         return ConfigError(self.key, f"{self.name} cannot compare {given}: {reason}", fix)
 
     def weight(self, target: Any) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return _first(target).shape[0]
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """The loss, summed over samples."""
+        """Return the loss summed over samples, and their number."""
         loss, count = self(output, target), self.weight(target)
         counts = torch.full((), count, device=loss.device)
         return {"loss": model_output.total(loss.detach() * count), "count": counts}
 
     def metric_names(self) -> list[str]:
-        """Those of `metrics`."""
+        """Return the names in `metrics`."""
         return ["loss"]
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """`loss`, the mean over all samples."""
+        """Return `loss`, the mean over all samples."""
         count = model_output.require_count(totals)
         return {"loss": totals["loss"].item() / count}
 
 
 def _first(target: Any) -> Tensor:
-    """The first tensor in it; its first dimension is the samples."""
+    """Return the target's first tensor, with samples as first dimension; ConfigError if none."""
     for _, tensor in named_leaves(target):
         return tensor
     raise ConfigError("data", f"the target is a {type(target).__name__} without a tensor in it")

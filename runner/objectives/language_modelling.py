@@ -1,4 +1,4 @@
-"""The next token of a text."""
+"""The objective of language modelling: next-token prediction."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
 from runner.objectives.model_output import DeferredLogits, find_logits
 
-BYTES = 256  # a vocabulary of this size is taken to be bytes
-SLICE = 2**24  # logits that are tallied at once: with their copy in fp32 and softmax, 128 MB
-LARGEST = 700.0  # exp of more is no float any longer
+BYTES = 256  # size of a vocabulary that is taken for bytes
+SLICE = 2**24  # logits tallied at once: 128 MB with fp32 copy and softmax
+LARGEST = 700.0  # exp of more overflows
 
 
 class LanguageModelling(Objective):
-    """Cross-entropy per token, and the same in bits and as perplexity.
+    """Cross-entropy per token, also in bits and as perplexity, and accuracy.
 
     Output: logits [batch, sequence, vocab or more]; target: token ids [batch, sequence].
     """
@@ -37,7 +37,7 @@ class LanguageModelling(Objective):
         self.indices, self.ignored = vocab, ignore_index
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Mean cross-entropy per token, in nats, 0-d."""
+        """Return the mean cross-entropy per token, in nats, 0-d."""
         logits = find_logits(output)
         if isinstance(logits, DeferredLogits):
             self._check(logits.shape, target)
@@ -45,11 +45,11 @@ class LanguageModelling(Objective):
         return self.loss.mean(*self._rows(model_output.logits(output), target))
 
     def weight(self, target: Tensor) -> Tensor | int:
-        """How many tokens count."""
+        """Return the number of tokens that count."""
         return self.loss.weight(target)
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums of the loss and of the tokens that were predicted."""
+        """Return sums of the loss, of tokens, and of correctly predicted tokens."""
         logits, target = self._rows(model_output.raw_logits(output), target)
         rows = max(1, SLICE // logits.shape[-1])
         sums: dict[str, Tensor] = {}
@@ -66,11 +66,11 @@ class LanguageModelling(Objective):
         return sums
 
     def metric_names(self) -> list[str]:
-        """Those of `metrics`."""
+        """Return the names in `metrics`."""
         return ["loss", self.bits, "perplexity", "accuracy"]
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """`loss` (nats), `bits_per_byte` or `bits_per_token`, `perplexity` and `accuracy`."""
+        """Return `loss` (nats), `bits_per_byte` or `bits_per_token`, `perplexity`, `accuracy`."""
         count = model_output.require_count(totals)
         loss = totals["loss"].item() / count
         return {
@@ -82,7 +82,7 @@ class LanguageModelling(Objective):
 
     def _rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         self._check(logits.shape, target)
-        # rows lie as they are; with the classes second (as torch takes it) softmax would stride
+        # rows stay contiguous; with classes as dimension 1 softmax would be strided
         return logits.flatten(0, -2), target.flatten()
 
     def _check(self, shape: torch.Size, target: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Logits in what a model returned, also those not computed yet, and sums over batches."""
+"""Logits of a model's output, deferred logits, and sums over batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from runner.errors import ConfigError, DataError
 
 HALVES = (torch.float16, torch.bfloat16)
-KEPT = 2**22  # values that `Rows` keeps: 16 MB
+KEPT = 2**22  # most values in `Rows`: 16 MB
 
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """What an output layer would have multiplied: hidden [..., width], weight [vocab, width]."""
+    """Operands of an output layer's product: hidden [..., width], weight [vocab, width]."""
 
     hidden: Tensor
     weight: Tensor
@@ -26,22 +26,22 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """Shape of the logits, [..., vocab]."""
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
     def whole(self) -> Tensor:
-        """The logits after all, [..., vocab]."""
+        """Compute the logits, [..., vocab]."""
         return F.linear(self.hidden, self.weight, self.bias)
 
     def mean_cross_entropy(self, target: Tensor, skip: int) -> Tensor:
-        """Over the targets that are not `skip`, 0-d and in fp32 or better.
+        """Return the mean over targets that are not `skip`, 0-d, in fp32 or better.
 
-        NaN, with gradients of 0, where there are none: as torch's own.
+        NaN, with gradients of 0, without any, as in torch.
         """
         kind = self.hidden.device.type
         dtype = self.hidden.dtype
         if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(kind)  # what a linear layer would compute in
+            dtype = torch.get_autocast_dtype(kind)  # as a linear layer would
         # imported only where logits are deferred
         from runner.objectives.chunked_cross_entropy import _MeanCrossEntropy
 
@@ -53,18 +53,18 @@ class DeferredLogits:
 
 
 def find_logits(output: Any) -> Any:
-    """Where a model's output has its logits: itself, `logits` by name, or the first of a tuple."""
+    """Return the logits of an output: itself, its `logits`, or the first of a tuple; else None."""
     if isinstance(output, Tensor | DeferredLogits):
         return output
     if isinstance(output, dict):
         return output.get("logits")
-    # a named tuple may hold the logits anywhere, a plain one holds them first
+    # a named tuple may have `logits` anywhere, a plain one has them first
     first = output[0] if isinstance(output, tuple | list) and output else None
     return getattr(output, "logits", first)
 
 
 def logits(output: Any) -> Tensor:
-    """The tensor to take the loss of, in fp32 or better.
+    """Return the logits in fp32 or better.
 
     It is the output itself, its `logits` (by key or attribute), or the first of a tuple.
     """
@@ -72,7 +72,7 @@ def logits(output: Any) -> Tensor:
 
 
 def raw_logits(output: Any) -> Tensor:
-    """The logits in the dtype that the model computed them in."""
+    """Return the logits in the model's dtype; ConfigError if the output has none."""
     inside = find_logits(output)
     if isinstance(inside, DeferredLogits):
         inside = inside.whole()
@@ -84,12 +84,12 @@ def raw_logits(output: Any) -> Tensor:
 
 
 def float_logits(logits: Tensor) -> Tensor:
-    """Upcast to fp32: a loss taken in 16 bits would keep two or three digits."""
+    """Upcast 16-bit logits to fp32: a 16-bit loss would have two or three digits."""
     return logits.float() if logits.dtype in HALVES else logits
 
 
 def class_logits(output: Tensor, classes: int | None) -> Tensor:
-    """Logits [samples, classes]; one logit for two classes is that of the second, beside 0."""
+    """Return [samples, classes]; a single logit of two classes becomes (0, logit)."""
     if classes != 2 or output.shape[1:].numel() != 1:
         return output
     output = output.reshape(-1, 1)
@@ -97,16 +97,16 @@ def class_logits(output: Tensor, classes: int | None) -> Tensor:
 
 
 def total(values: Tensor) -> Tensor:
-    """The sum in float64, so that many batches add up without loss."""
-    if values.device.type == "mps":  # has no float64; the host waits for the copy
+    """Return the sum in float64, to keep precision over many batches."""
+    if values.device.type == "mps":  # has no float64; host sync
         values = values.cpu()
     return values.detach().sum(dtype=torch.float64)
 
 
 class Rows:
-    """The rows of some tensors over batches, for metrics that are no sums; on their device.
+    """Rows of tensors over batches, on their device, for metrics that are not sums.
 
-    Beyond `KEPT` values they are given up, so that memory is bounded.
+    Above `KEPT` values they are dropped, so that memory is bounded.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -122,12 +122,12 @@ class Rows:
         return sums
 
     def whole(self) -> tuple[Tensor, ...]:
-        """The tensors over all batches; none where there were too many values."""
+        """Return the tensors over all batches; () if there were too many values."""
         return tuple(torch.cat(part) for part in zip(*self.parts, strict=True))
 
 
 def require_count(totals: dict[str, Tensor]) -> int:
-    """The number of items summed up; raises DataError for none. The host waits."""
+    """Return the number of summed items; DataError if 0. Syncs the host."""
     count = int(totals["count"]) if "count" in totals else 0
     if count == 0:
         raise DataError("no targets to measure: the validation set is empty, or all are ignored")

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, by name, over the whole validation set."""
+"""Metrics of torchmetrics by name, over the whole validation set."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from runner.objectives import model_output
 from runner.techniques.base import Choice
 
 KEY = "objective.metrics"
-ROWS = 8  # of each class, or in all, of the data that a metric is tried on
+ROWS = 8  # samples to try a metric on, per class or in all
 Metrics = dict[str, Any]
-"""By name, objects of torchmetrics.Metric, which has no types."""
+"""Objects of torchmetrics.Metric (untyped) by name."""
 
 
 class NamedMetrics:
-    """Metrics that torchmetrics computes of class probabilities, or of values in the target's unit.
+    """Torchmetrics of class probabilities, or of values in the target's unit.
 
-    Class indices of `ignored` are left out; each of the other targets counts once.
+    Class indices equal to `ignored` are excluded; all other targets count equally.
     """
 
     def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None) -> None:
         self.metrics, self.sizes, self.ignored = metrics, sizes, ignored
 
     def tally(self, output: Any, target: Any) -> MetricState:
-        """A batch, as what adds up over batches. ConfigError where it does not fit the task."""
+        """Return a batch's state, to be added over batches. ConfigError if it does not fit."""
         if not isinstance(target, Tensor):
             problem = f"need one tensor of targets, not a {type(target).__name__}"
             raise ConfigError(KEY, problem, "leave them out")
@@ -42,11 +42,11 @@ class NamedMetrics:
         return MetricState(self.metrics, *self._values(predicted, target))
 
     def rises(self, name: str) -> bool:
-        """Whether more of that metric is better."""
+        """Return whether higher is better for that metric."""
         return self.metrics[name].higher_is_better is not False
 
     def _classes(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [targets, classes], or [targets] of class 1 of two, and the labels."""
+        """Return probabilities [targets, classes], or [targets] of class 1 of two, and labels."""
         width = output.shape[1] if output.ndim > 1 and output.numel() != target.numel() else 1
         rows = output.movedim(1, -1).reshape(-1, width) if output.ndim > 1 else output[:, None]
         target = target.flatten().long()
@@ -63,7 +63,7 @@ class NamedMetrics:
         return shares if width > 2 else shares[:, 1], target
 
     def _values(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Both in the target's unit, float64 where the device has it; [samples] of one target."""
+        """Return both in the target's unit, in float64 except on MPS; [samples] for one target."""
         if output.numel() != target.numel():
             problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
             raise ConfigError(KEY, problem, "return as many numbers as there are targets")
@@ -74,7 +74,7 @@ class NamedMetrics:
 
 
 class MetricState:
-    """Metrics over some batches; `+` adds one more batch to the first, in place."""
+    """Metrics over batches; `+` adds the batch of another to this one, in place."""
 
     def __init__(self, metrics: Metrics, predicted: Tensor, target: Tensor) -> None:
         self.batch = predicted, target
@@ -86,11 +86,11 @@ class MetricState:
         return self
 
     def compute(self) -> dict[str, float]:
-        """The metrics over all batches, by name. The host waits."""
+        """Return the metrics over all batches by name; syncs the host."""
         return {name: float(metric.compute()) for name, metric in self._started().items()}
 
     def _started(self) -> Metrics:
-        """Copies of the metrics that have seen the first batch."""
+        """Return copies of the metrics, updated with the first batch."""
         if not self.started:
             predicted, target = self.batch
             self.metrics = {
@@ -107,9 +107,9 @@ class MetricState:
 def build_named_metrics(
     names: Sequence[str], sizes: Sizes, ignored: int | None
 ) -> tuple[NamedMetrics, list[Choice]]:
-    """The metrics of those names for the data's task, and how they are averaged.
+    """Build metrics by name for the data's task; also return how they are averaged.
 
-    ConfigError for an unknown name, or where torchmetrics is not installed.
+    Raises ConfigError for an unknown name, or if torchmetrics is not installed.
     """
     known, arguments = _known(sizes)
     metrics, choices = Metrics(), []
@@ -122,7 +122,7 @@ def build_named_metrics(
         taken = inspect.signature(known[name]).parameters
         chosen = {key: value for key, value in arguments.items() if key in taken}
         if "average" in chosen:
-            # its own micro average of most metrics equals the accuracy
+            # the micro average of most metrics equals the accuracy
             chosen["average"] = "micro" if name == "Accuracy" else "macro"
             over = "all samples" if name == "Accuracy" else "the classes, each counts the same"
             choices.append(Choice(KEY, f"{name}: {chosen['average']}", f"the mean over {over}"))
@@ -134,7 +134,7 @@ def build_named_metrics(
 
 
 def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metrics for the task by name, and what their constructors may take."""
+    """Return the metric classes for the task by name, and arguments for their constructors."""
     try:
         from torchmetrics import Metric, classification, regression
     except ImportError as error:
@@ -162,7 +162,7 @@ def _is_class(member: Any, base: type) -> bool:
 
 
 def _made(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:
-    """The metric, tried on a few samples; ConfigError where it makes no single number of them."""
+    """Create a metric and try it on a few samples; ConfigError unless it gives a single number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about memory, and about so few samples
         try:

@@ -1,4 +1,4 @@
-"""One or more numbers per sample."""
+"""The objective of regression, on one or more targets per sample."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from runner.objectives.base import Objective
 
 
 class RegressionObjective(Objective):
-    """Mean squared error, mean absolute error, and the share of variance explained (R²).
+    """Mean squared, absolute or Huber loss, and the metrics MSE, MAE, RMSE and R².
 
     Output and target: [batch] or [batch, targets]. The model predicts (target - mean) / deviation,
-    and the loss is in that unit; the other metrics are in the target's own.
+    and the loss is in that unit; other metrics are in the target's unit.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RegressionObjective(Objective):
     indices = 0
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Mean loss over samples and targets, 0-d."""
+        """Return the mean loss over samples and targets, 0-d."""
         predicted = model_output.logits(output)
         target = self._like(predicted, target)
         if self.mean or self.deviation != 1.0:
@@ -48,14 +48,14 @@ class RegressionObjective(Objective):
         return self.loss(predicted, target)
 
     def weight(self, target: Tensor) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return target.shape[0]
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums, per target, in float64: of the errors, and of what R² takes the variance from."""
+        """Return float64 sums per target: loss, errors, and moments of the target for R²."""
         predicted = model_output.logits(output).detach()
         target = self._like(predicted, target)
-        if predicted.device.type == "mps":  # has no float64; the host waits for the copy
+        if predicted.device.type == "mps":  # has no float64; host sync
             predicted, target = predicted.cpu(), target.cpu()
         predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
         target = target.double().reshape(len(target), -1)
@@ -71,11 +71,11 @@ class RegressionObjective(Objective):
         }
 
     def metric_names(self) -> list[str]:
-        """Those of `metrics`."""
+        """Return the names in `metrics`."""
         return ["loss", "mse", "mae", "rmse", "r2"]
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """`loss` and `mse`, `mae`, `rmse`, and `r2`, the mean over the targets that vary."""
+        """Return `loss`, `mse`, `mae`, `rmse`, and `r2`, the mean over targets that vary."""
         count = model_output.require_count(totals)
         squared_error = totals["squared_error"]
         mse = squared_error.mean().item() / count
@@ -87,14 +87,14 @@ class RegressionObjective(Objective):
         }
         squared = totals["target_squared"]
         deviation = squared - totals["target"].square() / count
-        # the difference of two large sums: what is left of a constant target is rounding
+        # the difference of two large sums: for a constant target it is only rounding
         varies = deviation > 1e-12 * squared
         if bool(varies.any()):
             values["r2"] = (1 - squared_error / deviation)[varies].mean().item()
         return values
 
     def _like(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """The target in the output's shape; [n] and [n, 1] would broadcast to [n, n]."""
+        """Return the target in the output's shape; [n] and [n, 1] would broadcast to [n, n]."""
         if target.shape != predicted.shape:
             if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
                 raise _misfit(predicted.shape, target)
