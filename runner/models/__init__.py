@@ -1,1 +1,1 @@
-"""Models of ours, and how those of users are built."""
+"""Built-in models, and building of these and of user models."""
