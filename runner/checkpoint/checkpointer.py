@@ -58,7 +58,7 @@ class Checkpointer:
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
         self._config_hash = config_hash
-        # In memory, the last one must stay whole until the next is; reuse could destroy both.
+        # In memory, no reuse: a Ctrl-C while the next one is copied would destroy the last one.
         self._copier = Copier(reuse=folder is not None)
         self._memory: tuple[int, Snapshot] | None = None
         self._thread: Thread | None = None

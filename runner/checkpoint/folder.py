@@ -1,10 +1,10 @@
 """The folder of a run's checkpoints: listing, links and deletion.
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
-    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         fsdp: no model.…
+    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         with fsdp
 
 The manifests are authoritative; the links `last` and `best` are for people. The newest checkpoint
-is that of the highest step, whatever the clock says.
+is that of the highest step, independent of clocks.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def keep_to_one_heap(scope: ExitStack) -> None:
 def give_back_at_once(scope: ExitStack) -> None:
     """Make glibc map each large block separately and unmap it when freed, until `scope` ends.
 
-    Otherwise its heap fragments: a training process held up to twice the memory of its tensors.
+    Otherwise its heap fragments: a training process took up to twice the memory of its tensors.
     Costs a page fault per page: a step took 1.3 to 1.8 times as long.
     """
     if name() == "glibc":

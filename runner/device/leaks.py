@@ -38,7 +38,7 @@ class Trend:
 
 
 class LeakDetector:
-    """Detects steady growth in (step, bytes) samples; `add` returns when to clean memory.
+    """Detects steady growth in (step, bytes) samples; `add` returns whether to clean memory.
 
     A window has eight blocks, of which only the minimum counts, to ignore the saw-tooth of garbage
     collection; the slope is a Theil-Sen estimate with Sen's interval (1968). After significant
