@@ -179,7 +179,7 @@ class _Build:
             self.device.torch,
             part=None if self.world is None else self.world.part,
         )
-        # of this process
+        # samples per batch of the process with the most
         self.share = self.batch_size if self.world is None else self.world.largest(self.batch_size)
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)

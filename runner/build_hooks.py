@@ -87,7 +87,7 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
 
 
 def record_lost_worker(run: Run, lost: WorkerLost) -> None:
-    """Count and log a data worker that is replaced; its stack goes to `debug/history.json`."""
+    """Count and log a replaced data worker, with its stack in `debug/history.json`."""
     message = str(lost).partition("\n")[0]
     run.history.add(
         "data_worker",

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
+from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf's parser
 
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.data import config as data_config
@@ -206,7 +206,7 @@ def _hydra_part(config: DictConfig) -> Iterator[None]:
 
 
 class UnknownKey(ConfigError):
-    """A key that no schema has."""
+    """A key that its schema lacks."""
 
 
 def _check_keys(config: DictConfig, besides: str = "", prefix: str = "") -> None:

@@ -18,7 +18,7 @@ LARGEST = {
     "device.threads": 1024,
     "device.index": 1024,
     "data.workers": 256,  # processes
-    "data.prefetch": 1024,  # batches that each of them holds
+    "data.prefetch": 1024,  # batches per worker
     "data.samples": 100_000_000,
     "data.features": 1_000_000,
     "data.channels": 4096,

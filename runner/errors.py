@@ -1,12 +1,12 @@
-"""Every error the runner raises on purpose, and the exit code each one ends the process with.
+"""The runner's exceptions, and their exit codes.
 
 RunnerError                1   a fault of ours
 ├── UsageError             2   the request cannot be met as it stands
 │   ├── ConfigError        2   a config key is wrong; names the key and the fix
 │   ├── DataError          2   a sample, file or label is wrong; names the file, row or key
-│   │   └── BadSample      2   one of a batch, which may be left out
-│   ├── DeviceError        2   the device asked for is not there
-│   └── OutOfMemory        2   it takes more memory than there is
+│   │   └── BadSample      2   one sample of a batch is wrong, and may be left out
+│   ├── DeviceError        2   the requested device is not available
+│   └── OutOfMemory        2   the run needs more memory than is available
 ├── SecurityError          3   refused: not trusted
 ├── GaveUp                 4   the stability policy is exhausted
 ├── StorageError           5   writing failed
@@ -15,15 +15,15 @@ RunnerError                1   a fault of ours
 ├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
 ├── WorkerLost             1   a process that fetches data died or hangs
 ├── ProcessLost            1   another process of a distributed run has ended or hangs
-├── RestartAll             1   the processes of a distributed run are to start again
-├── NotVerified            1   the numbers are not what they should be
-└── Interrupted          130   Ctrl-C; 128+n for SIGTERM and its like; says what was saved
+├── RestartAll             1   the processes of a distributed run have to restart
+├── NotVerified            1   results differ from the expected ones
+└── Interrupted          130   Ctrl-C; 128+n for other signals; says what was saved
 """
 
 from __future__ import annotations
 
 DISTRIBUTION = "hydra-torch-runner"
-"""What pip knows us by; the module and the command are `runner`."""
+"""Name of the package for pip; module and command are `runner`."""
 
 
 def install_command(extra: str) -> str:
@@ -32,7 +32,7 @@ def install_command(extra: str) -> str:
 
 
 class RunnerError(Exception):
-    """An error whose message is meant for the person who typed the command."""
+    """An error whose message is meant for the user."""
 
     exit_code = 1
 
@@ -59,13 +59,13 @@ class BadSample(DataError):
     """One sample of a batch cannot be used; the message says what to do."""
 
     def __init__(self, place: int, problem: str, rest: str = "") -> None:
-        self.place = place  # in the batch
+        self.place = place  # index in the batch
         self.problem = problem  # names the sample
         super().__init__(problem + rest)
 
 
 class DeviceError(UsageError):
-    """The device asked for is not there; the message says what is."""
+    """The requested device is not available; the message lists available ones."""
 
 
 class OutOfMemory(UsageError):
@@ -115,7 +115,7 @@ class RestartAll(RunnerError):
 
 
 class NotVerified(RunnerError):
-    """The numbers are not what they should be; the message names the first one that is wrong."""
+    """Results differ from the expected ones; the message names the first difference."""
 
 
 class Regression(RunnerError):

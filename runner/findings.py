@@ -20,7 +20,7 @@ class Severity(IntEnum):
 
 
 class Trust(IntEnum):
-    """How far a file may be trusted; the order is that of the names."""
+    """How far a file may be trusted, in ascending order."""
 
     REFUSED = 0  # hostile, malformed, or of a kind that is code
     UNTRUSTED = 1  # no findings, but an unknown digest

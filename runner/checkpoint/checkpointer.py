@@ -62,7 +62,7 @@ class Checkpointer:
         self._copier = Copier(reuse=folder is not None)
         self._memory: tuple[int, Snapshot] | None = None
         self._thread: Thread | None = None
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive
         self._disk_error: OSError | None = None  # of the last save, if it failed
         self._fault: Exception | None = None  # of the background thread, other than disk errors
         if self._root is not None and self._root.is_symlink():  # pruning would delete others'
@@ -78,7 +78,7 @@ class Checkpointer:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there are checkpoints of this run, good or not."""
+        """Whether the run's folder contains checkpoints, good or not."""
         return self._root is not None and bool(folders.steps(self._root))
 
     def owns(self, path: Path) -> bool:
@@ -87,7 +87,7 @@ class Checkpointer:
 
     @property
     def last(self) -> str | None:
-        """The newest checkpoint's folder, relative to the run's."""
+        """Folder of the newest checkpoint, relative to the run's."""
         return None if self._root is None else folders.link_target(self._root, "last")
 
     @property

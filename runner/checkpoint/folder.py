@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: names, listing, links and pruning.
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
-    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         in model's place: fsdp
+    checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         with fsdp
 
 The manifests are authoritative; the links `last` and `best` are for people. The newest checkpoint
 is the one of the highest step, never by time.

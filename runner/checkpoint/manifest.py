@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (TypeError, ValueError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
     files = manifest.files
-    model = shard_names(files) or [MODEL]  # names in it are never used as paths
+    model = shard_names(files) or [MODEL]  # names in the manifest are never used as paths
     if set(files) - {PREPROCESSING} != {*model, STATE}:
         raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
     return manifest

@@ -21,7 +21,7 @@ PACKAGES = {"mlflow": ("mlflow", "sqlalchemy"), "wandb": ("wandb",)}
 
 
 class Sinks(Hook):
-    """Sends rows from the first to the last to sinks; the writers close after the report."""
+    """Sends all rows of the record to sinks; the writers close after the report."""
 
     monitors = True
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, over inputs of any shape, flattened.
+    """Linear layers with ReLU between them, over flattened inputs.
 
     [batch, …] with `in_features` values per sample -> [batch, classes].
     """
@@ -19,7 +19,7 @@ class MLP(nn.Module):
         last = in_features
         for _ in range(depth):
             layer = nn.Linear(last, width)
-            # He et al. 2015; torch's own default starts deep ReLU networks far too small
+            # He et al. 2015; torch's default is far too small for deep ReLU networks
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
             layers += [layer, nn.ReLU()]

@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, sequence, width] -> the same."""
+        """[batch, sequence, width] -> same shape."""
         x = x + self.dropout(self.attention(self.norm1(x), mask))
         hidden = F.gelu(self.expand(self.norm2(x)), approximate="tanh")
         return x + self.dropout(self.projection(hidden))  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def first(positions: nn.Embedding, length: int) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Predicts each next token from those before it (Radford et al. 2019, without biases).
+    """A decoder that predicts each next token (Radford et al. 2019, without biases).
 
     [batch, up to `sequence`] token ids below `vocab` -> logits [batch, sequence, vocab].
     """

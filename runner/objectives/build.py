@@ -29,7 +29,7 @@ KNOBS = {
     "ignore_index": ("classification", "language_modelling"),
 }
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
-"""By kind; the first is the default."""
+"""Losses by kind; the first is the default."""
 PROBABILITIES = ("BCELoss", "binary_cross_entropy")
 BINARY = (*PROBABILITIES, "BCEWithLogitsLoss", "binary_cross_entropy_with_logits")
 QUANTITIES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss") + (

@@ -83,7 +83,7 @@ class Classification(Objective):
         return ["loss", "accuracy", *top, *more, *(f"accuracy/{name}" for name in named)]
 
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
-        """`loss`, `accuracy`, `top<k>`, `f1`, `auroc`, `accuracy/<class>` of classes that occurred.
+        """Return `loss`, `accuracy`, `top<k>`, `f1`, `auroc`, and `accuracy/<class>` if it occurs.
 
         `f1` is the mean over classes that occur or were predicted. `auroc` is that of class 1 of
         two, or the one-vs-rest mean over classes that occur; exact, ties count half. It is absent

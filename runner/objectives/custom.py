@@ -21,7 +21,7 @@ MISMATCH = re.compile(
 
 
 class Custom(Objective):
-    """Any callable (output, target) -> mean loss over the batch; `loss` is its only metric.
+    """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
 
     It gets the model's output unchanged; an elementwise loss of torch (`pairwise`) gets the output
     in fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move

@@ -58,7 +58,7 @@ def find_logits(output: Any) -> Any:
         return output
     if isinstance(output, dict):
         return output.get("logits")
-    # a named tuple may hold the logits anywhere, a plain one holds them first
+    # a named tuple may have `logits` anywhere, a plain one has them first
     first = output[0] if isinstance(output, tuple | list) and output else None
     return getattr(output, "logits", first)
 

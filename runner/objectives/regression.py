@@ -21,7 +21,7 @@ class RegressionObjective(Objective):
     """MSE, MAE or Huber loss; metrics MSE, MAE, RMSE and R².
 
     Output and target: [batch] or [batch, targets]. The model predicts (target - mean) / deviation,
-    and the loss is in that unit; the other metrics are in the target's own.
+    and the loss is in that unit; other metrics are in the target's unit.
     """
 
     def __init__(

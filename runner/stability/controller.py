@@ -196,7 +196,7 @@ class StabilityController:
     def _kinds(self, report: Report) -> list[BadStepKind | None]:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
-        # the only host sync
+        # a host sync, made only after a non-finite step
         if any(kind in NUMERIC for kind in kinds) and not self.update.finite(
             self.update.parameters
         ):
