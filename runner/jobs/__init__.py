@@ -1,4 +1,4 @@
-"""What can be done with a run, one module a job; each is imported only when it is asked for."""
+"""Jobs, one module each; a module is imported only when its job is requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from runner.config import RunConfig
 
 Job = Callable[["RunConfig", Path], object]
-"""What it returns is a Summary where there was a run."""
+"""Returns a Summary if there was a run."""
 
 JOBS: dict[JobKind, str] = {
     JobKind.train: "runner.jobs.train",
@@ -25,10 +25,10 @@ JOBS: dict[JobKind, str] = {
     JobKind.benchmark: "runner.jobs.benchmark",
     JobKind.scan: "runner.jobs.scan",
 }
-"""The module whose `main` does it."""
+"""The module of each job; its `main` runs the job."""
 
 
 def find(kind: JobKind) -> Job:
-    """The job's `main`."""
+    """Return the `main` of a job."""
     job: Job = import_module(JOBS[kind]).main
     return job

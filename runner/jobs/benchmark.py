@@ -1,4 +1,4 @@
-"""job=benchmark: which way to train is faster, measured in turn; its table and files."""
+"""job=benchmark: measures which way to train is faster; shows a table and writes files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from runner.training.signals import signals_unwind
 log = logging.getLogger("runner")
 
 ORDER = (Interrupted, StorageError, SweepFailed, RunnerError)
-"""Of several errors the first of these kinds is raised."""
+"""Kinds of errors by priority: of several errors the first is raised."""
 
 
 def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
-    """Measure, show the table, write the files; then raise what went wrong.
+    """Measure, show the table and write the files; then raise the first error.
 
-    Interrupted, StorageError, SweepFailed where an arm failed, and Regression against the baseline
-    are raised once all is written and shown.
+    Interrupted, StorageError, SweepFailed if an arm failed, and Regression against the baseline
+    are raised after all is written and shown.
     """
     settings = config.benchmark
     if settings.claims:
@@ -73,7 +73,7 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
 
 
 def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
-    """The overrides, the folders with more groups, and the config's name, as Hydra had them."""
+    """Return the overrides, folders with more groups, and config name that Hydra was given."""
     if not HydraConfig.initialized():
         return [], [], "config"
     about = HydraConfig.get()
@@ -89,7 +89,7 @@ def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
 def _attribute(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
-    """Measure what the techniques of the last arm's level are worth."""
+    """Measure the contributions of the last arm's techniques; return errors."""
     level, reference = arms[-1], reference_of(arms, config.benchmark)
     known = result.arm(level.name)
     if known.status != DONE:
@@ -118,7 +118,7 @@ def _attribute(
 def _compare(
     result: BenchmarkResult, then: BenchmarkResult, config: RunConfig
 ) -> list[RunnerError]:
-    """Compare with the baseline."""
+    """Compare with the baseline; return a Regression or another error."""
     try:
         baseline = regression.against(result, then, config.benchmark)
     except RunnerError as error:  # of another machine, which showed only when a run had been built
@@ -130,7 +130,7 @@ def _compare(
 
 
 def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
-    """Write the files and show the table, also where the disk takes nothing."""
+    """Write the files and show the table, even if the result cannot be written; return errors."""
     errors: list[RunnerError] = []
     try:
         result.write(folder)

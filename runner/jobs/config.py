@@ -1,4 +1,4 @@
-"""What can be done with a run: the `job` group."""
+"""Config of jobs: `job`, `evaluate`, `predict`, `verify`, `scan` and `replay`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EVALUATING = (JobKind.evaluate, JobKind.predict)
 
 
 class PredictFormat(Enum):
-    """The file of predictions."""
+    """File format of predictions."""
 
     csv = "csv"
     parquet = "parquet"
 
 
 class ExportKind(Enum):
-    """What else becomes of the model that job=evaluate measures."""
+    """Format in which job=evaluate exports the model."""
 
     none = "none"
     torchscript = "torchscript"  # model.ts, by torch.jit.trace
@@ -45,7 +45,7 @@ class ExportKind(Enum):
 
 
 class VerifyKind(Enum):
-    """What job=verify is to find out."""
+    """Property that job=verify checks."""
 
     parity = "parity"  # whether the techniques leave the numbers right
     resume = "resume"  # whether a run that was killed continues in the same bits

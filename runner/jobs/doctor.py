@@ -1,4 +1,4 @@
-"""job=doctor: what this machine has, what each technique would do on it, and what is wrong."""
+"""job=doctor: a report of the machine, the techniques that it supports, and failed checks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red"}
 
 @dataclass(frozen=True)
 class Outlook:
-    """What one technique would do on this device."""
+    """Availability of one technique on this device."""
 
     name: str
     requested: bool
@@ -56,11 +56,11 @@ class DoctorReport:
 
     @property
     def status(self) -> Status:
-        """The worst of the checks."""
+        """The worst status of the checks."""
         return max((check.status for check in self.checks), key=list(Status).index)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in plain values."""
+        """Return the report in plain values."""
         plain = asdict(self)
         for check in plain["checks"]:
             check["status"] = check["status"].value
@@ -68,7 +68,7 @@ class DoctorReport:
 
 
 def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> DoctorReport:
-    """Print the report, and write `doctor.json` where there is a folder."""
+    """Print the report, and write `doctor.json` if there is a folder."""
     report = examine(config, folder, links)
     print_stdout(show(report))
     if folder is not None:
@@ -81,7 +81,7 @@ def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> 
 def examine(
     config: RunConfig, folder: Path | None = None, links: Links | None = None
 ) -> DoctorReport:
-    """Check everything, as a run with this config would find it.
+    """Examine the machine as a run with this config would use it.
 
     A device that does not exist is a failed check, and the rest is reported for the CPU.
     """
@@ -125,7 +125,7 @@ def examine(
 
 
 def show(report: DoctorReport) -> RenderableType:
-    """The report for a terminal of 80 columns."""
+    """Return the report for a terminal of 80 columns."""
     device = {k: v for k, v in report.device.items() if not isinstance(v, dict | list)}
     able = report.device["capabilities"]
     device["can"] = ", ".join(name for name, value in able.items() if value is True)

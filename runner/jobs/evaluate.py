@@ -1,4 +1,4 @@
-"""job=evaluate: the metrics of a saved model on the validation set, and the model in a file."""
+"""job=evaluate: metrics of a saved model on the validation set, and its export."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def main(config: RunConfig, folder: Path) -> Summary:
 
 
 def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None = None) -> Run:
-    """The run that is evaluated: with what it was trained with, and without debug tools."""
+    """Build the run for an evaluation, with the techniques of its training, without debug tools."""
     config = copy(config)
-    config.debug = DebugConfig(hooks=config.debug.hooks)  # tools look at steps: there are none
+    config.debug = DebugConfig(hooks=config.debug.hooks)  # tools inspect steps: there are none
     config.data = replace(config.data, drop_last=False)
     given = Components(data=data)
     if config.optimization.level == "auto":  # what the model was trained with, or nothing
@@ -101,7 +101,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         evaluation = evaluate(run)
     finally:
         run.forward = forward
-    changed = described(watched.changes.read())  # the one time that the host waits for this
+    changed = described(watched.changes.read())  # the only host sync for this
     if changed:
         run.history.add(
             "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,

@@ -43,11 +43,11 @@ ONNX = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-3  # of the largest output
 INT8_TOLERANCE = 5e-2  # a last bit may tip a value over to the next level
 
-Written = Callable[[Inputs], Any]  # what was written, read back
+Written = Callable[[Inputs], Any]  # the written model, read back
 
 
 def check(kind: ExportKind) -> None:
-    """Raise ConfigError where a package is missing, before anything is done."""
+    """Raise ConfigError if a package is missing, before any work."""
     missing = [name for name in ONNX if find_spec(name) is None]
     if kind is ExportKind.onnx and missing:
         problem = f"onnx needs {', '.join(missing)}, not installed"
@@ -59,9 +59,9 @@ def export(
 ) -> dict[str, Any]:
     """Write the evaluated model to `folder`; returns its file, bytes and largest difference.
 
-    On the CPU and in the weights' own precision, with a batch of any size. With the folder of a
-    `tokenizer`, weights are a folder for `from_pretrained` of transformers. Raises ConfigError for
-    a model that the format does not take, and StorageError.
+    Traced on the CPU in the weights' precision, for any batch size. With the folder of a
+    `tokenizer`, weights become a folder for `from_pretrained` of transformers. Raises ConfigError
+    for a model that the format does not support, and StorageError.
     """
     path = folder / FILES[kind]
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def export(
 
 
 def _write_quantized(run: Run, path: Path) -> None:
-    """The int8 model's state, in the names of its modules."""
+    """Write the int8 model's state dict. Raises ConfigError if there is none."""
     if run.quantized is None:
         evidence = run.evidence.get("quantization")
         reason = (evidence.reason if evidence else "") or "see techniques in summary.json"
@@ -127,7 +127,7 @@ def _write_example(folder: Path) -> None:
 
 
 def _example(run: Run) -> tuple[Inputs, int]:
-    """Inputs of a batch, and how many samples it holds."""
+    """Return the inputs of a validation batch on the CPU, and its number of samples."""
     try:
         batch, target = next(run.validation.batches(0))
     finally:
@@ -138,7 +138,7 @@ def _example(run: Run) -> tuple[Inputs, int]:
 def _write_traced(
     run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
 ) -> float:
-    """The largest difference between the model's outputs and those of the file."""
+    """Write a traced model; return the largest difference of the file's outputs from its own."""
     half = rows(inputs, slice(max(1, samples // 2)))  # shows that the batch size is free
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -238,7 +238,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _difference(expected: Any, actual: Any) -> tuple[float, float]:
-    """The largest difference of two outputs, and the largest value of the first."""
+    """Return the largest difference of two outputs, and the largest absolute value expected."""
     ours, theirs = _tensors(expected), _tensors(actual)
     if [x.shape for x in ours] != [x.shape for x in theirs] or not ours:
         raise ValueError(
@@ -251,7 +251,7 @@ def _difference(expected: Any, actual: Any) -> tuple[float, float]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first line of the first error in the chain."""
+    """Return the first line of the first error in the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""A model with its preprocessing as one program: raw numbers and categories in, answers out."""
+"""A model with its preprocessing as one module, from raw inputs to predictions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runner.objectives.model_output import class_logits, logits
 
 
 class RawInputModel(nn.Module):
-    """Probabilities of the classes, or values in the target's unit, from raw inputs.
+    """Model of class probabilities, or of values in the target's unit, from raw inputs.
 
-    Of tables: numbers before scaling, float64 [batch, columns], NaN where one is missing, and
-    places of categories, int64 [batch, columns]: any other for an unknown one. Of images: uint8
-    [batch, channels, height, width].
+    Tables: unscaled numbers, float64 [batch, columns], NaN if missing, and indices of categories,
+    int64 [batch, columns], any other number if unknown. Images: uint8 [batch, channels, height,
+    width].
     """
 
     means: Tensor
@@ -39,7 +39,7 @@ class RawInputModel(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
     def forward(self, raw: Tensor, categories: Tensor | None = None) -> Tensor:
-        """The answers, float32 [batch, classes] or [batch, values]."""
+        """Return the predictions, float32 [batch, classes] or [batch, values]."""
         inputs = raw.float() / 255 if categories is None else self._inputs(raw, categories)
         output = logits(call(self.model, inputs)).double()
         if self.sizes.task == "classification":
@@ -49,7 +49,7 @@ class RawInputModel(nn.Module):
         return values.reshape(values.shape[0], -1).float()
 
     def _inputs(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """What `encode` makes of a table's columns."""
+        """Encode a table's columns as `encode` does in training."""
         missing = numbers.isnan()
         scaled = torch.where(missing, self.fills, numbers.double())
         scaled = (scaled - self.means) / self.deviations
@@ -70,21 +70,21 @@ class RawInputModel(nn.Module):
 
 
 def number_columns(columns: Sequence[Column]) -> list[Column]:
-    """The columns that the pipeline gets a number of.
+    """Return the columns for which the pipeline takes a number.
 
-    An indicator of missing values is one of them only where its number is no input.
+    An indicator of missing values is included only if its column's number is not an input.
     """
     names = {column.name for column in columns if column.part != GAP}
     return [c for c in columns if not c.values and (c.part != GAP or c.name not in names)]
 
 
 def has_pipeline(preprocessing: Preprocessing) -> bool:
-    """Whether raw inputs are standardised: those of tables and images."""
+    """Whether raw inputs are supported: for tables and images."""
     return bool(preprocessing.columns) or preprocessing.kind == "images"
 
 
 def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ...]:
-    """Raw inputs that the pipeline makes about these of; gaps are NaN."""
+    """Return raw inputs that the pipeline encodes approximately as `inputs`; NaN if missing."""
     columns = preprocessing.columns
     if not columns:
         return ((inputs * 255).round().to(torch.uint8),)

@@ -25,7 +25,7 @@ Known = dict[str, Any]  # preprocessing.json
 
 
 def number(cell: str, known: Known) -> float:
-    """The number of a cell, with the signs of the training file."""
+    """Parse a number with the decimal and thousands signs of the training file."""
     decimal = str(SIGNS.get(known["decimal"], known["decimal"]) or ".")
     groups = str(SIGNS.get(known["thousands"], known["thousands"]))
     whole = rf"\d{{1,3}}([{groups}]\d{{3}})+|\d*" if groups else r"\d*"
@@ -36,7 +36,7 @@ def number(cell: str, known: Known) -> float:
 
 
 def part_of_date(cell: str, part: str, form: str) -> float:
-    """That number of a date, in ISO 8601 or in that form."""
+    """Return a part of a date, which is in ISO 8601 or in the strptime format `form`."""
     cell, iso = cell.strip(), re.match(r"\d{4}-\d\d-\d\d", cell.strip()) or not form
     time = datetime.fromisoformat(cell) if iso else datetime.strptime(cell, form)
     if time.tzinfo is not None:
@@ -47,7 +47,7 @@ def part_of_date(cell: str, part: str, form: str) -> float:
 
 
 def value(cell: str, column: Known, known: Known) -> float:
-    """What the program gets of a cell; NaN where it is missing."""
+    """Return the number that the program takes for a cell; NaN if it is missing."""
     if cell.strip().lower() in MISSING or cell in column["missing"]:
         return math.nan
     if column["part"] == "missing":
@@ -58,7 +58,7 @@ def value(cell: str, column: Known, known: Known) -> float:
 
 
 def table(path: str, count: int, known: Known) -> tuple[Tensor, ...]:
-    """The numbers and the places of the categories of the first rows."""
+    """Return the numbers and category indices of the first `count` rows."""
     categories = [column for column in known["columns"] if column["values"]]
     numbers = [column for column in known["columns"] if not column["values"]]
     names = {column["name"] for column in numbers if column["part"] != "missing"}
@@ -80,7 +80,7 @@ def table(path: str, count: int, known: Known) -> tuple[Tensor, ...]:
 
 
 def pixels(path: str, known: Known) -> Tensor:
-    """The centre of an image, scaled; uint8 [channels, size, size]."""
+    """Return the centre of an image, resized; uint8 [channels, size, size]."""
     from PIL import Image, ImageOps
 
     channels, size = known["sizes"]["in_channels"], known["sizes"]["image_size"]
@@ -95,7 +95,7 @@ def pixels(path: str, known: Known) -> Tensor:
 
 
 def answer(inputs: tuple[Tensor, ...]) -> list[list[float]]:
-    """For each sample: the probabilities of the classes, or the value."""
+    """Return the class probabilities, or the values, of each sample."""
     if (HERE / "pipeline.onnx").is_file():
         import onnxruntime
 

@@ -1,4 +1,4 @@
-"""job=predict: what a trained model makes of each sample of the data, in a file."""
+"""job=predict: predictions of a trained model for each sample of the data, in a file."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
 
 
 def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns]:
-    """For each batch: which samples they are, the predicted class or value, and probabilities.
-
-    Of the run's own data, or those of a loader.
+    """Yield the predictions for each batch of `loader`, by default of the validation set.
 
     Columns by name, [samples] each: the samples' names and ids, `prediction`, and with classes
     `probability <class>` of each.
@@ -72,7 +70,7 @@ def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns
 
 
 def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
-    """Write them as they are made, and return how many; the file appears when it is whole."""
+    """Write predictions batch by batch and return their number; `path` appears when complete."""
     import pyarrow
     from pyarrow import csv, parquet
     from rich.progress import track
@@ -108,7 +106,7 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
 
 
 def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Columns:
-    """What the samples are called, and their ids; an id is renamed where an answer has its name."""
+    """Return the samples' names and ids; an id column is renamed if its name is taken."""
     rows = source.rows
     if rows.names:
         names = {"file": np.array([rows.names[i] for i in samples.tolist()], dtype=object)}

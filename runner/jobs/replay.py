@@ -1,4 +1,4 @@
-"""job=replay: what a captured bad step was due to, down to the module, the line and technique."""
+"""job=replay: finds the module, line and technique that made a captured step bad."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runner.training.summary import Summary
 def main(config: RunConfig, folder: Path) -> Replay:
     """Print the findings, and write replay.md, replay.json and reproduce.py.
 
-    Raises NotVerified where the step is good when it is made again: the page says what was tried.
+    Raises NotVerified if the step does not reproduce; the page says what was tried.
     """
     if config.replay.path is None:
         raise ConfigError("replay.path", "is not there", "name a debug/captures/step_… folder")
@@ -71,7 +71,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
 
 @dataclass(frozen=True)
 class ChildAttempts:
-    """Makes the step of a capture, each time in a process of its own that lives `limit_s`."""
+    """Repeats the step of a capture, each time in a new process with the time limit `limit_s`."""
 
     path: Path
     trusted: Sequence[str]
@@ -79,7 +79,7 @@ class ChildAttempts:
     log: Path
 
     def __call__(self, without: Collection[str]) -> Attempt:
-        """The step without these techniques."""
+        """Repeat the step without these techniques."""
         arguments = (self.path, list(self.trusted), sorted(without), permitted())
         process = ChildProcess(_answer, arguments, self.log)
         try:
@@ -94,7 +94,7 @@ class ChildAttempts:
 
 
 def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collection[str]) -> Attempt:
-    """The step of the capture in `path`, made here; what prevents it is in the answer."""
+    """Repeat the step of the capture in `path` in this process; errors go to `Attempt.failed`."""
     try:
         capture = open_capture(path)
         with reopened(capture, trusted=trusted, without=without) as (run, batch):

@@ -1,4 +1,4 @@
-"""`job=scan`: what a file, or everything in a folder, is and whether it may be loaded."""
+"""job=scan: what a file, or each item in a folder, is and whether it may be loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class ScanRow:
-    """One item that was judged."""
+    """Result of scanning one item."""
 
     kind: str  # file | checkpoint | folder
     assessment: Assessment
@@ -67,11 +67,11 @@ class ScanRow:
         return sum(facts.size for facts in self.assessment.files.values())
 
     def accepted(self, level: SecurityLevel) -> bool:
-        """Whether the level loads it."""
+        """Whether it can be loaded at security=`level`."""
         return not self.assessment.refused and enough(self.assessment, level)
 
     def explain(self, level: SecurityLevel) -> str:
-        """The reason for its trust, and the way out."""
+        """Return the reason for its trust, and how to load it if `level` does not."""
         worst, trust = self.worst, self.assessment.trust
         serious = worst is not None and worst.severity is not Severity.NOTE
         if not self.assessment.refused and not enough(self.assessment, level):
@@ -89,27 +89,27 @@ class Scan:
 
     path: str
     level: SecurityLevel
-    total: int = 0  # items that there are to judge
-    rows: list[ScanRow] = field(default_factory=list)  # those that were
-    passed_over: int = 0  # files that nothing loads as a model or as arrays
+    total: int = 0  # items to scan
+    rows: list[ScanRow] = field(default_factory=list)  # of the scanned items
+    passed_over: int = 0  # files that are not loaded as a model or as arrays
     skipped: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
     interrupted: bool = False
     seconds: float = 0.0
 
     @property
     def worst_first(self) -> list[ScanRow]:
-        """The least trusted first, then by the severity of the worst reason."""
+        """The rows by trust, the least first, then by the severity of the worst reason."""
         severity = {id(row): row.worst.severity if row.worst else 0 for row in self.rows}
         return sorted(self.rows, key=lambda row: (row.assessment.trust, -severity[id(row)]))
 
     @property
     def refused(self) -> list[ScanRow]:
-        """Those that are refused at any level, and those that this one does not load."""
+        """Rows that are refused at any level, or not loaded at this one."""
         return [row for row in self.worst_first if not row.accepted(self.level)]
 
     @property
     def verdict(self) -> str:
-        """In one line."""
+        """The result in one line."""
         refused, count = self.refused, _count_items(len(self.rows))
         if refused:
             bad = sum(row.assessment.refused for row in refused)
@@ -130,13 +130,13 @@ class Scan:
 
     @property
     def outcome(self) -> str:
-        """In one word."""
+        """The result in one word: refused, interrupted, accepted or empty."""
         if self.refused or self.interrupted:
             return "refused" if self.refused else "interrupted"
         return "accepted" if self.rows else "empty"
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values, the worst first."""
+        """Return the content of scan.json, the worst row first."""
         rows = [
             {
                 "kind": row.kind,
@@ -163,13 +163,13 @@ class Scan:
 
 
 def terminal(scan: Scan, most: int) -> RenderableType:
-    """The worst first, `most` of them; made for 80 columns."""
+    """Return the `most` worst rows for a terminal of 80 columns."""
     parts: list[RenderableType] = [Text(), plain_text(f"scan of {scan.path}", "bold")]
     for row in scan.worst_first[:most]:
         head = Text(f"{row.assessment.trust.name:9} ", STYLES.get(row.assessment.trust, "green"))
         head.append(plain_text(row.assessment.path, "bold"))
         digest = plain_text(f"  sha256 {row.digest or 'in scan.json'}", "dim")
-        for line in (head, digest):  # what is broken cannot be copied
+        for line in (head, digest):  # a wrapped line cannot be copied
             line.no_wrap, line.overflow = True, "ignore"
         formats = {facts.format for facts in row.assessment.files.values()} - {OTHER}
         about = f"{row.kind}, {', '.join(sorted(formats)) or OTHER}, {size(row.size)}"
@@ -189,10 +189,10 @@ def _count_items(count: int, more: str = "") -> str:
 
 
 def main(config: RunConfig, folder: Path) -> Scan:
-    """Assess `scan.path`; the list on the screen, scan.json in `folder`.
+    """Scan `scan.path`, print the list, and write scan.json to `folder`.
 
-    Raises SecurityError where anything is refused or is less than the security level demands,
-    UsageError where there is nothing to assess, and Interrupted once the items so far are written.
+    Raises SecurityError if an item is refused or below the security level, UsageError if there is
+    nothing to scan, and Interrupted after the items so far are written.
     """
     path = find(config.scan.path)
     scan = Scan(str(path), config.security.level)
@@ -200,7 +200,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     start = time.monotonic()
     with Interrupts() as interrupts:
         try:
-            interrupts.begin_wait()  # so that a signal cuts in at once
+            interrupts.begin_wait()  # so that a signal interrupts at once
             _scan(path, policy, scan, config)
         except KeyboardInterrupt:
             scan.interrupted = True
@@ -221,7 +221,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
 
 
 def find(name: str | None) -> Path:
-    """The file or folder to look at. Raises UsageError where there is nothing."""
+    """Return the file or folder to scan. Raises UsageError if it does not exist."""
     path = Path(name or "")
     if not os.path.exists(path):
         raise UsageError(f"scan.path: there is nothing at {path} (looked from {Path.cwd()})")
@@ -229,7 +229,7 @@ def find(name: str | None) -> Path:
 
 
 def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None:
-    """Fill `scan`, an item at a time."""
+    """Scan the items one by one and add their rows to `scan`."""
     items = list(_judged(path, scan))
     scan.total = len(items)
     screen = console()
@@ -240,7 +240,7 @@ def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None
 
 
 def _judged(path: Path, scan: Scan) -> Iterator[Item]:
-    """What is judged; the rest is counted."""
+    """Yield the items to scan, and count the others in `scan`."""
     for item in list_items(path):
         alone = item.kind == "file" and item.path != path
         if alone and item.files and not is_loadable(item.path):

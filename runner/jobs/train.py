@@ -22,7 +22,7 @@ def main(config: RunConfig, folder: Path, given: Components | None = None) -> Su
 
 
 def chosen(config: RunConfig, folder: Path) -> Components | None:
-    """The choice of `optimization=auto`; nothing is measured for any other level."""
+    """Return the choices of `optimization=auto`, or None for any other level."""
     if config.optimization.level != "auto":
         return None
     from runner.benchmark.auto.resolve import resolve_auto
