@@ -1,1 +1,1 @@
-"""What `job=doctor` looks at: the packages, and what surrounds a run."""
+"""Checks of job=doctor: packages, environment, and links between processes."""

@@ -1,4 +1,4 @@
-"""Checks of what surrounds a run, each with the fix; one function a check, given its input."""
+"""Checks of a run's environment, each with a fix; one function per check."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """What was checked, the result, and what to do about it."""
+    """A check, its result, and the fix."""
 
     name: str
     status: Status
@@ -57,12 +57,12 @@ class DoctorCheck:
     def of(
         cls, name: str, good: bool, finding: str, fix: str, bad: Status = Status.warn
     ) -> DoctorCheck:
-        """A check that has a fix unless it is good."""
+        """Return a check with status ok if `good`, else with status `bad` and the fix."""
         return cls(name, Status.ok, finding) if good else cls(name, bad, finding, fix)
 
 
 def checks(device: Device, outputs: Path) -> list[DoctorCheck]:
-    """All checks, for a run on this device that writes below `outputs`."""
+    """Run all checks, for a run on this device that writes below `outputs`."""
     requirements, python_range = declared()
     results = [
         python(sys.version_info[:3], python_range),
@@ -76,7 +76,7 @@ def checks(device: Device, outputs: Path) -> list[DoctorCheck]:
 
 
 def versions() -> dict[str, str | None]:
-    """The packages that decide how a run goes; None for one that is not installed."""
+    """Return the versions of PACKAGES; None if not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -88,9 +88,9 @@ def _version(name: str) -> str | None:
 
 
 def declared() -> tuple[list[str], str]:
-    """What the project requires and its Python range, from the checkout or the installed wheel.
+    """Return the project's requirements and Python range, from the checkout or installed wheel.
 
-    Both are empty where neither says, such as a folder that was only copied.
+    Both are empty if neither exists, such as in a copied folder.
     """
     try:
         file = Path(__file__).parents[2] / "pyproject.toml"
@@ -106,13 +106,13 @@ def declared() -> tuple[list[str], str]:
 
 
 def python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
-    """The interpreter is one that the project supports."""
+    """Check that the project supports the Python version."""
     text, fix = ".".join(map(str, version)), "use Python 3.11 to 3.13"
     return DoctorCheck.of("python", SpecifierSet(supported).contains(text), text, fix, Status.fail)
 
 
 def packages(requirements: Sequence[str]) -> DoctorCheck:
-    """Every package that the project needs is installed in a version that fits."""
+    """Check that every requirement is installed in a matching version."""
     if not requirements:
         problem = "the project's requirements are unknown, so nothing was compared"
         return DoctorCheck("packages", Status.warn, problem, "pip install the project")
@@ -129,7 +129,7 @@ def packages(requirements: Sequence[str]) -> DoctorCheck:
 
 
 def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
-    """What torch.compile needs: a C++ compiler, Python's headers, on a GPU triton."""
+    """Check what torch.compile needs: a C++ compiler, Python's headers, on a GPU triton."""
     name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
     fix = "install g++ (Debian: apt install g++), or name a compiler that works in CXX"
@@ -144,7 +144,7 @@ def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
 
 
 def _compiler(path: str) -> tuple[bool, str]:
-    """Whether it runs, and its version."""
+    """Return whether the compiler runs, and its version or the problem."""
     try:
         answer = subprocess.run(  # noqa: S603  # the compiler that torch would run, asked its version
             [path, "--version"], capture_output=True, text=True, timeout=10, check=True
@@ -155,7 +155,7 @@ def _compiler(path: str) -> tuple[bool, str]:
 
 
 def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
-    """Runs can keep compiled code; without that each run compiles again (25 s against 3)."""
+    """Check that compiled code can be cached; else each run compiles again (25 s against 3)."""
     folder = compiler.cache_folder(environ)
     problem = _unwritable(folder)
     if problem is None and folder.exists():
@@ -166,7 +166,7 @@ def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
 
 
 def limits(device: Device) -> Iterator[DoctorCheck]:
-    """What a run needs of memory, files and cores is there."""
+    """Check shared memory, memory, GPU memory, open files and load."""
     shared, free = memory.shared_memory_bytes(), memory.available_bytes()
     text = "no /dev/shm: workers use files" if shared is None else f"{size(shared)} in /dev/shm"
     fix = "data.workers=0; in a container --shm-size=1g or --ipc=host"
@@ -188,7 +188,7 @@ def limits(device: Device) -> Iterator[DoctorCheck]:
 
 
 def disk(outputs: Path) -> DoctorCheck:
-    """Checkpoints and logs can be written, and there is room for them."""
+    """Check that `outputs` can be written and has enough free space."""
     problem = _unwritable(outputs)
     if problem is not None:
         return DoctorCheck("disk", Status.fail, problem, "set hydra.run.dir, or free the folder")
@@ -199,18 +199,18 @@ def disk(outputs: Path) -> DoctorCheck:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format bytes in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written there, or None; tried by writing, since permissions may lie."""
+    """Return why the folder is not writable, or None; tries it, since permissions may mislead."""
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)):
             return None

@@ -1,4 +1,4 @@
-"""What lies between the processes of a distributed run: how long it takes them to add numbers."""
+"""Links between the processes of a distributed run: time and correctness of all-reduce."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM_UP, TIMES = 3, 10
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum of a tensor over all processes, medians."""
+    """Median time and bandwidth of an all-reduce."""
 
     bytes: int
     ms: float  # in the slowest process
@@ -31,16 +31,16 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Links:
-    """The processes, and what they need for each other."""
+    """The processes of a run, and their all-reduce measurements."""
 
     kind: str
     backend: str
     ranks: list[dict[str, Any]]  # host, device, versions
     all_reduce: list[AllReduce]
-    wrong: int  # sums that came out as something else
+    wrong: int  # number of wrong sums
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """For the report's table."""
+        """Yield the rows of the report's table."""
         yield "kind", f"{self.kind}, {len(self.ranks)} processes, {self.backend}"
         for rank, facts in enumerate(self.ranks):
             yield f"process {rank}", ", ".join(f"{k} {v}" for k, v in facts.items())
@@ -50,7 +50,7 @@ class Links:
             yield f"all-reduce, {name}", f"{row.ms:.3f} ms{speed}"
 
     def checks(self) -> Iterator[DoctorCheck]:
-        """Whether a run can rely on them."""
+        """Yield checks of the sums, and of cores and devices per process."""
         right = self.wrong == 0
         text = "sums are right" if right else f"{self.wrong} sums are wrong"
         fix = "run nccl-tests, or try distributed.backend=gloo"
@@ -68,7 +68,7 @@ class Links:
 
 
 def measure(world: World, device: torch.device) -> Links:
-    """Called by all processes; each gets the same answer."""
+    """Measure the links. All processes must call this, and get the same result."""
     own = {
         "host": world.host,
         "device": str(device),
@@ -83,7 +83,7 @@ def measure(world: World, device: torch.device) -> Links:
 
 
 def _time(world: World, device: torch.device, count: int) -> tuple[AllReduce, int]:
-    """Its time, and how many of the sums were wrong here."""
+    """Time an all-reduce of `count` bytes; return it and the number of wrong sums here."""
     values = torch.empty(count // 4, device=device)
     expected, bad, seconds = world.size * (world.size + 1) / 2, 0, []
     for _ in range(WARM_UP + TIMES):
