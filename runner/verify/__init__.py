@@ -1,1 +1,1 @@
-"""Proofs that a run can be asked for: it is trained again in processes of its own, and compared."""
+"""Verification of a run, which is trained again in fresh processes and compared."""

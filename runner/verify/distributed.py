@@ -1,7 +1,7 @@
-"""Whether several processes compute what one does, by a limit that is measured on the run itself.
+"""Equality of runs by several processes and by one, within limits measured on the run itself.
 
-The scale in fp64 is how far one process gets if each weight is moved by one rounding, in the own
-precision how far one process is from fp64; several may be a stated factor worse.
+A limit is a factor times a distance of runs by one process: in fp64, between weights as they are
+and moved by one rounding each; in the run's own precision, from fp64.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from runner.verify.processes import ReferencePrecision, prepared, train_apart
 
 STEPS = 10
 ROUNDED = 100.0
-"""Times what one rounding of each weight changes, in fp64. Measured on 2 processes: at most 2."""
+"""Factor in fp64, on the effect of one rounding of each weight. Measured on 2 processes: ≤ 2."""
 COARSE = 10_000.0
-"""The same where the model does not run in fp64: kernels differ with the size of a batch."""
+"""The same if the model does not run in fp64: kernels differ with the batch size."""
 PRECISION = 10.0
-"""Times what one process is off by from fp64."""
+"""Factor in the own precision, on the distance of one process from fp64."""
 FLOOR = 1e-12
-"""Of a number whose rounding does not show in the steps made."""
+"""Limit of a value that rounding does not change in these steps."""
 ROUNDING = set("tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split())
-"""Techniques that round otherwise, or whose kernels have no fp64: only in the own precision."""
-OPTIONS = "optimizer.param_groups."  # are those of the config
+"""Techniques that change rounding, or whose kernels have no fp64: off in fp64."""
+OPTIONS = "optimizer.param_groups."  # set by the config
 COMPARED = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
 FP64 = "fp64"
 OWN = "the run's own precision"
 
 
 class Distance(NamedTuple):
-    """The difference of one value, as a share of the largest number of its like."""
+    """Difference of one value, relative to the largest value of its group."""
 
     item: ValueKey
     distance: float
@@ -50,13 +50,13 @@ class Distance(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """NaN is not."""
+        """Whether the distance is at most the limit; False for NaN."""
         return self.distance <= self.limit
 
 
 @dataclass(frozen=True)
 class WorstDistance:
-    """Of all values of a kind, the one that is the largest part of its limit."""
+    """The value of a kind with the largest distance relative to its limit."""
 
     precision: str
     kind: str
@@ -69,7 +69,7 @@ class WorstDistance:
 
 @dataclass(frozen=True)
 class DistributedEquality:
-    """The comparison of a run by several processes with the same by one."""
+    """The comparison of a run by several processes with the same run by one."""
 
     steps: int
     how: str  # ddp | fsdp
@@ -88,9 +88,9 @@ class DistributedEquality:
 
 
 def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> DistributedEquality:
-    """Train by one process and by as many as the config says, and compare all that is left.
+    """Train by one process and by the config's number of processes, and compare the results.
 
-    Dropout is off, since each process draws its own. Raises ConfigError where there is one process.
+    Dropout is off, since each process draws its own. Raises ConfigError if there is one process.
     """
     size = _count(config)
     config = prepared(config, steps, checkpoint_every=max(1, steps // 2))
@@ -128,7 +128,7 @@ def _count(config: RunConfig) -> int:
 
 
 def in_fp64(config: RunConfig) -> RunConfig:
-    """The same run without what rounds on purpose."""
+    """Return the config without techniques that change rounding, and without compression."""
     config = deepcopy(config)
     for name, technique in config.optimization.techniques():
         technique.enabled = technique.enabled and name not in ROUNDING
@@ -137,7 +137,7 @@ def in_fp64(config: RunConfig) -> RunConfig:
 
 
 class EqualityCheck:
-    """The runs of one verification, and what was found between them."""
+    """Runs of one verification, and their differences."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -148,7 +148,7 @@ class EqualityCheck:
         self.saved: set[int] = set()  # steps of the checkpoints
 
     def train(self, name: str, config: RunConfig, precision: ReferencePrecision) -> EndState:
-        """The end of a run, its last checkpoint and one before."""
+        """Train a run; return its metrics and its regular checkpoints."""
         folder = self.folder / name.replace(" ", "-")
         train_apart(config, folder, precision=precision)
         every = config.checkpoint.every or 1
@@ -157,7 +157,7 @@ class EqualityCheck:
     def limits_by_rounding(
         self, exact: EndState, config: RunConfig, double: bool
     ) -> dict[ValueKey, float]:
-        """How far each value may be from that of one process."""
+        """Return each value's limit, from a run whose weights are moved by one rounding."""
         nudged = self.train("nudged", config, ReferencePrecision(True, double=double, nudge=True))
         return measured_limits(exact.values, nudged.values, ROUNDED if double else COARSE)
 
@@ -173,7 +173,7 @@ class EqualityCheck:
         several = self.train(f"several {precision}", config, technique)
         found = list(distances(exact.values, several.values, limits))
         self.saved = {item.step for item in exact.values if item.kind == "parameter"}
-        if precision == OWN:  # an accuracy jumps where a rounding has another class win
+        if precision == OWN:  # accuracy jumps if rounding changes a predicted class
             smooth = ("/loss", "/grad_norm")
             found = [d for d in found if d.item.kind != "metric" or d.item.name.endswith(smooth)]
         self.rows += worst_by_kind(precision, found)
@@ -184,7 +184,7 @@ class EqualityCheck:
     def result(
         self, steps: int, asked: DistributedConfig, size: int, facts: Mapping[str, Any]
     ) -> DistributedEquality:
-        """All of it."""
+        """Return the result, with the likely cause of the first value over its limit."""
         result = DistributedEquality(steps, asked.kind.value, size, self.rows, notes=self.notes)
         if facts["dropout"]:
             text = "dropout is compared switched off: each process draws numbers of its own"
@@ -201,7 +201,7 @@ class EqualityCheck:
 
 
 def scales(values: Values) -> dict[tuple[str, str], float]:
-    """The largest number of each metric and tensor; of an optimizer's state, of its name."""
+    """Return the largest absolute value of each group of values."""
     sizes: dict[tuple[str, str], float] = {}
     for item, value in values.items():
         group = _group(item)
@@ -210,7 +210,7 @@ def scales(values: Values) -> dict[tuple[str, str], float]:
 
 
 def _group(item: ValueKey) -> tuple[str, str]:
-    """State of an optimizer may be next to nothing in one weight: all weights are one group."""
+    """Return a value's group: over all weights for optimizer state, which may be tiny in one."""
     together = item.kind in ("optimizer", "average")
     return item.kind, item.name.rpartition(".")[2] if together else item.name
 
@@ -222,7 +222,7 @@ def _largest(value: Any) -> float:
 
 
 def _difference(ours: Any, theirs: Any) -> float:
-    """Infinite where one is missing, of another shape, or a number that has to be the same."""
+    """Return the absolute difference; inf if one is missing, not a float, or of another shape."""
     if equal(ours, theirs):
         return 0.0
     if isinstance(ours, float) and isinstance(theirs, float):
@@ -233,7 +233,7 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 
 def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
-    """As shares of the largest number of the group."""
+    """Yield differences relative to the largest value of the group."""
     sizes = scales(exact)
     for item in dict.fromkeys([*exact, *other]):
         # before the first update only a fused optimizer has its state, which is zeros
@@ -245,15 +245,15 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]
 
 
 def distances(exact: Values, other: Values, limits: Mapping[ValueKey, float]) -> Iterator[Distance]:
-    """Of each value, in the order of the steps."""
+    """Yield each value's distance with its limit."""
     for item, distance in _distances(exact, other):
         yield Distance(item, distance, limits.get(item, FLOOR))
 
 
 def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKey, float]:
-    """So many times what sets the two apart, of each metric and of each kind of tensor.
+    """Return limits: `factor` times the largest distance of each metric and kind of tensor.
 
-    By kind, so that a value which a rounding happens to spare is not held to nothing.
+    By kind, so that a value that rounding happens to spare does not get a limit of 0.
     """
     largest: dict[str, float] = {}
     kinds: dict[ValueKey, str] = {}
@@ -265,7 +265,7 @@ def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKe
 
 
 def worst_by_kind(precision: str, found: list[Distance]) -> list[WorstDistance]:
-    """A row for each kind."""
+    """Return the worst distance of each kind."""
     rows = []
     for kind in dict.fromkeys(each.item.kind for each in found):
         group = [each for each in found if each.item.kind == kind]
@@ -284,7 +284,7 @@ def likely_cause(
     facts: Mapping[str, Any],
     saved: Set[int],
 ) -> str:
-    """What the first value over its limit points to."""
+    """Return the likely cause of the first value over its limit."""
     if facts["draws"]:
         return (
             "the model draws random numbers in training that are not dropout's, and each process "

@@ -1,4 +1,4 @@
-"""What a run has left, in the order in which it was computed: rows of metrics and checkpoints."""
+"""Recorded values of a run, in order of computation: metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ Values = dict[ValueKey, Any]
 
 @dataclass(frozen=True)
 class EndState:
-    """All values that a run has left, and the facts that were noted of its model."""
+    """All recorded values of a run, and facts about its model."""
 
     values: Values
     facts: Mapping[str, Any]
 
     def count(self) -> dict[str, int]:
-        """Values by kind."""
+        """Return the number of values by kind."""
         return dict(Counter(item.kind for item in self.values))
 
 
 def read_end_state(folder: Path, only: Iterable[int] | None = None) -> EndState:
-    """What the run in `folder` has left; of its checkpoints those of these steps.
+    """Read the values of the run in `folder`, with all checkpoints or those of the steps `only`.
 
-    Raises CheckpointError where one is damaged.
+    Raises CheckpointError if one is damaged.
     """
     facts = {}
     if (folder / FACTS).is_file():
@@ -75,20 +75,20 @@ def read_end_state(folder: Path, only: Iterable[int] | None = None) -> EndState:
 
 
 def _order(item: ValueKey) -> tuple[int, int]:
-    """Within a step: its loss and gradient, what is then saved, and what is validated."""
+    """Sort key: within a step, training metrics, then saved state, then validation metrics."""
     if item.kind != "metric":
         return item.step, 1
     return item.step, 0 if item.name.startswith("train/") else 2
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run, by their steps."""
+    """Return the complete checkpoints of a run by step."""
     saved = steps(folder / FOLDER)
     return {step: saved[step] for step in sorted(saved) if is_checkpoint(saved[step])}
 
 
 def read_rows(folder: Path) -> Values:
-    """The metrics of a run."""
+    """Read the metrics of a run."""
     values: Values = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -101,7 +101,7 @@ def read_rows(folder: Path) -> Values:
 def _state(
     step: int, model: Mapping[str, Any], state: Mapping[str, Any], parameters: set[str]
 ) -> Iterator[tuple[ValueKey, Any]]:
-    """Of a checkpoint: what was restored first comes first."""
+    """Yield the values of a checkpoint, in the order in which they are restored."""
     for name, value in model.items():
         kind = "parameter" if name in parameters or not parameters else "buffer"
         yield ValueKey(step, kind, name), value
@@ -116,7 +116,7 @@ def _state(
 
 
 def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
-    """All values of nested containers, by their paths; those below `depth` as one."""
+    """Yield the values of nested containers by path; containers below `depth` as one value."""
     if not depth or not isinstance(value, Mapping | list | tuple):
         yield path, value
         return
@@ -125,13 +125,13 @@ def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
 
 
 def differing(ours: Values, theirs: Values) -> list[ValueKey]:
-    """Those that are not bit-equal, the first first."""
+    """Return the keys of values that are not bit-equal, in order of computation."""
     items = sorted(dict.fromkeys([*ours, *theirs]), key=_order)
     return [item for item in items if not equal(ours.get(item), theirs.get(item))]
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Bit by bit, so that NaN is itself and -0 is not 0."""
+    """Whether two values are bit-equal: NaN equals itself, and -0 differs from 0."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return repr(a) == repr(b)
     if a.dtype != b.dtype or a.shape != b.shape:

@@ -1,4 +1,4 @@
-"""job=verify: whether techniques, several processes and a resume leave the numbers right."""
+"""job=verify: whether techniques, several processes, a resume or a rerun keep the numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Lines = list[tuple[str, str]]
 
 
 def main(config: RunConfig, folder: Path) -> Verified:
-    """Print the result and write `verify.json`; NotVerified where it is not what it should be."""
+    """Verify, print the result and write `verify.json`. Raises NotVerified if it is FAIL."""
     what, verify, asked = config.verify.what, config.verify, config_hash(config)
     if config.optimization.level == "auto":
         from runner.benchmark.auto.resolve import resolve_config
@@ -57,7 +57,7 @@ def main(config: RunConfig, folder: Path) -> Verified:
 
 
 def verdict(result: Verified) -> str:
-    """FAIL, or how well it is."""
+    """Return FAIL, or the degree of agreement."""
     if isinstance(result, Parity):
         return result.verdict.value
     if isinstance(result, DistributedEquality):
@@ -80,7 +80,7 @@ def _complaint(result: Verified) -> str:
 
 
 def show(result: Verified) -> RenderableType:
-    """The verdict and what it rests on, and of each kind of number the worst."""
+    """Return the verdict with its evidence, and the worst value of each kind."""
     tables: list[RenderableType] = []
     if isinstance(result, Parity):
         (heading, lines), tables = _describe_parity(result), [Text(), _show_rows(result.rows)]
@@ -167,7 +167,7 @@ def _show_distances(result: DistributedEquality) -> Table:
 
 
 def _kinds_table(headings: tuple[str, ...], rows: Iterable[tuple[bool, tuple[str, ...]]]) -> Table:
-    """A row for each kind: whether it is within its limit; numbers, then a name."""
+    """Return a table with a row for each kind; rows over their limit are red."""
     table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
     for heading in headings:
         right = heading != headings[-1]

@@ -1,4 +1,4 @@
-"""Training a config in fresh processes, into a folder: with a kill, or in another precision."""
+"""Training of a config in fresh processes: with a kill, or in another precision."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from runner.training.run import Run
 
 FACTS = "facts.json"
 LOG = "console.log"
-TECHNIQUE = "verified"  # what the one below is called in `optimization.extra`
+TECHNIQUE = "verified"  # name of ReferencePrecision in `optimization.extra`
 
 
 @dataclass
 class RunProbe(Hook):
-    """Ends a run at a step, or kills one of its processes, and notes what the model consists of."""
+    """Hook that ends a run or kills a process at a step, and writes facts about the model."""
 
     stop_at: int = 0
     kill_at: int = 0
@@ -49,7 +49,7 @@ class RunProbe(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Write the facts, also for a run that is killed."""
+        """Write the facts at start and end, so that a killed run has them, too."""
         if self.save_again:
             run.saved_step = -1
         self._write(run)
@@ -57,7 +57,7 @@ class RunProbe(Hook):
         self._write(run)
 
     def on_step(self, run: Run, step: Step) -> Verdict:
-        """The checkpoint before is safe on disk when the process is killed."""
+        """Save, kill or stop at the given steps; a kill waits for a pending checkpoint."""
         self.draws = self.draws or _has_drawn(run.device.torch)
         if step.number == self.save_at:
             save(run)
@@ -85,7 +85,7 @@ class RunProbe(Hook):
 
 
 def _has_drawn(device: torch.device) -> bool:
-    """Whether the generators have moved since the step seeded them."""
+    """Whether random numbers were drawn since the step seeded the generators."""
     state = torch.get_rng_state()
     drawn = not torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), state)
     if device.type == "cuda":
@@ -96,14 +96,14 @@ def _has_drawn(device: torch.device) -> bool:
 
 @dataclass
 class ReferencePrecision(Technique):
-    """Another precision for a run that others are compared with; no dropout drops anything."""
+    """Technique that sets the precision of a compared run and disables dropout."""
 
     double: bool = False  # all in fp64
     nudge: bool = False  # each weight moved by one rounding
-    silenced: int = 0  # sites of dropout
+    silenced: int = 0  # number of dropout sites
 
     def apply(self, draft: RunBuilder) -> None:
-        """Before the average is made, and the model given to several processes."""
+        """Convert the model before it is averaged or distributed."""
         self.silenced = silence(draft.model)
         if self.double:
             draft.model.double()
@@ -115,13 +115,13 @@ class ReferencePrecision(Technique):
             nudge(draft.model, seed=1)
 
     def engaged(self, run: Run) -> Evidence:
-        """In that precision, where one was asked for."""
+        """Check that weights are in fp64, if `double`."""
         kinds = {p.dtype for p in run.model.parameters() if p.is_floating_point()}
         return Evidence(not self.double or kinds == {torch.float64}, "weights are not in fp64")
 
 
 def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
-    """The same run, so many steps of it, with all its checkpoints and nothing to show."""
+    """Return the config with `steps` steps, all checkpoints kept and no display."""
     config = deepcopy(config)
     training = config.training
     training.steps, training.epochs, training.patience = steps, None, None
@@ -132,7 +132,7 @@ def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
 
 
 def unobserved(config: RunConfig) -> RunConfig:
-    """The same run as job=train makes it, with nothing to show and no tools."""
+    """Return the config of the same run by job=train, without display and debug tools."""
     config = copy(config)
     config.job, config.debug = JobConfig(), replace(DebugConfig(), hooks=config.debug.hooks)
     config.monitoring = replace(config.monitoring, progress=False)
@@ -148,7 +148,7 @@ def train_apart(
 ) -> None:
     """Train in `folder`, by as many fresh processes as the config asks for.
 
-    Returns when all have ended, one that the probe kills too. Raises the run's own error.
+    Returns when all have ended, also by the probe's kill. Raises the run's own error.
     """
     if config.distributed.nodes > 1:
         raise ConfigError("distributed.nodes", "job=verify has one machine", "leave it out")
@@ -173,7 +173,7 @@ def train_apart(
 
 
 def _start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
-    """A process whose output is in a file; what matters of it comes by its outcome."""
+    """Entry point of a process, whose output goes to a file; its outcome is a file, too."""
     with suppress(OSError):
         redirect_output(folder / LOG)
     start(config, folder, given, place)

@@ -1,4 +1,4 @@
-"""Whether a recorded run would come out again: its config, trained once more and compared."""
+"""Whether a recorded run is reproducible: its config is trained again and compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.verify.end_state import differing, read_rows, saved_steps
 from runner.verify.processes import RunProbe, train_apart, unobserved
 
 ORDER = ("config", "data", "technique", "choice", "threads", "cpu", "device", "version", "code")
-"""What is different, the likeliest cause first."""
+"""Kinds of changes, the likeliest cause first."""
 UNEXPLAINED = (
     "nothing that was recorded differs: steps that do not give the same numbers twice "
     "(device.deterministic=true), or code of the user's that has changed"
@@ -35,8 +35,8 @@ class Repetition:
     run: str
     steps: int
     compared: dict[str, int]
-    differing: list[str]  # the first is of the first step
-    was: str = ""  # the first of them, in the recorded run
+    differing: list[str]  # in order of computation
+    was: str = ""  # the first differing value, in the recorded run
     now: str = ""
     changes: list[str] = field(default_factory=list)  # of data, versions, device, …, since then
     cause: str = ""
@@ -49,10 +49,10 @@ class Repetition:
 
 
 def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetition:
-    """Train the config of the run that `checkpoint.resume` names, in fresh processes.
+    """Train the config of the run that `checkpoint.resume` names in fresh processes, and compare.
 
-    A run that ended early is trained up to its last step. Raises CheckpointError where it has no
-    record, or no step.
+    A run that ended early is trained up to its last step. Raises CheckpointError if it has no
+    record or no steps.
     """
     recorded = find_run(Path(config.checkpoint.resume))
     then = Summary.read(recorded)
@@ -67,7 +67,7 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetitio
 
 
 def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -> Repetition:
-    """The rows of both, and the digests of the weights that both have saved last."""
+    """Compare the metrics of both runs, and the weights of their last common checkpoint."""
     before, after = read_rows(recorded), read_rows(again)
     if then.status != "done":  # it may have been cut off before a validation
         after = {key: value for key, value in after.items() if key in before}
@@ -102,7 +102,7 @@ def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -
 
 
 def find_run(where: Path) -> Path:
-    """The folder of the run that is named, or of the one that has the named checkpoint."""
+    """Return the run's folder for a path to a run or to one of its checkpoints."""
     inside = [where, *where.resolve().parents[:2]]
     for folder in inside:
         if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
@@ -111,7 +111,7 @@ def find_run(where: Path) -> Path:
 
 
 def _digests(run: Path) -> dict[int, str]:
-    """Of the files with the weights, by the steps of the checkpoints."""
+    """Return the sha256 of the weights of each checkpoint, by step."""
     digests = {}
     for step, path in saved_steps(run).items():
         with suppress(CheckpointError):
@@ -122,7 +122,7 @@ def _digests(run: Path) -> dict[int, str]:
 
 
 def _changes(recorded: Path, again: Path) -> list[str]:
-    """What else is not as it was when the run was recorded."""
+    """Return the facts that differ between the runs, the likeliest cause first."""
     then, now = dict(_facts(recorded)), dict(_facts(again))
     keys = [key for key in then if key in now and then[key] != now[key]]
     keys.sort(key=lambda key: ORDER.index(key.partition(" ")[0]))
@@ -131,7 +131,7 @@ def _changes(recorded: Path, again: Path) -> list[str]:
 
 
 def _facts(run: Path) -> Iterator[tuple[str, Any]]:
-    """What a result may depend on, as the run has recorded it."""
+    """Yield recorded facts on which a result may depend."""
     with suppress(StorageError):
         summary = Summary.read(run)
         yield "device", summary.device.get("name")

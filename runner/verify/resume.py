@@ -12,7 +12,7 @@ from runner.verify.end_state import ValueKey, Values, differing, read_end_state,
 from runner.verify.processes import RunProbe, prepared, train_apart
 
 STEPS = 20
-OPTIONS = "optimizer.param_groups."  # the config decides, and the next step sets the rate
+OPTIONS = "optimizer.param_groups."  # set by the config, the rate by the next step
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Continuation:
     cut: int  # the step of the checkpoint that the resumed run started from
     killed: int  # the step after which a process was killed
     compared: dict[str, int]  # values by kind
-    differing: list[str]  # names of those that are not bit-equal; the first is computed first
+    differing: list[str]  # names of values that are not bit-equal, in order of computation
     techniques: list[str]
-    cause: str = ""  # what the first of them is likely due to
+    cause: str = ""  # likely cause of the first
     processes: int = 1
     rank: int = 0  # the process that was killed
     notes: list[str] = field(default_factory=list)
@@ -37,22 +37,22 @@ class Continuation:
 
 
 def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> Continuation:
-    """Train `steps` steps, and again with a process that is killed in the second half.
+    """Compare a run of `steps` steps with one whose process is killed in the second half.
 
-    The resumed run saves what it has restored, so that a part which it did not restore is found
-    by its name, whether or not a number depends on it. All are recorded in a temporary folder.
+    The resumed run saves its restored state, so that a part that was not restored is named even if
+    no number depends on it. All runs are in a temporary folder.
     """
     cut, size = steps // 2, config.distributed.processes or 1
     killed, rank = cut + max(1, (steps - cut) // 3), size - 1
     short = prepared(config, steps, checkpoint_every=cut)
-    short.monitoring.every = 3  # the checkpoint falls into a window whose numbers are not written
+    short.monitoring.every = 3  # the checkpoint falls between two rows of metrics
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
         once, twice = Path(place) / "once", Path(place) / "twice"
         train_apart(short, twice, RunProbe(kill_at=killed, kill_rank=rank))
         start = max(saved_steps(twice), default=0)
         if not start:
             raise UsageError(f"the run that was killed after step {killed} has left no checkpoint")
-        # under ddp the process that is left saves the step at which it has lost the other
+        # under ddp the surviving process saves the step at which it lost the other
         train_apart(short, once, RunProbe(save_at=start if start % cut else 0))
         return compare_resumed(short, once, twice, start, killed)
 
@@ -85,7 +85,7 @@ def compare_resumed(
 
 
 def name_differences(whole: Values, resumed: Values, start: int) -> tuple[list[str], str]:
-    """Values that are not bit-equal, and the likely cause of the first."""
+    """Return the names of values that are not bit-equal, and the likely cause of the first."""
     items = [
         item
         for item in differing(whole, resumed)
