@@ -1,1 +1,1 @@
-"""A bad step, made again: where it went bad, and which technique is to blame."""
+"""Replay of a captured bad step: where it went bad, and which technique is to blame."""

@@ -1,4 +1,4 @@
-"""The bad step made once more, and whether it is bad again."""
+"""Repetition of a captured step, and whether it is bad again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runner.replay.findings import Attempt, bad_state
 from runner.training.run import Run
 from runner.training.step import make_step
 
-OF_STATE = ("weights", "buffers")  # kinds whose loss may well be finite
-STILL = 0.5  # of what was recorded: a spike that is larger is one still
-SAME = 1e-3  # relative: another order of summation
+OF_STATE = ("weights", "buffers")  # kinds of fault whose loss may be finite
+STILL = 0.5  # share of the recorded value from which a spike is reproduced
+SAME = 1e-3  # relative tolerance, for another order of summation
 
 
 def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
-    """Make the step as the run does, compiled where that is; its update is made too.
+    """Make the step as the run does, compiled if the run is, including its update.
 
-    What the step raises becomes part of the answer. The host waits for the device.
+    An exception of the step is recorded in the result. Syncs the host.
     """
     attempt = Attempt()
     run.model.train()
@@ -32,7 +32,7 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
         attempt.error = error_line(error)
     else:
         attempt.loss, attempt.grad_norm = float(step.loss), float(step.grad_norm)
-        undone = bool(step.skipped)  # buffers too are then what they were before
+        undone = bool(step.skipped)  # buffers are then restored, too
     if attempt.error and not _is_exception(capture):
         attempt.failed, attempt.error = f"the step raised {attempt.error}", ""
     attempt.bad = not attempt.failed and _is_bad(attempt, capture)
@@ -44,14 +44,14 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
 
 
 def is_spike(capture: Capture) -> bool:
-    """Whether it was captured for being large."""
+    """Whether it was captured for a finite loss and gradient norm that are too large."""
     numbers = (capture.loss, capture.grad_norm)
     other = _is_exception(capture) or capture.manifest.kind in OF_STATE
     return not other and None not in numbers and _are_finite(*numbers)
 
 
 def is_same(attempt: Attempt, capture: Capture) -> bool:
-    """Whether the numbers are those that the run recorded, to the last digits but three."""
+    """Whether loss and gradient norm, or the type of the error, equal the recorded ones."""
     if _is_exception(capture):
         kind = attempt.error.partition(":")[0]
         return bool(kind) and kind in capture.manifest.message
@@ -60,13 +60,13 @@ def is_same(attempt: Attempt, capture: Capture) -> bool:
 
 
 def error_line(error: BaseException) -> str:
-    """Its type, and the first line of its message."""
+    """Return an error's type, and the first line of its message."""
     first = next(iter(str(error).strip().splitlines()), "")
     return shorten(f"{type(error).__name__}: {first}".rstrip(": "), 300)
 
 
 def _is_bad(attempt: Attempt, capture: Capture) -> bool:
-    """Whether it went wrong in the way that the captured step did."""
+    """Whether it is bad in the same way as the captured step."""
     if _is_exception(capture):
         return bool(attempt.error)
     if not is_spike(capture):
@@ -83,7 +83,7 @@ def _is_exception(capture: Capture) -> bool:
 
 
 def _are_finite(*numbers: float | None) -> bool:
-    """Whether all that are known are."""
+    """Whether all numbers except None are finite."""
     return all(number is None or math.isfinite(number) for number in numbers)
 
 
@@ -96,7 +96,7 @@ def _is_close(now: float | None, then: float | None) -> bool:
 
 
 def _technique_choices(run: Run) -> dict[str, str]:
-    """The type, kernel or mode of each technique, which a verdict names."""
+    """Return the dtype, kernel or mode of each technique, for the verdict."""
     choices: Mapping[str, Any] = {choice.key: choice.value for choice in run.choices}
     notes: dict[str, str] = {}
     for name, technique in run.techniques:

@@ -1,6 +1,6 @@
-"""What a replay finds out, in plain values, and the numbers in a tensor that it is made of.
+"""Findings of a replay as plain values, and statistics of tensors.
 
-Every function that looks into a tensor makes the host wait for the device.
+Every function that reads a tensor syncs the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepPhase(Enum):
 
 @dataclass
 class TensorStats:
-    """What is in one tensor; numbers are over its finite values."""
+    """Statistics of one tensor, over its finite values."""
 
     name: str
     shape: list[int]
@@ -55,13 +55,13 @@ class Ratio:
 
     @property
     def times(self) -> float | None:
-        """How many times as large."""
+        """The factor by which it is larger; None without a healthy size."""
         return self.bad / self.healthy if self.healthy else None
 
 
 @dataclass
 class Cause:
-    """Where a step went bad."""
+    """Cause of a bad step, with its location and statistics."""
 
     phase: StepPhase
     cause: str  # one sentence
@@ -72,7 +72,7 @@ class Cause:
     inputs: list[TensorStats] = field(default_factory=list)  # of the module
     outputs: list[TensorStats] = field(default_factory=list)  # of the operation, or a gradient's
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
-    grown: str = ""  # a weight far larger than any that a model begins with, in words
+    grown: str = ""  # text about a weight far larger than at initialisation
     samples: list[int] = field(default_factory=list)  # of the batch; 0 is the first
     gradients: list[Ratio] = field(default_factory=list)  # norms by parameter, largest first
     losses: list[Ratio] = field(default_factory=list)  # per sample, largest first
@@ -81,15 +81,15 @@ class Cause:
 
 @dataclass
 class Attempt:
-    """The step, made once."""
+    """Result of one repetition of the step."""
 
     loss: float | None = None
     grad_norm: float | None = None
     error: str = ""  # type and message of what it raised
     bad: bool = False
-    techniques: list[str] = field(default_factory=list)  # that took, by name
+    techniques: list[str] = field(default_factory=list)  # that were applied, by name
     notes: dict[str, str] = field(default_factory=dict)  # a technique's choice, such as a type
-    failed: str = ""  # why the step could not be made at all
+    failed: str = ""  # why the step could not be made
 
 
 @dataclass
@@ -106,13 +106,13 @@ class Blame:
 
     verdict: str  # in words
     techniques: list[str] = field(default_factory=list)
-    needed: list[str] = field(default_factory=list)  # those that must be on for it to be bad
+    needed: list[str] = field(default_factory=list)  # techniques that must be on for it to be bad
     trials: list[ReplayTrial] = field(default_factory=list)
 
 
 @dataclass
 class Replay:
-    """All that became known of one captured step."""
+    """All findings about one captured step."""
 
     capture: str  # its folder
     run: str  # name of the run
@@ -123,7 +123,7 @@ class Replay:
     grad_norm: float | None
     attempt: Attempt  # as it was, with every technique
     reproduced: bool
-    same: bool  # in the same numbers too
+    same: bool  # also in the same numbers
     found: Cause
     seen: str = ""  # the techniques of the run that was traced, in words
     blame: Blame | None = None  # None: not looked for
@@ -133,7 +133,7 @@ class Replay:
 
     @property
     def verdict(self) -> str:
-        """In one sentence."""
+        """The cause and its line, in one sentence."""
         where = f" ({self.found.line})" if self.found.line else ""
         return f"{self.found.cause}{where}"
 
@@ -142,7 +142,7 @@ class Replay:
 
 
 def level(tensor: Tensor) -> int:
-    """FINITE, INF or NAN; whole numbers are always finite."""
+    """Return the worst of FINITE, INF and NAN in a tensor; integers are always finite."""
     values = _values(tensor)
     if values is None or bool(torch.isfinite(values).all()):
         return FINITE
@@ -150,7 +150,7 @@ def level(tensor: Tensor) -> int:
 
 
 def stats(name: str, tensor: Tensor) -> TensorStats:
-    """Its shape and type, and the range of its finite values."""
+    """Return a tensor's shape, dtype, and statistics of its finite values."""
     result = TensorStats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     values = _values(tensor)
     if values is None:
@@ -168,7 +168,7 @@ def stats(name: str, tensor: Tensor) -> TensorStats:
 
 
 def size(tensor: Tensor) -> float:
-    """The root of the mean square; 0 of whole numbers."""
+    """Return the root mean square; 0 for integers."""
     values = _values(tensor)
     if values is None or not values.numel():
         return 0.0
@@ -176,7 +176,7 @@ def size(tensor: Tensor) -> float:
 
 
 def bad_samples(tensor: Tensor) -> list[int]:
-    """The rows in which a value is not finite."""
+    """Return the rows in which a value is not finite."""
     values = _values(tensor)
     if values is None or values.ndim == 0 or tensor.is_sparse or not len(values):
         return []
@@ -184,9 +184,9 @@ def bad_samples(tensor: Tensor) -> list[int]:
 
 
 def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
-    """Parameters and buffers with NaN or Inf: its name, the module's name, and its numbers.
+    """Return the parameters and buffers with NaN or Inf: name, module's name and statistics.
 
-    A buffer whose only such values are -Inf is a mask, and healthy, but for a norm's.
+    A buffer whose only such values are -Inf counts as a mask, and is healthy, except in a norm.
     """
     bad = []
     for owner, module in model.named_modules():
@@ -202,18 +202,18 @@ def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
 
 
 def largest_weight(model: nn.Module) -> str:
-    """The largest weight, where it is larger than any a model begins with; else empty."""
+    """Describe the largest weight if it is larger than GROWN; else return an empty string."""
     largest, text = GROWN, ""
     for name, parameter in model.named_parameters():
         values = _values(parameter)
         most = 0.0 if values is None or not values.numel() else float(values.abs().max())
-        if most > largest:  # NaN is not
+        if most > largest:  # False for NaN
             largest, text = most, f"{name} is up to {most:.2g}"
     return text
 
 
 def _values(tensor: Tensor) -> Tensor | None:
-    """What may be NaN in it, detached; None where nothing can."""
+    """Return the detached values that may be NaN, or None if there are none."""
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if tensor.is_sparse:

@@ -1,4 +1,4 @@
-"""A captured step from end to end: made again, traced to its cause, and to techniques."""
+"""Investigation of a captured step: repeat it, trace its cause, attribute it to techniques."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 Make = Callable[[Collection[str]], Attempt]
-"""Makes the step without some techniques."""
+"""Repeats the step without the given techniques."""
 
 MOST = 30  # tries: all off, each alone, and then one after another
 SUSPICION = (
     "amp whole_step compile chunked_loss attention recompute fused_optimizer cuda_graphs tf32 "
     "channels_last accumulation system"
 ).split()
-"""What is left out first, after techniques of the user's own."""
+"""Order in which techniques are switched off, after the user's own."""
 HARMLESS = ("pipeline", "quantization")
-"""What fetches batches, and what is for after the training: no part of a step."""
+"""Techniques that are not part of a step: they fetch batches, or apply after the training."""
 COMPILING = ("whole_step", "compile", "cuda_graphs")
 TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 ELSEWHERE = "it is in the model, the data or the weights"
-REWRITING = ("chunked_loss", "recompute")  # they run modules in another way than these are written
+REWRITING = ("chunked_loss", "recompute")  # they replace the modules' own forward
 BAD = 3  # exit code of a script whose step is bad; 1 is Python's for an exception
 SCRIPT = '''"""Makes a captured step again: exits with {bad} if it is bad, with 0 if it is not.
 
@@ -74,15 +74,15 @@ sys.exit({bad} if step.bad else 0)
 
 @dataclass
 class Investigation:
-    """How far to go, and whose code to trust."""
+    """Investigation of one capture, with its limits and trusted packages."""
 
     capture: Capture
     folder: Path  # for reproduce.py
-    attempt: Make  # makes the step, in a process of its own
+    attempt: Make  # repeats the step in a new process
     trusted: Sequence[str] = ()
     attribute: bool = True
     seconds: float = 1800.0  # for the search of techniques
-    origin: Path | None = None  # where the capture lies in its run, if this is a copy of it
+    origin: Path | None = None  # path of the original capture, if this is a copy
     techniques: list[str] = field(default_factory=list)  # of the run, by name
 
     def investigate(self) -> Replay:
@@ -125,12 +125,12 @@ class Investigation:
         return config_of(self.capture, self.trusted)
 
     def _starts_bad(self) -> bool:
-        """Whether weights were not finite before the step, so that the fault is of an older one."""
+        """Whether weights were not finite before the step, so that the fault is older."""
         with reopened(self.capture, trusted=self.trusted, without=COMPILING) as (run, _):
             return bad_weights(run.model) is not None
 
     def _trace(self, blame: Blame | None) -> tuple[Cause, str, list[str]]:
-        """Trace the plainest run that is still bad: the cause, that run, and what was off in it."""
+        """Trace the simplest run that is still bad; return cause, its techniques, and those off."""
         cause, seen, without = Cause(StepPhase.nowhere, ""), "", list[str]()
         for without in self._plans(blame):
             # uncompiled at first: no operation inside compiled code can be watched
@@ -151,9 +151,9 @@ class Investigation:
         return cause, seen, without
 
     def _plans(self, blame: Blame | None) -> list[list[str]]:
-        """Techniques to switch off.
+        """Return the sets of techniques to switch off, in the order of tries.
 
-        Never one of the user's own, which may decide which weights the optimizer's state is of.
+        The user's own stay on, since the optimizer's state may depend on their weights.
         """
         names = [name for name, _ in self._config().optimization.techniques()]
         names = [name for name in names if name in self.techniques]
@@ -165,7 +165,7 @@ class Investigation:
         return [rewriting, []] if rewriting else [[]]
 
     def _healthy_batch(self, run: Run) -> Batch | None:
-        """The batch before, or the one after the first."""
+        """Return the previous batch, or the second for step 1; None if it cannot be read."""
         before = self.capture.step - 2  # the loader counts from 0
         try:
             return run.train.at(before if before >= 0 else self.capture.step)
@@ -188,7 +188,7 @@ class Investigation:
 def write_script(
     folder: Path, capture: Path, finding: str, trusted: Sequence[str], without: Sequence[str]
 ) -> Path:
-    """Write `reproduce.py`; all that comes from a capture stands in it as a quoted string."""
+    """Write `reproduce.py`; all text from a capture is quoted in it."""
     own = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     paths = [os.path.abspath(p) for p in sys.path if not os.path.abspath(p).startswith(own)]
     path = folder / "reproduce.py"
@@ -205,7 +205,7 @@ def write_script(
 
 
 def advice(replay: Replay) -> list[str]:
-    """What to do next, in plain words."""
+    """Return suggestions of what to do next."""
     cause, blame, steps = replay.found, replay.blame, list[str]()
     if not replay.reproduced:
         failed = replay.attempt.failed
@@ -232,15 +232,15 @@ def advice(replay: Replay) -> list[str]:
     return steps
 
 
-# -- which techniques are to blame -------------------------------------------------------------
+# -- search for the techniques to blame --------------------------------------------------------
 
 
 class _Spent(Exception):
-    """There have been as many tries as there may be."""
+    """The limit of tries or of time is reached."""
 
 
 class TechniqueSearch:
-    """Tries sets of techniques; each set once, and never more than `most` times in all."""
+    """Search for the techniques to blame; tries each set once, and at most `most` sets."""
 
     def __init__(self, as_it_was: Attempt, make: Make, most: int = MOST, seconds: float = 1800.0):
         self.as_it_was, self.make, self.most = as_it_was, make, most
@@ -251,7 +251,7 @@ class TechniqueSearch:
         self.names = sorted(taken, key=lambda name: (_rank(name), name))
 
     def blame(self) -> Blame:
-        """The verdict."""
+        """Search and return the verdict."""
         if not self.names:
             return self._end(f"no technique took part: {ELSEWHERE}")
         everything = self.try_without(self.names)
@@ -278,7 +278,7 @@ class TechniqueSearch:
         return self._end(self._words(culprits, alone), culprits, alone)
 
     def try_without(self, off: Collection[str]) -> Attempt:
-        """One try; raises _Spent where there may be no more."""
+        """Return the step without `off`, from an earlier try if any; raises _Spent at the limit."""
         key = frozenset(off)
         if key not in self.known:
             if len(self.trials) >= self.most or time.monotonic() > self.until:
@@ -302,7 +302,7 @@ class TechniqueSearch:
         return f"{self._named(culprits)}: only without all of them the step is good"
 
     def _named(self, names: list[str]) -> str:
-        """With the type or kernel that a technique had."""
+        """Join the names, each with its dtype or kernel if known."""
 
         def label(name: str) -> str:
             note = self.as_it_was.notes.get(name, "")

@@ -1,4 +1,4 @@
-"""The report of a replay: in short on the screen, in 80 columns, and as replay.md."""
+"""Report of a replay: short on the screen, in 80 columns, and complete as replay.md."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 
 def as_dict(replay: Replay) -> dict[str, Any]:
-    """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
+    """Return the replay in plain values; Inf and NaN become text, since JSON has neither."""
     values: dict[str, Any] = json_value(asdict(replay))
     return {"verdict": replay.verdict, **values}
 
 
 def facts(replay: Replay) -> list[tuple[str, str]]:
-    """The report in short: a name and a value a line."""
+    """Return the short report as lines of a name and a value."""
     cause, blame = replay.found, replay.blame
     numbers = f"loss {_number(replay.loss)}, gradient norm {_number(replay.grad_norm)}"
     first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
@@ -55,7 +55,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
 
 
 def screen(replay: Replay) -> RenderableType:
-    """The report for a terminal, but for its tables; names in a capture forge no lines."""
+    """Return the report without tables for a terminal; names in a capture cannot forge lines."""
     cause = "bold red" if replay.reproduced else ""
     about = facts_table(((*row, cause if row[0] == "where" else "") for row in facts(replay)), 11)
     parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
@@ -65,7 +65,7 @@ def screen(replay: Replay) -> RenderableType:
 
 
 def markdown(replay: Replay) -> str:
-    """The report as replay.md."""
+    """Return the content of replay.md."""
     cause = replay.found
     parts = [
         f"# Step {replay.step} of {escape(replay.run)}",
@@ -93,7 +93,7 @@ def markdown(replay: Replay) -> str:
 
 
 def reproduced(replay: Replay) -> str:
-    """Whether the step is bad again, and with which numbers."""
+    """Describe whether the step is bad again, and with which numbers."""
     attempt = replay.attempt
     if attempt.failed:
         return f"not known: {attempt.failed}"

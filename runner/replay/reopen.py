@@ -1,4 +1,4 @@
-"""A run put together again from a capture, right before the bad step."""
+"""Reconstruction of a run from a capture, in its state right before the bad step."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ log = logging.getLogger("runner")
 
 
 class _SkipSteps(Hook):
-    """Vetoes again the updates that the run did not make, whoever had asked for that."""
+    """Hook that vetoes the updates that the run had skipped, for any reason."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.steps = frozenset(steps)
 
     def due(self, step: int) -> bool:
-        """Only those: any other may be made in one graph."""
+        """Whether `step` was skipped; other steps may run as one graph."""
         return step in self.steps
 
     def on_gradients(self, run: Run, step: Step) -> Verdict:
-        """Not this one."""
+        """Skip the update."""
         return Verdict.SKIP
 
 
 def config_of(capture: Capture, trusted: Sequence[str] = ()) -> RunConfig:
-    """The config of the run that it is from; whom to trust is for the one who asks to say."""
+    """Return the config of the captured run; `trusted` comes from the caller."""
     return from_plain(capture.manifest.config, trusted)
 
 
@@ -62,13 +62,12 @@ def reopened(
     trusted: Sequence[str] = (),
     given: Components | None = None,
 ) -> Iterator[tuple[Run, Batch]]:
-    """The run right before the bad step, and the step's batch on its device; nothing is written.
+    """Yield the run right before the bad step, and the step's batch on its device; write nothing.
 
-    `forward_backward(run, batch)` computes the loss and the gradients that the run had computed, in
-    the same bits on the same machine, as long as nothing is drawn from python's or numpy's
-    generator in between. Techniques named in `without` are off; the weights are still those that
-    the run had with all of them. `given` is what the run's program had made itself. Raises what
-    `build` does, and CheckpointError.
+    `forward_backward(run, batch)` computes the same loss and gradients as the run did, bit-equal on
+    the same machine if nothing is drawn from Python's or NumPy's generator in between. Techniques
+    in `without` are off; the weights are still those that the run had with all of them. `given` are
+    the components that the run's program had made. Raises errors of `build`, and CheckpointError.
     """
     missing = [name for name in capture.manifest.given if getattr(given, name, None) is None]
     if missing:
@@ -89,9 +88,9 @@ def reopened(
 
 
 def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) -> Capture:
-    """The same bad step with its weights as they were, so that opening it runs no steps again.
+    """Return the capture with the weights before the step, so that opening it repeats no steps.
 
-    Where these are not in `capture`, one that has them is written below `folder`. Raises OSError.
+    If `capture` does not have them, a new capture is written below `folder`. Raises OSError.
     """
     if capture.as_it_was or capture.manifest.checkpoint is None:
         return capture
@@ -104,16 +103,16 @@ def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) ->
 def _built(
     capture: Capture, config: RunConfig, given: Components | None
 ) -> AbstractContextManager[Run]:
-    """The run with the choices made then, and nothing to show, to write or to start from."""
+    """Build the run with its recorded choices, without display, files, checkpoint or weights."""
     config = quiet(config)
     config.checkpoint.resume = "none"
     config.model.weights, config.model.weights_except = None, []  # the capture has its own
-    choices = {"data.split": "random", **capture.manifest.choices}  # it is older where it lacks it
+    choices = {"data.split": "random", **capture.manifest.choices}  # in older captures
     return build(config, given=replace(given or Components(), choices=choices))
 
 
 def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) -> Capture:
-    """With all that the step began with, if need be by making the steps before it again."""
+    """Return the capture with the state before the step, repeating earlier steps if necessary."""
     if capture.as_it_was or capture.manifest.checkpoint is None:
         if not capture.as_it_was:
             reason = "weights or random state of a later step, and no checkpoint from before it"
@@ -129,7 +128,7 @@ def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) ->
         run.progress = Progress(**state["progress"])
         run.guardian.load(state["stability"], checkpoint.step)  # a lowered learning rate
         if run.inputs is not None and state.get("inputs") is not None:
-            run.inputs.load(state["inputs"])  # which samples are left out
+            run.inputs.load(state["inputs"])  # samples that are left out
         set_random(state["random"])
         if run.trials is not None:
             run.trials.enter(run, checkpoint.step + 1)
@@ -145,17 +144,17 @@ def _run_steps(run: Run, capture: Capture) -> None:
     run.model.train()
     batches, hooks = run.train.batches(run.progress.step), [_SkipSteps(capture.skipped)]
     while run.progress.step < capture.step - 1:
-        run.update.set_limits(math.inf, math.inf)  # what was a spike is among those left out
+        run.update.set_limits(math.inf, math.inf)  # recorded spikes are among the skipped steps
         make_step(run, next(batches), hooks)
         run.progress.step += 1
         run.guardian.apply_limits(run.progress.step)
-        # it draws from the global generators what the model draws, and nothing else is left
+        # validation advances the global random generators, and has no other lasting effect
         if not capture.random_then and run.progress.step % run.validate_every == 0:
             evaluate(run)
 
 
 def _load_state(run: Run, capture: Capture) -> None:
-    """Weights, buffers, optimizer and random state as the step found them; in train mode."""
+    """Load weights, buffers, optimizer and random state from before the step; set train mode."""
     if capture.model is None or capture.update is None:
         raise CheckpointError(f"{capture.path}: has neither weights nor a checkpoint")
     run.model.train()

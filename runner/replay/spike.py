@@ -1,4 +1,4 @@
-"""A step that is finite and far too large: what grew, against a healthy batch, and which samples.
+"""Cause of a finite spike: what grew compared with a healthy batch, and in which samples.
 
 Both batches are computed with the same weights. Modules are compared by the root mean square of
 their outputs, parameters by the norm of their gradient.
@@ -24,13 +24,13 @@ from runner.replay.trace import batch_tensors, label, leave, watch_gradients
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
-JUMP = 3.0  # times more than its input grew
+JUMP = 3.0  # factor by which an output grows more than its input
 LISTED = 10
-SAMPLES = 4096  # the most whose losses are computed one by one
+SAMPLES = 4096  # largest batch whose losses are computed one by one
 
 
 class _Sizes:
-    """Of outputs and inputs in order of execution, of gradients in order of the backward."""
+    """Sizes of inputs and outputs in execution order, and of gradients in backward order."""
 
     def __init__(self, run: Run, batch: Batch) -> None:
         self.inputs: dict[str, float] = {}
@@ -60,9 +60,9 @@ class _Sizes:
 
 
 def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
-    """What is larger in `batch` than in `healthy`, and where that begins.
+    """Find what is larger in `batch` than in `healthy`, and where that begins.
 
-    Without a healthy batch parameters and samples are ranked, and no beginning is named.
+    Without a healthy batch, parameters and samples are only ranked.
     """
     bad = _Sizes(run, batch)
     good = None if healthy is None else _Sizes(run, healthy)
@@ -80,7 +80,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
 
 
 def _in_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
-    """Whether the batch itself is too large; that is then the cause."""
+    """Whether the batch itself is too large, which is then set as the cause."""
     usual = batch_tensors(healthy)
     for name, tensor in batch_tensors(batch).items():
         times = _times(size(tensor), size(usual[name])) if name in usual else 1.0
@@ -95,7 +95,7 @@ def _in_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
 
 
 def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool:
-    """Whether a module's output, or else a parameter's gradient, is too large."""
+    """Whether a module's output or a gradient is too large, which is then set as the cause."""
     for name, output in bad.outputs.items():
         grown = _times(output, good.outputs.get(name, 0.0))
         before = _times(bad.inputs[name], good.inputs.get(name, 0.0))
@@ -121,7 +121,7 @@ def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool
 
 
 def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
-    """The loss of each sample alone, from one forward over all of them; empty where it has none."""
+    """Return the loss of each sample, from one forward over all; empty if it has none."""
     samples, losses = count(batch[1]), dict[int, float]()
     if samples > SAMPLES:
         return {}
@@ -146,7 +146,7 @@ def _largest(values: Mapping[Any, float]) -> list[tuple[Any, float]]:
 
 
 def _outliers(values: dict[int, float]) -> list[int]:
-    """Samples whose value is far above the others' median, the largest first."""
+    """Return the samples with a value far above the median, the largest first."""
     if not values:
         return []
     middle = median(values.values())

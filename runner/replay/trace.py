@@ -1,4 +1,4 @@
-"""Where a step goes bad: the module, the operation and the line, and what went into it."""
+"""Trace of a bad step to the module, the operation and the line, with their inputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Watch = Callable[[Tracer], AbstractContextManager[None]]
 
 
 def trace_step(run: Run, batch: Batch, watch: Watch = Tracer.watching) -> Cause:
-    """Make the step with every operation watched, and leave the run as it was.
+    """Make the step with every operation traced, and restore the run.
 
-    The phase is `nowhere` where loss and gradients come out finite. `watch` is entered around the
-    step: the tracer learns from it which module runs.
+    The phase is `nowhere` if loss and gradients are finite. `watch` is a context around the step
+    that tells the tracer which module runs.
     """
     older = bad_weights(run.model)
     if older is not None:
@@ -56,7 +56,7 @@ def trace_step(run: Run, batch: Batch, watch: Watch = Tracer.watching) -> Cause:
 
 
 def leave(run: Run) -> None:
-    """Buffers as before the step, and no gradients."""
+    """Restore the buffers from before the step, and drop the gradients."""
     run.update.abandon()
     for parameter in run.model.parameters():
         parameter.grad = None
@@ -78,7 +78,7 @@ def watch_gradients(
 
 
 def bad_weights(model: nn.Module) -> Cause | None:
-    """What was not finite before the step began, if anything was."""
+    """Return the cause if a parameter or buffer was not finite before the step, else None."""
     bad = bad_state(model)
     if not bad:
         return None
@@ -91,12 +91,12 @@ def bad_weights(model: nn.Module) -> Cause | None:
 
 
 def label(name: str, module: nn.Module) -> str:
-    """A module with its class."""
+    """Return a module's name with its class."""
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def batch_tensors(batch: Batch) -> dict[str, Tensor]:
-    """The batch's tensors by name; the inputs as the model is called with them."""
+    """Return the batch's tensors by name; inputs by their name in the model's call."""
     inputs: Any = batch[0]
     if not isinstance(inputs, dict):
         inputs = named(inputs if isinstance(inputs, tuple | list) else [inputs], {})
@@ -112,7 +112,7 @@ def _of_state(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
 
 
 def _exception(error: Exception, tracer: Tracer) -> Cause:
-    """Where it was raised."""
+    """Return the module and line that raised the error."""
     frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
     text = error_line(error)
     cause = Cause(StepPhase.exception, f"outside the model: {text}")
@@ -127,7 +127,7 @@ def _exception(error: Exception, tracer: Tracer) -> Cause:
 def _find(
     run: Run, batch: Batch, tracer: Tracer, loss: Tensor, norm: Tensor, bad: list[str]
 ) -> Cause:
-    """From what the loss or else a gradient ended up with, back to where that began."""
+    """Trace a bad loss, or else a bad gradient, norm or buffer, back to its origin."""
     parameters = dict(run.model.named_parameters())
     gradients = [gradient for n in bad if (gradient := parameters[n].grad) is not None]
     if level(loss):
@@ -139,7 +139,7 @@ def _find(
     elif level(norm):
         reason = "loss and gradients are finite, and the gradient norm is not: its squares overflow"
         return Cause(StepPhase.norm, reason)
-    elif bad_state(run.model):  # left behind by the forward, where the loss is finite
+    elif bad_state(run.model):  # a buffer that the forward has changed
         problem = "is not finite after the forward, while loss and gradients are"
         cause = _of_state(StepPhase.forward, run.model, problem)
         if cause.module in tracer.calls:
@@ -203,7 +203,7 @@ def _of_input(batch: Batch, name: str) -> Cause:
 
 
 def trace_compiled(run: Run, batch: Batch) -> Cause:
-    """The same as `trace_step`, for a run that is good uncompiled, and bad compiled."""
+    """Trace a step that is bad only if compiled, in the graphs that the compiler traced."""
     cause = trace_step(run, batch, partial(_compile_forward, run))
     if cause.phase is StepPhase.nowhere:
         cause.cause = "only the code that the compiler generates is bad: its graph is good"
@@ -214,7 +214,7 @@ def trace_compiled(run: Run, batch: Batch) -> Cause:
 
 @contextmanager
 def _compile_forward(run: Run, tracer: Tracer) -> Iterator[None]:
-    """Let the run's forward be traced by the compiler, and its graphs run under `tracer`."""
+    """Compile the run's forward within the context, and interpret its graphs under `tracer`."""
     forward = run.forward
     names = {str(id(module)): name for name, module in run.model.named_modules()}
 
@@ -235,14 +235,14 @@ def _compile_forward(run: Run, tracer: Tracer) -> Iterator[None]:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph, and tells the tracer the module and the line that each node was traced from."""
+    """Interpreter of a graph that tells the tracer the module and source line of each node."""
 
     def __init__(self, graph: fx.GraphModule, tracer: Tracer, names: dict[str, str]) -> None:
         super().__init__(graph)
         self.tracer, self.names = tracer, names
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one."""
+        """Run one node under its module and line."""
         modules = [str(key).partition("@")[0] for key in n.meta.get("nn_module_stack") or {}]
         known = [self.names[module] for module in modules if module in self.names]
         inputs = named(*self.fetch_args_kwargs_from_env(n)) if known else {}

@@ -1,4 +1,4 @@
-"""Record where each NaN and Inf of a step was made: operation, module and line.
+"""Tracer that records where each NaN and Inf of a step was made: operation, module and line.
 
 A dispatch mode sees every operation of forward and backward. A value that is not finite carries the
 event that made it through views, in-place writes and the backward pass. An operation in the
@@ -36,12 +36,12 @@ UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_str
 WRITTEN_OVER = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
 """Operations that replace all of their first argument."""
 MASKED = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub", "exp")
-"""Prefixes of operations that -Inf masks are meant for: NaN of nothing but -Inf is their doing."""
+"""Prefixes of operations that take -Inf masks; NaN that they make of -Inf alone begins there."""
 UNSEEN = "code that torch does not see"
 OWNER = "runner.replay"  # key in the metadata of an autograd node
 
 Owner = tuple["Frame | None", Place | None]
-"""The module call and the line that something belongs to; no call: the objective."""
+"""Module call and source line of an operation; None for the call: the objective."""
 
 
 @dataclass
@@ -68,10 +68,10 @@ class Event:
     made: str = "NaN"  # NaN | Inf
     of: str = "finite numbers"
     samples: list[int] = field(default_factory=list)  # rows of the output that hold it
-    weak: bool = False  # a mask, perhaps, or recomputed outside of any module
+    weak: bool = False  # possibly a mask, or recomputed outside of any module
 
     def root(self) -> Event:
-        """The first event of the chain."""
+        """Return the first event of the chain."""
         event = self
         while event.parent is not None:
             event = event.parent
@@ -80,7 +80,7 @@ class Event:
 
 @dataclass
 class _Operands:
-    """What is not finite among the arguments of an operation."""
+    """Non-finite arguments of an operation."""
 
     level: int = FINITE  # of its tensors
     constant: int = FINITE  # of its Python numbers
@@ -89,29 +89,29 @@ class _Operands:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it around a step, within `watching`; `batch` is what the step is made of, by name."""
+    """Dispatch mode around a step, within `watching`; `batch` has the step's tensors by name."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.stack: list[Frame] = []
         self.raised: tuple[Exception, Frame] | None = None  # by the innermost module
-        self.backward_of: Frame | None = None  # whose node runs, or ran last in this backward
+        self.backward_of: Frame | None = None  # whose node runs, or ran last, in this backward
         self.calls: dict[str, Frame] = {}  # the last call of each module
         self.origins: dict[object, Event] = {}  # by storage
         self.parameters = {id(p): name for name, p in model.named_parameters()}
-        # by thread, since autograd numbers the nodes of each thread: at which number a frame began
+        # by thread, as autograd numbers nodes per thread: the number at which each frame began
         self.turns: dict[int, list[tuple[int, Frame | None]]] = {}
         self.places: dict[tuple[int, int], Place | None] = {}  # by thread and number of a node
         self.stated: Owner | None = None  # see `at`
-        for buffer in model.buffers():  # `bad_weights` has checked them: what is left is a mask
+        for buffer in model.buffers():  # after `bad_weights`, only masks are not finite
             self.origins[_storage(buffer)] = Event("", None, None, weak=True)
         for name, tensor in batch.items():
             if level(tensor) != FINITE:
                 self.origins[_storage(tensor)] = Event("", None, None, seed=name)
 
     def origin(self, tensor: Tensor) -> Event | None:
-        """The event that its NaN or Inf began with."""
+        """Return the first event of its NaN or Inf, or None."""
         event = self.origins.get(_storage(tensor)) if level(tensor) != FINITE else None
         root = None if event is None else event.root()
         return root if root is not None and (root.operation or root.seed) else None
@@ -121,7 +121,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute it, and record what is not finite in the result."""
+        """Run the operation, and record non-finite values in its result."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         operation = str(func).removeprefix("aten.").removesuffix(".default")
@@ -180,7 +180,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parent: Event | None = None,
         weak: bool = False,
     ) -> Event:
-        """A new event of the running operation; the host waits."""
+        """Return a new event of the running operation; syncs the host."""
         node, backward = _current_node(), self._in_backward()
         frame, place = self._owner()
         event = Event(operation, frame, place, parent=parent, of=of, weak=weak)
@@ -193,17 +193,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return event
 
     def _unseen(self, tensor: Tensor, operation: str) -> Event:
-        """The event of a tensor that no operation made; the host waits."""
+        """Record an event for a tensor that no operation made; syncs the host."""
         amount = level(tensor)
         weak = amount == INF and not self._in_backward()
         of = f"{_name(amount)} that no operation made"
         event = self.origins[_storage(tensor)] = self._event(operation, tensor, of, weak=weak)
         return event
 
-    # -- what belongs to whom ------------------------------------------------------------------
+    # -- owners of operations ------------------------------------------------------------------
 
     def _in_backward(self) -> bool:
-        """Whether a gradient is computed, and no forward once more for it."""
+        """Whether a gradient is being computed, rather than a forward recomputed for it."""
         node = _current_node()
         return node is not None and not (torch.is_grad_enabled() or self._is_recomputed(node))
 
@@ -211,7 +211,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(self.stack) and self.stack[-1].node is node
 
     def _owner(self) -> Owner:
-        """Of the operation that runs."""
+        """Return the owner of the running operation."""
         node = _current_node()
         if self.stated is not None:
             frame, place = self.stated
@@ -222,7 +222,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frame, current_place() or place
 
     def _owner_of(self, node: Any) -> Owner:
-        """Of an autograd node: the call that made it, or has its parameter."""
+        """Return the owner of an autograd node: the call that made it, or has its parameter."""
         name = self.parameters.get(id(getattr(node, "variable", None)))
         if name is None:
             owner: Owner = node.metadata.get(OWNER, (None, None))
@@ -231,7 +231,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.calls.get(name) or self.frame(name), None
 
     def _tag_nodes(self, leaves: list[Any]) -> None:
-        """Note the owner of each new node, and have what it will return checked."""
+        """Record the owner of each new node, and register a check of what it returns."""
         thread, current = threading.get_ident(), _current_node()
         turns = self.turns.get(thread) or [(0, None)]
         if current is None or torch.is_grad_enabled():
@@ -257,7 +257,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_returned(
         self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
     ) -> None:
-        """Give values that are not finite an event of this owner, where no operation did."""
+        """Give non-finite values that have no event from an operation an event of this owner."""
         with _disable_current_modes(), self.at(frame, place), torch.no_grad():
             for value in values:
                 if isinstance(value, Tensor) and level(value) != FINITE:
@@ -269,7 +269,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow which of the model's modules runs, and which registers a tensor hook."""
+        """Track which module runs, and which registers a tensor hook, within the context."""
         with ExitStack() as stack:
             for name, module in modes.hookable(self.model):
                 before = module._compiled_call_impl
@@ -314,7 +314,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def frame(self, name: str, inputs: dict[str, Any] | None = None) -> Frame:
-        """The call of a module with inputs, by name."""
+        """Return the call of a module, with statistics of its inputs by name."""
         with _disable_current_modes():
             numbers = [stats(n, t) for n, t in named_leaves(inputs or {})]
         return Frame(name, self.model.get_submodule(name), numbers)
@@ -323,13 +323,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.stack[-1] if self.stack else None
 
     def _mark(self, frame: Frame | None) -> None:
-        """Nodes made from now on are of `frame`."""
+        """Assign nodes made from now on to `frame`."""
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self.turns.setdefault(threading.get_ident(), [(0, None)]).append((number, frame))
 
     @contextmanager
     def at(self, frame: Frame | None, place: Place | None) -> Iterator[None]:
-        """Operations within belong to `frame`, and to `place` where it is known."""
+        """Assign operations within the context to `frame`, and to `place` if known."""
         before, self.stated = self.stated, (frame, place)
         self._mark(frame)
         try:
@@ -340,7 +340,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def named(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name or position."""
+    """Return the arguments of a call by name; positional ones are input, input2, …."""
     places = {"input" if i == 0 else f"input{i + 1}": value for i, value in enumerate(args)}
     return {**places, **kwargs}
 
@@ -358,7 +358,7 @@ def _name(amount: int) -> str:
 
 
 def _storage(tensor: Tensor) -> object:
-    """Its storage as a key that no later storage shares."""
+    """Return a key of the tensor's storage that no later storage shares."""
     if tensor.is_sparse:
         tensor = tensor._values()
     try:
