@@ -95,7 +95,7 @@ def launch(request: Request) -> int:
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
                     done = run_job(job, request.config, "hydra.run.dir", None, context)
-                    if done.status is JobStatus.FAILED:  # which Hydra does not raise
+                    if done.status is JobStatus.FAILED:  # Hydra does not raise the error
                         raise done._return_value
     finally:
         sys.argv[:] = command
@@ -136,7 +136,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
 
 
 def hydra_context(config: DictConfig) -> HydraContext:
-    """Set up Hydra as `hydra.main` does, for one run whose config is composed already."""
+    """Set up Hydra as `hydra.main` does, for one composed run; return its context."""
     hydra.version.setbase("1.3")
     config.hydra.mode = RunMode.RUN
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -228,7 +228,7 @@ def _written(folder: Path) -> int:
 
 def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
-    check_level(config, request.typed.security)  # in whichever process this is
+    check_level(config, request.typed.security)  # also in a job's process
     checked = typed(config)
     warnings = paths.keep_private(folder, checked.security.level)
     set_up_logging(checked.monitoring.log_level, folder)
@@ -290,7 +290,7 @@ def _remove(folder: Path, existed: Path | None) -> None:
         for parent in folder.absolute().parents:
             if parent == existed:
                 break
-            parent.rmdir()  # an error where it holds anything
+            parent.rmdir()  # an OSError if it is not empty
 
 
 def show_config(request: Request) -> None:

@@ -50,7 +50,7 @@ def prepare(
         overrides = [*(f"{key}={value}" for key, value in parameters), *overrides]
         first = compose(first_job(overrides))
     configs = [first, *_other_samples(sample_jobs(overrides), first, compose)]
-    with open_dict(configs[0]):  # what Hydra fills in for the first job
+    with open_dict(configs[0]):  # as Hydra sets them for the first job
         configs[0].hydra.job.num = configs[0].hydra.job.id = 0
     files.check_folders(configs[0], sweeps=True)
     failures: list[RunnerError] = []

@@ -90,7 +90,7 @@ def _summary(config: RunConfig, folder: Path) -> Summary | None:
 def _point_to(elsewhere: str, folder: Path) -> None:
     """Log where the record is, on a machine without rank 0."""
     log.info("the record is on %s", elsewhere)
-    if not (folder / SUMMARY).exists():  # else this would look like a killed run
+    if not (folder / SUMMARY).exists():  # else it would look like a killed run
         shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
 
 

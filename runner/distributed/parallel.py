@@ -61,7 +61,7 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
 
 
 def _sample_flop(draft: RunBuilder) -> float | None:
-    """Return FLOPs per sample of forward and backward (twice the forward), or None if unknown."""
+    """Return FLOPs per sample of forward and backward, without recomputation; None if unknown."""
     try:
         forward = forward_cost(draft).mflop * 1e6 / draft.micro_batch
     except Exception:  # a model may raise anything when called with a few samples
@@ -182,7 +182,7 @@ bf16_compress.__annotations__.clear()  # DDP compares them with classes, and the
 def count_collectives(run: Run) -> dict[str, dict[str, int]]:
     """Count the calls of each collective in a step, and the bytes of their outputs.
 
-    All processes run forward and backward of every micro-batch of the current step's batch, and the
+    All processes run forward and backward of every micro-batch of the next step's batch, and the
     all-reduce of the loss, without the update.
     """
     calls: Counter[str] = Counter()

@@ -91,7 +91,7 @@ class World:
 
     @property
     def kind(self) -> str:
-        """How the model is trained: ddp or fsdp."""
+        """The kind of distributed training: ddp or fsdp."""
         return self.config.kind.value
 
     def describe(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class World:
         if dist.is_initialized() and not self.left:
             dist.destroy_process_group()
 
-    # -- what belongs to this process ----------------------------------------------------------
+    # -- this process's part -------------------------------------------------------------------
 
     def part(self, samples: int) -> slice:
         """Return this process's slice of a batch; sizes differ by at most 1."""
@@ -166,7 +166,7 @@ class World:
             self._commit = Commit(self)
         return self._commit
 
-    # -- what all do together ------------------------------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------
 
     def total(self, values: Tensor) -> Tensor:
         """Sum `values` over all processes, in place, on the device: the host does not wait."""
@@ -265,7 +265,7 @@ class World:
         """Wait for all processes."""
         self.worst(0)
 
-    # -- what becomes of a process that is lost --------------------------------------------------
+    # -- lost processes ------------------------------------------------------------------------
 
     @property
     def faults(self) -> Counter[str]:
@@ -287,7 +287,7 @@ class World:
             self._outcomes.publish(outcome)
 
     def watch(self, file: Path) -> None:
-        """Write stacks to `file` on a crash, or when `worst` is not called for PATIENCE."""
+        """Write stacks to `file` on a crash, or after most of the time-out without `worst`."""
         self._stacks = StackWriter(file, PATIENCE * self.config.timeout_s)
 
     @contextmanager

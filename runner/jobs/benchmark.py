@@ -121,7 +121,7 @@ def _compare(
     """Compare with the baseline; return a Regression or another error."""
     try:
         baseline = regression.against(result, then, config.benchmark)
-    except RunnerError as error:  # of another machine, which showed only when a run had been built
+    except RunnerError as error:  # from another machine, as known only after a run was built
         return [error]
     result.baseline = baseline.plain()
     count, lines = len(baseline.regressions), "; ".join(baseline.regressions)

@@ -73,7 +73,7 @@ def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None =
     config.debug = DebugConfig(hooks=config.debug.hooks)  # tools inspect steps: there are none
     config.data = replace(config.data, drop_last=False)
     given = Components(data=data)
-    if config.optimization.level == "auto":  # what the model was trained with, or nothing
+    if config.optimization.level == "auto":  # the recorded choices, or none
         from runner.benchmark.auto.resolve import resolve_auto
 
         given = replace(resolve_auto(config, search=False) or given, data=data)

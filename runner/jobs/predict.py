@@ -33,7 +33,7 @@ Columns = dict[str, Any]  # numpy or arrow
 def main(config: RunConfig, folder: Path) -> Summary:
     """Predict with the weights of `checkpoint.resume` or `model.weights` into `folder`."""
     with build_trained(config, folder) as run:
-        run.history.load({"counts": {}, "faults": []})  # those of the training
+        run.history.load({"counts": {}, "faults": []})  # drop those of the training
         kind = config.predict.format
         path = folder / f"predictions.{kind.name}"
         try:
@@ -41,7 +41,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
             size = path.stat().st_size
         except OSError as error:
             raise StorageError(f"{path}: not written: {error.strerror or error}") from error
-        run.progress.metrics, run.techniques = {}, []  # which are about training
+        run.progress.metrics, run.techniques = {}, []  # of the training
         run.choices[:] = [choice for choice in run.choices if choice.key.startswith("data.")]
         summary = build_summary(run, "done", job="predict")
         summary.export = {"file": path.name, "rows": rows, "bytes": size}

@@ -21,13 +21,13 @@ from runner.record import provenance
 VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
 EXECUTION = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
 """Keys of where and how jobs run, which do not change the jobs."""
-GROWS = ("search.trials", "search.parallel")  # a search with more trials is the same one
+GROWS = ("search.trials", "search.parallel")  # these do not make another search
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """Return a sha256 of the typed overrides and flags, in any order, without EXECUTION keys."""
-    typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key holds
+    typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key wins
     ignored = (*EXECUTION, "sweep.", *GROWS)
     return digest([*flags, *sorted(v for k, v in typed.items() if not k.startswith(ignored))])
 

@@ -74,7 +74,7 @@ class StudyFile:
         ]
 
     def ask(self) -> Trial | None:
-        """Return a trial with values not tried before; None if all have been requested."""
+        """Return a new trial, in a finite space with untried values; None if there are enough."""
         with self._locked():
             self._end_lost_trials()
             counted, space = self.trials(), self.plan.space

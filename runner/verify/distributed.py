@@ -236,7 +236,7 @@ def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]
     """Yield differences relative to the largest value of the group."""
     sizes = scales(exact)
     for item in dict.fromkeys([*exact, *other]):
-        # before the first update only a fused optimizer has its state, which is zeros
+        # before the first update only a fused optimizer has state, which is zeros
         unused = item.kind == "optimizer" and item.step == 0
         if item.kind in COMPARED and not item.name.startswith(OPTIONS) and not unused:
             difference = _difference(other.get(item), exact.get(item))

@@ -76,7 +76,7 @@ def _complaint(result: Verified) -> str:
     return f"parity: {culprits}: {result.first}"
 
 
-# -- what is shown, made for 80 columns ------------------------------------------------------------
+# -- output for 80 columns -------------------------------------------------------------------------
 
 
 def show(result: Verified) -> RenderableType:

@@ -44,7 +44,7 @@ class RunProbe(Hook):
     kill_at: int = 0
     kill_rank: int = 0
     save_at: int = 0
-    save_again: bool = False  # a resumed run saves what it has restored, before its first step
+    save_again: bool = False  # save the restored state before the first step of a resumed run
     draws: bool = False  # a step has drawn random numbers
 
     @contextmanager
