@@ -70,7 +70,7 @@ class Agent:
         with self._signals():
             try:
                 resource_tracker.ensure_running()  # first, since its start unblocks signals
-                with _no_signals():  # the fork server and its processes inherit the mask
+                with _no_signals():  # nor in the fork server, and what it starts
                     fork_server.start(PRELOAD, os.environ)
                     for rank, own in arguments.items():
                         self.processes[rank] = context.Process(target=start, args=own)
