@@ -95,7 +95,7 @@ def launch(request: Request) -> int:
                     job = partial(_run, request=request, results=results, command=command)
                     context = hydra_context(request.config)
                     done = run_job(job, request.config, "hydra.run.dir", None, context)
-                    if done.status is JobStatus.FAILED:  # which Hydra does not raise
+                    if done.status is JobStatus.FAILED:  # Hydra does not raise the error
                         raise done._return_value
     finally:
         sys.argv[:] = command
@@ -136,7 +136,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
 
 
 def hydra_context(config: DictConfig) -> HydraContext:
-    """Set up Hydra as `hydra.main` does, for one run whose config is composed already."""
+    """Set up Hydra as `hydra.main` does, for one composed run; return its context."""
     hydra.version.setbase("1.3")
     config.hydra.mode = RunMode.RUN
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)

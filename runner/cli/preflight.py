@@ -173,7 +173,7 @@ def _check_run(
 
 def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
     """Check that every arm composes, and that the stored result to compare with exists."""
-    if config.benchmark.claims:  # which have arms of their own
+    if config.benchmark.claims:  # claims have their own arms
         return
     from runner.benchmark.arms import arms_of
     from runner.benchmark.regression import stored

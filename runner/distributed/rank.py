@@ -140,7 +140,7 @@ def run_rank(
                 given = world.choose(lambda: train.chosen(config, named)) or Components()
             return train.main(config, named, replace(given, world=world))
         except (KeyboardInterrupt, Interrupted):
-            if error := world.find_error():  # because of which torchrun signals the others
+            if error := world.find_error():  # because of it torchrun signals this process
                 raise error from None
             raise
 

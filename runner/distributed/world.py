@@ -91,7 +91,7 @@ class World:
 
     @property
     def kind(self) -> str:
-        """How the model is trained: ddp or fsdp."""
+        """The kind of distributed training: ddp or fsdp."""
         return self.config.kind.value
 
     def describe(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _in_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
 
 
 def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool:
-    """Whether a module's output, or else a parameter's gradient, is too large."""
+    """Whether a module's output or a gradient is too large, which is then set as the cause."""
     for name, output in bad.outputs.items():
         grown = _times(output, good.outputs.get(name, 0.0))
         before = _times(bad.inputs[name], good.inputs.get(name, 0.0))

@@ -1,4 +1,4 @@
-"""Record where each NaN and Inf of a step was made: operation, module and line.
+"""Tracer that records where each NaN and Inf of a step was made: operation, module and line.
 
 A dispatch mode observes every operation of forward and backward. A non-finite value keeps the
 event that made it through views, in-place writes and the backward pass. A backward operation
