@@ -85,8 +85,6 @@ class Assessment:
         return values
 
 
-
-
 def enough(assessment: Assessment, level: SecurityLevel) -> bool:
     """Whether it may be loaded at that level; strict requires CHECKED or PINNED."""
     if level is SecurityLevel.off:
