@@ -169,9 +169,10 @@ class ImageFolder(Dataset):
         return cache, (choice,) if self.config.cache_mb else ()
 
     def _pixel_counts(self, most: int) -> np.ndarray:
-        """Read pixel counts from image headers, until their sum exceeds `most` or one is bad."""
+        """Read pixel counts from image headers, until their sum exceeds `most`; 0 for a bad one."""
         sizes = np.full(len(self.sources), most + 1)
         for number in range(len(self.sources)):
+            sizes[number] = 0
             with suppress(DataError), self._named_errors(number):
                 with _open(self.sources[number]) as file:
                     sizes[number] = file.width * file.height

@@ -107,7 +107,7 @@ def declared() -> tuple[list[str], str]:
 
 def python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
     """Check that the project supports this Python version."""
-    text, fix = ".".join(map(str, version)), "use Python 3.11 to 3.13"
+    text, fix = ".".join(map(str, version)), f"use a Python {supported}"
     return DoctorCheck.of("python", SpecifierSet(supported).contains(text), text, fix, Status.fail)
 
 

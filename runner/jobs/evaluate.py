@@ -76,7 +76,7 @@ def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None =
     if config.optimization.level == "auto":  # the selection recorded in training, if any
         from runner.benchmark.auto.resolve import resolve_auto
 
-        given = replace(resolve_auto(config, search=False) or given, data=data)
+        given = replace(resolve_auto(config, search=False), data=data)
     return build(config, folder, given)
 
 

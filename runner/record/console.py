@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -75,7 +77,8 @@ def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> N
         lines = printed.get().split("\n")
         print("\n".join(line.rstrip(" ") for line in lines), end="", flush=True)  # noqa: T201
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as nowhere, suppress(io.UnsupportedOperation):
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @cache

@@ -48,6 +48,13 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_a_file_that_is_no_image_leaves_the_others_cached(folder: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(folder, tmp_path / "images")
+    (root / "cat" / "00.png").write_bytes(b"no image")
+    data = opened(root, "data.augment=true", "data.bad_samples=drop", "data.cache_mb=64")
+    assert data.cache.kept == len(data.sources) == 24
+
+
 @pytest.mark.parametrize("more", [(), EVERYTHING[:1], EVERYTHING[:2], EVERYTHING[1:2], EVERYTHING])
 def test_a_sample_is_the_same_in_any_batch_with_and_without_the_cache(
     folder: Path, more: tuple[str, ...]

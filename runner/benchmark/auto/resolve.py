@@ -107,8 +107,9 @@ def resolve_arms(
 ) -> list[Arm]:
     """Resolve `optimization=auto` in each arm of a benchmark that is recorded in `folder`."""
     return [
-        replace(arm, config=resolve_config(arm.config, folder and folder / arm.folder, given))
+        replace(arm, config=resolve_config(arm.config, own, given))
         for arm in arms
+        for own in [folder / arm.folder if folder and arm.folder else None]
     ]
 
 
