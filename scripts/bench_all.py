@@ -57,7 +57,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # title: as measured, and the smallest
         "bench_debug.py tiny --only control --rounds 1 --steps 12",
     ),
     "Security": (
-        "bench_security.py",
+        "bench_security.py --files 20 --rounds 3",
         "bench_security.py --files 2 --tensors 10 --mb 1 --rounds 1",
     ),
     "How often an interval holds the truth": (
