@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -56,6 +58,7 @@ def test_a_model_and_a_loss_of_ones_own_leave_a_run_with_a_report(tmp_path: Path
     assert any(line.startswith("fused_optimizer True") for line in techniques)
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_its_rows_and_its_page(tmp_path: Path) -> None:
     *_, page = ran("sweep_and_page.py", tmp_path).splitlines()
     assert (tmp_path / page).read_text().startswith("<!doctype html>")

@@ -198,6 +198,7 @@ def test_an_installation_works_from_any_folder(
     assert list(tmp_path.iterdir()) == []  # looking writes nothing
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_trains(installed: Installation, tmp_path: Path) -> None:
     output([str(installed.script), "-m", "training.steps=2"], cwd=tmp_path)  # finds its launcher
     assert list(tmp_path.glob("outputs/sweeps/*/*/0/summary.json"))

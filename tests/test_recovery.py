@@ -102,6 +102,7 @@ def test_weights_and_batchnorm_are_those_of_the_smaller_micro_batch_from_the_sta
     assert "step 1 ran out of memory" in choice[0].reason and "with 16" in choice[0].reason
 
 
+@pytest.mark.slow
 def test_validation_is_cut_smaller_too_and_its_metrics_stay() -> None:
     _, plain = weights([*CNN, "training.micro_batch=8"])
     _, cut = weights([*CNN, "training.micro_batch=8"], most=8)

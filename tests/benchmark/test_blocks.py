@@ -60,6 +60,7 @@ def test_intervals_hold_through_the_stopping_rule(noise: str, narrow: float, run
     assert min(covered.values()) >= 0.94, covered
 
 
+@pytest.mark.slow
 def test_blocks_that_resemble_the_ones_before_make_intervals_wider_and_take_more() -> None:
     """0.5 from turn to turn: intervals that take blocks for independent would hold in 91 %."""
     covered, more = coverage(Noise(0.02, stalls=0.0, memory=0.5), TWO_MINUTES, runs=150)

@@ -46,6 +46,7 @@ def test_a_killed_arm_is_reported_as_killed_and_the_others_continue(tmp_path: Pa
     assert is_gone(pids["one"])
 
 
+@pytest.mark.slow
 def test_the_error_of_an_arm_is_its_reason(tmp_path: Path) -> None:
     arms = [
         own("raises", "Ends"),

@@ -101,6 +101,7 @@ def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_proc
     assert all(is_gone(pid) for pid in race.pids)
 
 
+@pytest.mark.slow
 def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path: Path) -> None:
     arms = [arm(name, *BASE, f"optimization={name}") for name in ("none", "basic")]
     hashes: list[list[int]] = []
@@ -123,6 +124,7 @@ def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path:
     assert not fork_server.is_running()
 
 
+@pytest.mark.slow
 def test_a_program_keeps_its_own_fork_server() -> None:
     mine = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60.0,))
     mine.start()
@@ -169,6 +171,7 @@ def pool() -> Iterator[WorkerPool]:
     assert not any(worker.is_running() for worker in workers)  # a stopped one ends all the same
 
 
+@pytest.mark.slow
 def test_two_data_workers_are_twice_as_fast_and_no_more(pool: WorkerPool) -> None:
     ratios = []
     for _ in range(3):
@@ -178,6 +181,7 @@ def test_two_data_workers_are_twice_as_fast_and_no_more(pool: WorkerPool) -> Non
     assert 1.3 < median(ratios) < 2.7
 
 
+@pytest.mark.slow
 def test_data_workers_are_stopped_while_another_arm_has_its_turn(pool: WorkerPool) -> None:
     workers = psutil.Process(pool.workers["w2"].pid).children()
     assert len(workers) == 2

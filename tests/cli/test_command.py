@@ -114,7 +114,7 @@ def test_showing_a_config_ends_quietly_when_nobody_reads_on(folder: Path) -> Non
     assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
-@pytest.mark.parametrize("where", [">&-", "| true"])
+@pytest.mark.parametrize("where", [pytest.param(">&-", marks=pytest.mark.slow), "| true"])
 def test_a_finished_run_is_done_also_where_stdout_takes_nothing(folder: Path, where: str) -> None:
     done = shell(folder, f"$PYTHON -m runner training.steps=1 hydra.run.dir=outputs/one {where}")
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
@@ -173,6 +173,7 @@ def test_a_folder_that_cannot_be_made_is_answered_with_the_key(
     assert f"name another place: {key}=" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_keeps_its_exit_code_where_nothing_can_be_printed(folder: Path) -> None:
     hook = ["security.trusted=[own_package]", "+debug.hooks=[{_target_: own_package.Fails}]"]
     typed = [*runs.QUICK, *runs.TABLE, *hook, "hydra.run.dir=run"]

@@ -97,6 +97,7 @@ def test_what_the_user_types_wins_over_what_was_recorded() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_naming_an_option_takes_the_place_of_a_class_and_of_the_default() -> None:
     own = ["data._target_=my_package.Noisy", "+data.arguments.noise=0.1", "seed=4"]
     make_run(RUN, [*own, "model.width=8", TRUST])
@@ -181,6 +182,7 @@ def test_auto_continues_the_unfinished_run_of_the_same_config_that_came_furthest
         assert auto().arguments[-1] == f"hydra.run.dir='{HOME}/less'"
 
 
+@pytest.mark.slow
 def test_auto_goes_on_from_the_checkpoints_of_a_run_whose_summary_is_damaged() -> None:
     typed = ["data=cancer", "training.steps=3"]
     run = Path("outputs/runs/cancer-mlp/run")

@@ -282,7 +282,7 @@ if sys.argv[1] == "kill":
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "forget"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("forget", marks=pytest.mark.slow)])
 def test_workers_end_with_their_owner(how: str) -> None:
     root = Path(__file__).parents[2]
     owner = subprocess.Popen(

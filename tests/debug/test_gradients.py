@@ -192,6 +192,7 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
         assert len(events.Scalars(f"watch_gradients/{chart}")) == 6
 
 
+@pytest.mark.slow
 def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     hidden = [m for _ in range(10) for m in (nn.Linear(16, 16), nn.Sigmoid())]

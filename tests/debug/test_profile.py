@@ -63,8 +63,14 @@ class Dawdling(Hook):
             None,
             "of a step: optimization.fused_optimizer.enabled=true",
         ),
-        (["model.width=8"], Dawdling(), "of step time is spent between steps"),
-        (["model.width=8", "model.depth=12", "device.threads=1"], None, "host-bound: "),
+        pytest.param(
+            *(["model.width=8"], Dawdling(), "of step time is spent between steps"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(["model.width=8", "model.depth=12", "device.threads=1"], None, "host-bound: "),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["data", "optimizer", "between", "host"],
 )

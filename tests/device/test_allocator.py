@@ -45,6 +45,7 @@ print(before, kept, held - memory.process_bytes())
 """
 
 
+@pytest.mark.slow
 @glibc
 def test_memory_that_is_kept_is_not_faulted_in_again_and_given_back_at_the_end() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

@@ -218,6 +218,7 @@ def test_gradients_in_bf16_take_half_of_the_bytes(outcomes: Outcomes) -> None:
     assert 0 < distances(low, full)["loss"] < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 def test_dropout_differs_between_processes_and_weights_do_not(outcomes: Outcomes) -> None:
     together = outcomes("odd", 2)

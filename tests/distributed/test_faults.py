@@ -46,6 +46,7 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     assert "process_lost" not in whole.summary["faults"]
 
 
+@pytest.mark.slow
 def test_a_record_whose_writer_was_killed_names_what_is_on_disk(tmp_path: Path) -> None:
     done = runs.run(tmp_path / "run", "0:forward:kill:6", NO_WORKERS)
     assert done.code == 1
@@ -130,6 +131,7 @@ def test_a_bad_or_vetoed_step_of_one_process_is_skipped_and_a_stop_ends_all(tmp_
     assert done.summary["faults"]["non_finite"] == 1
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_group_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     started = runs.start(tmp_path / "run", steps=100_000, STEP_S="0.02")
     started.wait_for("checkpoints/step_00000008")
@@ -261,6 +263,7 @@ def test_every_fault_at_every_point_ends_or_continues_all(
         assert f"process {case.rank}" in done.message
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the parent's death")
 def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Path) -> None:
     started = runs.start(tmp_path / "run", "1:forward:stop:6", "distributed.timeout_s=300")

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
 
 
-@pytest.mark.parametrize("name", ["corruption", "crash", "sweep"])
+@pytest.mark.parametrize(
+    "name",
+    ["corruption", *(pytest.param(name, marks=pytest.mark.slow) for name in ("crash", "sweep"))],
+)
 def test_the_short_form_of_a_proof_holds_and_notices_a_planted_defect(name: str) -> None:
     command = [sys.executable, f"scripts/prove_{name}.py", "--smoke"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

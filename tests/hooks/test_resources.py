@@ -173,7 +173,8 @@ def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> Non
     assert 40 < slope < 65
 
 
-@pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [500, 5000])
 def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
     ended = real(tmp_path, 0, 0, f"training.steps={steps}")
     assert ended["steps"] == steps and ended["faults"] == {}

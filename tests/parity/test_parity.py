@@ -53,7 +53,7 @@ def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(m, marks=pytest.mark.slow) if m == "classifier" else m for m in MODELS],
+    [pytest.param(m, marks=pytest.mark.slow) if m in ("classifier", "cnn") else m for m in MODELS],
 )
 def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
     reference = ParityReference(runs.config(*QUIET, *MODELS[model]), STEPS)

@@ -29,6 +29,7 @@ LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
         "monitoring.every=5"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> None:
     done = sweep(folder, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
     (job,) = read(only(folder))["jobs"]
@@ -38,6 +39,7 @@ def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> Non
     assert read(only(folder) / "0", "summary.json")["status"] == "timeout"
 
 
+@pytest.mark.slow
 def test_want_of_memory_has_a_name_of_its_own_and_fail_fast_skips_the_rest(folder: Path) -> None:
     done = sweep(folder, *NET, "+model.how=memory,fine,big", "hydra.launcher.fail_fast=true")
     assert statuses(only(folder)) == ["oom", "skipped", "skipped"]

@@ -121,6 +121,7 @@ def ask_all(folder: Path, given: SearchPlan) -> list[tuple[int, float]]:
     return made
 
 
+@pytest.mark.slow
 def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path: Path) -> None:
     given = plan("x=interval(-5,5)", trials=40)
     found = ask_all(tmp_path / "a", given)
@@ -136,7 +137,8 @@ def test_a_grid_is_every_combination_once_and_then_ends(tmp_path: Path) -> None:
     assert sorted(x for _, x in found) == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("suffix", [pytest.param("db", marks=pytest.mark.slow), "journal"])
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["db", "journal"])
 def test_processes_that_share_a_study_make_all_trials_together_and_none_twice(
     tmp_path: Path, suffix: str
 ) -> None:

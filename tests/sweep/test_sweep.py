@@ -88,6 +88,7 @@ def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed: Mixed) 
     assert [row["status"] for row in rows] == statuses(place) == [*ENDS[:3], "done"]
 
 
+@pytest.mark.slow
 def test_hydras_own_launcher_ends_in_the_same_table(folder: Path) -> None:
     done = sweep(folder, *NET, "+model.how=fine,fail", "hydra/launcher=basic")
     assert done.returncode == 7 and "1 of 2 jobs failed" in done.stderr
