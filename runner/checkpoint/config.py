@@ -11,11 +11,11 @@ from runner.bounds import bounded, check_bounds
 class CheckpointConfig:
     """When to save, how many to keep, and what to continue from."""
 
-    enabled: bool = True
-    every: int | None = bounded(None, min=1)  # steps; None: at each validation
-    keep: int = bounded(3, min=1)  # newest ones kept, besides the best
-    grace_s: float = bounded(20.0, above=0)  # for a step to end after a signal; then it is left
-    resume: str = "none"  # none | auto | a run's folder or one of its step folders
+    enabled: bool = True  # save checkpoints; false: keep one in memory, for rollbacks
+    every: int | None = bounded(None, min=1)  # steps between saves; null: at each validation
+    keep: int = bounded(3, min=1)  # newest checkpoints to keep, besides the best one
+    grace_s: float = bounded(20.0, above=0)  # seconds for the step to end after a signal, then exit
+    resume: str = "none"  # none, auto (the unfinished run of this config), or a run or step folder
 
     def __post_init__(self) -> None:
         check_bounds(self, "checkpoint")

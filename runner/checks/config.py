@@ -23,9 +23,9 @@ class CheckPolicy(Enum):
 class SchemaConfig:
     """The valid range of inputs; dtype and shape are those of the first batch."""
 
-    low: float | None = bounded(None)  # of any input value
-    high: float | None = bounded(None)
-    classes: int | None = bounded(None, min=1)  # labels are below it; None: what the data say
+    low: float | None = bounded(None)  # smallest valid input value; null: no limit
+    high: float | None = bounded(None)  # largest valid input value; null: no limit
+    classes: int | None = bounded(None, min=1)  # labels must be below it; null: from the data
 
     def __post_init__(self) -> None:
         check_bounds(self, "checks.inputs.schema")
@@ -36,13 +36,13 @@ class SchemaConfig:
 class InputsConfig:
     """Checks of every training batch, before its step."""
 
-    enabled: bool = True
+    enabled: bool = True  # check every training batch before its step
     schema: SchemaConfig = field(default_factory=SchemaConfig)
     form: CheckPolicy = CheckPolicy.stop  # dtype, dimensions or features unlike the first batch
-    not_finite: CheckPolicy = CheckPolicy.skip
-    range: CheckPolicy = CheckPolicy.warn  # outside schema.low and schema.high, where given
-    labels: CheckPolicy = CheckPolicy.stop  # a class or token id that does not exist
-    constant: CheckPolicy = CheckPolicy.warn  # every value of a batch is the same
+    not_finite: CheckPolicy = CheckPolicy.skip  # NaN or infinite values
+    range: CheckPolicy = CheckPolicy.warn  # inputs outside schema.low and schema.high
+    labels: CheckPolicy = CheckPolicy.stop  # a class or token id out of range
+    constant: CheckPolicy = CheckPolicy.warn  # all values of a batch are equal
 
     def __post_init__(self) -> None:
         for name in ("form", "not_finite", "range", "labels", "constant"):
@@ -55,10 +55,10 @@ class InputsConfig:
 class TableConfig:
     """Checks of a table, once, before training."""
 
-    enabled: bool = True
-    constant: CheckPolicy = CheckPolicy.warn  # a column of one value; drop: not among the inputs
-    leak: CheckPolicy = CheckPolicy.warn  # a column that gives the label away; drop: likewise
-    shared: CheckPolicy = CheckPolicy.warn  # rows of train in validation; drop: not validated with
+    enabled: bool = True  # check a table once, before training
+    constant: CheckPolicy = CheckPolicy.warn  # a column of one value; drop: it is not an input
+    leak: CheckPolicy = CheckPolicy.warn  # column that gives the label away; drop: not an input
+    shared: CheckPolicy = CheckPolicy.warn  # validation rows also in training; drop: leave them out
 
     def __post_init__(self) -> None:
         for name in ("constant", "leak", "shared"):
@@ -70,12 +70,12 @@ class TableConfig:
 
 @dataclass
 class OutputsConfig:
-    """Limits of outputs that a person or a program gets to see; training uses them as they are."""
+    """Limits of outputs; job=evaluate counts violations, and changes no output or metric."""
 
-    enabled: bool = True
-    nan: float = bounded(0.0)  # stands for NaN
-    low: float | None = bounded(None)  # of a predicted quantity, in the target's own unit
-    high: float | None = bounded(None)
+    enabled: bool = True  # job=evaluate: report invalid outputs as a fault
+    nan: float = bounded(0.0)  # regression: replacement of NaN in that check; outputs are unchanged
+    low: float | None = bounded(None)  # regression: least output, in the target's unit; null: none
+    high: float | None = bounded(None)  # regression: largest output, same unit; null: none
 
     def __post_init__(self) -> None:
         check_bounds(self, "checks.outputs")
@@ -86,12 +86,12 @@ class OutputsConfig:
 class ModelCheckConfig:
     """The check of weights and buffers, before training and after it."""
 
-    enabled: bool = True
+    enabled: bool = True  # check weights and buffers for NaN and Inf, before and after training
 
 
 @dataclass
 class ChecksConfig:
-    """All checks."""
+    """Checks and their policies: off, warn, drop (column or row), skip (the update), stop."""
 
     inputs: InputsConfig = field(default_factory=InputsConfig)
     table: TableConfig = field(default_factory=TableConfig)

@@ -41,29 +41,29 @@ UNCOUNTED = (
 
 
 class BadSamples(Enum):
-    """What is done about samples that cannot be used."""
+    """Treatment of unusable samples."""
 
-    stop = "stop"  # the first one is an error that names it
-    drop = "drop"  # they are counted, named and left out
+    stop = "stop"  # the first one is an error with its name
+    drop = "drop"  # counted, named and left out
 
 
 class Missing(Enum):
-    """What is done about missing values among the inputs of a table."""
+    """Treatment of missing input values in a table."""
 
-    mean = "mean"  # a number becomes the mean of the training rows, and one more input tells so …
-    median = "median"  # … or their median; a missing text is a category of its own
-    category = "category"  # as mean: the input that tells so makes it a group of its own
-    drop = "drop"  # such rows are left out, before the split
-    error = "error"  # the first ones are an error that names them
+    mean = "mean"  # number: the training rows' mean, plus an input that flags the gap …
+    median = "median"  # … or their median; text: a category of its own
+    category = "category"  # as mean; the flag makes the gaps a group of their own
+    drop = "drop"  # leave out such rows, before the split
+    error = "error"  # the first ones are an error with their names
 
 
 class ColumnType(Enum):
-    """What a column of a table is read as."""
+    """The type of a table's column."""
 
     number = "number"
     text = "text"  # a category
     date = "date"
-    id = "id"  # no input; names the rows in predictions
+    id = "id"  # not an input; identifies the rows in predictions
 
 
 def sign_of(word: str | None) -> str | None:
@@ -76,38 +76,41 @@ class SplitRule(Enum):
 
     random = "random"
     stratified = "stratified"  # the same share of each class
-    group = "group"  # rows with one value of data.split_by stay together
+    group = "group"  # rows with equal data.split_by stay together
     time = "time"  # the last rows by data.split_by
 
 
 @dataclass
 class DataConfig:
-    """What every data set has: how it is split, ordered and loaded."""
+    """Keys of every data set: splitting, order and loading."""
 
-    kind: str = MISSING  # which of our options this is
-    _target_: str | None = None  # a map-style dataset of the user's own, in place of ours
-    arguments: dict[str, Any] = field(default_factory=dict)  # what its constructor gets
-    validation: float = bounded(0.2, above=0, below=1)  # share held out
-    validation_samples: int | None = bounded(None, min=1)  # validate on so many; None: all
-    split: SplitRule | None = None  # None: stratified where samples have a class, else random
-    folds: int | None = bounded(None, min=2)  # parts of a cross-validation, in place of validation
-    fold: int | None = bounded(None, min=0)  # which of them is held out: 0 to folds - 1
-    split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
-    bad_samples: BadSamples = BadSamples.stop  # what becomes of samples that cannot be used
-    most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
-    shuffle: bool = True
-    # balanced: training draws each class equally often, rare samples repeatedly; same epoch length
+    kind: str = MISSING  # set by `data=NAME`: the built-in data set
+    _target_: str | None = None  # your map-style dataset class or function; null: a built-in one
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
+    validation: float = bounded(0.2, above=0, below=1)  # share of samples held out for validation
+    validation_samples: int | None = bounded(None, min=1)  # most samples to validate on; null: all
+    # group, time: by split_by; null: stratified if samples have classes, else random
+    split: SplitRule | None = None
+    folds: int | None = bounded(None, min=2)  # number of cross-validation folds; null: one split
+    fold: int | None = bounded(None, min=0)  # held-out fold, 0 to folds - 1; required with folds
+    split_seed: int = 0  # seed of the split (synthetic: and of the data), independent of `seed`
+    bad_samples: BadSamples = BadSamples.stop  # stop: an unusable sample is an error; drop: omit it
+    most_bad: float = bounded(0.1, above=0, below=1)  # largest share of samples that may be dropped
+    shuffle: bool = True  # training: a new random order in each epoch; false: as stored
+    # balanced: equally many training samples per class, rare ones repeated; null: each sample once
     sampler: str | None = None
-    drop_last: bool = False
-    workers: int | None = bounded(None, min=0)  # None: chosen from where the data lies
-    prefetch: int | None = bounded(None, min=1)  # batches each worker holds ready
-    pin_memory: bool | None = None
-    persistent_workers: bool | None = None
-    device_prefetch: bool | None = None  # copy to the GPU on a stream of its own; None: pipeline's
-    timeout_s: float = bounded(300.0, above=0)  # a worker that is silent for so long hangs
-    worker_restarts: int = bounded(2, min=0)  # workers replaced, that died or hang; then an error
-    default_epochs: float | None = bounded(None, above=0)  # when training names no length
-    default_steps: int | None = None
+    drop_last: bool = False  # training: drop an epoch's incomplete last batch
+    # loader processes; null: 0 for data in memory, else chosen by fetch time and cores
+    workers: int | None = bounded(None, min=0)
+    prefetch: int | None = bounded(None, min=1)  # batches fetched ahead per worker; null: 2
+    pin_memory: bool | None = None  # batches in pinned host memory; null: with CUDA
+    persistent_workers: bool | None = None  # keep workers alive across epochs; null: true
+    device_prefetch: bool | None = None  # copy to the GPU on its own stream; null: with pipeline
+    timeout_s: float = bounded(300.0, above=0)  # seconds until a silent worker counts as hung
+    worker_restarts: int = bounded(2, min=0)  # replacements of dead or hung workers, then an error
+    # epochs if neither training.steps nor training.epochs is set; null: 10
+    default_epochs: float | None = bounded(None, above=0)
+    default_steps: int | None = None  # likewise in steps, instead of default_epochs; null: unused
 
     def __post_init__(self) -> None:
         check_bounds(self, "data")
@@ -184,15 +187,15 @@ PARTS = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 
 @dataclass
 class StdlibParts(DataConfig):
-    """Passages of the standard library, labelled by the package each one is from."""
+    """Passages of the Python standard library, labelled by their package."""
 
     kind: str = "stdlib_parts"
-    sequence: int = bounded(128, min=1)
-    parts: list[str] = field(default_factory=lambda: [*PARTS])
+    sequence: int = bounded(128, min=1)  # bytes per passage
+    parts: list[str] = field(default_factory=lambda: [*PARTS])  # package names: the classes
 
 
 class SyntheticForm(Enum):
-    """What synthetic data looks like."""
+    """Kinds of synthetic samples."""
 
     images = "images"
     tokens = "tokens"
@@ -201,26 +204,27 @@ class SyntheticForm(Enum):
 
 @dataclass
 class Synthetic(DataConfig):
-    """Made-up data of any size that can be learned, for benchmarks."""
+    """Generated data of any size with a learnable pattern, for benchmarks."""
 
     kind: str = "synthetic"
-    form: SyntheticForm = SyntheticForm.images
-    samples: int = bounded(4096, min=2)
-    features: int = bounded(64, min=1)  # tabular
-    channels: int = bounded(3, min=1)  # images
-    image_size: int = bounded(32, min=1)  # images
-    classes: int = bounded(10, min=2)  # images and tabular
-    vocab: int = bounded(256, min=2)  # tokens
-    sequence: int = bounded(256, min=1)  # tokens
+    form: SyntheticForm = SyntheticForm.images  # tokens: language modelling; others: classification
+    samples: int = bounded(4096, min=2)  # number of samples, training and validation together
+    features: int = bounded(64, min=1)  # tabular: inputs per sample
+    channels: int = bounded(3, min=1)  # images: channels
+    image_size: int = bounded(32, min=1)  # images: side in pixels
+    classes: int = bounded(10, min=2)  # images, tabular: number of classes
+    vocab: int = bounded(256, min=2)  # tokens: number of distinct ids
+    sequence: int = bounded(256, min=1)  # tokens: ids per sample
 
 
 @dataclass
 class FromFiles(DataConfig):
-    """Data of the user's, in files."""
+    """Your data in files."""
 
-    path: str = MISSING
-    validation_path: str | None = None  # validation samples; all of data.path is trained on then
-    test_path: str | None = None  # evaluated once, by the best checkpoint, when training has ended
+    path: str = MISSING  # file or folder of the samples
+    validation_path: str | None = None  # validation samples; null: found in or split off data.path
+    # test samples, evaluated once by the best checkpoint; null: a test split in data.path, if any
+    test_path: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,10 +237,10 @@ class FromFiles(DataConfig):
 
 @dataclass
 class CsvFormat(FromFiles):
-    """How a csv is written; null: recognised, and named in what was chosen automatically."""
+    """The format of a csv; null: detected, and listed among the automatic choices."""
 
-    encoding: str | None = None  # of its texts; null: UTF-16 by its mark, UTF-8, else cp1252
-    separator: str | None = None  # of cells, or `tab`; null: counted in the header: , ; tab or |
+    encoding: str | None = None  # text encoding; null: UTF-16 with a BOM, UTF-8, else cp1252
+    separator: str | None = None  # cell separator; null: most frequent of , ; tab | in the header
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -255,18 +259,20 @@ class CsvFormat(FromFiles):
 
 @dataclass
 class Tabular(CsvFormat):
-    """A table of numbers and categories: csv or parquet."""
+    """A table of numbers and categories, as csv or parquet."""
 
     kind: str = "tabular"
-    target: str = MISSING  # the column to predict
-    task: str = "auto"  # classification | regression | auto (by the target's values)
-    ignore: list[str] = field(default_factory=list)  # columns to leave out
+    target: str = MISSING  # column to predict
+    task: str = "auto"  # classification, regression or auto (by the target's values)
+    ignore: list[str] = field(default_factory=list)  # columns that are not inputs
     split_by: str | None = None  # column for data.split=group or time
-    missing: Missing = Missing.mean  # what becomes of missing values
-    types: dict[str, ColumnType] = field(default_factory=dict)  # '+data.types={age: number}'
-    categories: int = bounded(256, min=1)  # most of a column; the rarest share one input
-    decimal: str | None = None  # point or comma; null: as in training, a comma where certain
-    thousands: str | None = None  # such as comma in 1,234; null: as in training, where certain
+    # mean, median: fill and flag (text: a category); category: as mean; drop: the row; error: stop
+    missing: Missing = Missing.mean
+    # column types, number, text, date or id: '+data.types={age: number}'; others are detected
+    types: dict[str, ColumnType] = field(default_factory=dict)
+    categories: int = bounded(256, min=1)  # most categories per column; the rarest share one input
+    decimal: str | None = None  # decimal sign, point or comma; null: as in training, or detected
+    thousands: str | None = None  # thousands sign, e.g. comma; null: as in training, or detected
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,20 +289,20 @@ class Tabular(CsvFormat):
 
 @dataclass
 class Images(FromFiles):
-    """A folder per class, images in it."""
+    """Images in one folder per class."""
 
     kind: str = "images"
-    split_folders: bool = True  # train, val and test in data.path are parts, and no classes
-    image_size: int = bounded(64, min=1)  # each image is resized and centre-cropped to this square
-    channels: int = 3  # 3: colour, 1: grey
-    augment: bool = False  # random crop and horizontal flip, on training samples
-    randaugment: int = bounded(0, min=0)  # further random operations on each training sample …
-    magnitude: float = bounded(9.0, min=0, max=30)  # … and how strong these are
-    # blend each training sample with another one, and their classes: the parameter of the beta
-    # distribution that the shares are drawn from; of both, one or the other
+    split_folders: bool = True  # folders train, val, test in data.path are splits, not classes
+    image_size: int = bounded(64, min=1)  # side in pixels, after a centre crop to a square
+    channels: int = 3  # 3: RGB, 1: greyscale
+    augment: bool = False  # training: random crop and horizontal flip
+    randaugment: int = bounded(0, min=0)  # training: RandAugment operations per image; 0: none
+    magnitude: float = bounded(9.0, min=0, max=30)  # strength of RandAugment's operations, of 30
+    # training: blend each image with another one (mixup): alpha of the Beta distribution of the
+    # shares, 0: off; if cutmix is on, too, one of both is drawn per image
     mixup: float = bounded(0.0, min=0)
-    cutmix: float = bounded(0.0, min=0)
-    cache_mb: int = bounded(512, min=0)  # of decoded images that are kept in memory
+    cutmix: float = bounded(0.0, min=0)  # training: paste a patch of another image; alpha, 0: off
+    cache_mb: int = bounded(512, min=0)  # MiB of decoded images in memory, ≤ 1/4 of what is free
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -309,12 +315,12 @@ class Text(CsvFormat):
     """Labelled text: a csv with a text and a label column, or a folder per class."""
 
     kind: str = "text"
-    split_folders: bool = True  # train, val and test in data.path are parts, and no classes
-    text: str = "text"  # csv column
-    target: str = "label"  # csv column
+    split_folders: bool = True  # folders train, val, test in data.path are splits, not classes
+    text: str = "text"  # csv column of the text
+    target: str = "label"  # csv column of the label
     split_by: str | None = None  # column for data.split=group or time
-    sequence: int = bounded(256, min=1)  # bytes per sample; tokens, with a tokenizer
-    tokenizer: str | None = None  # a Hugging Face folder; null: bytes. model=hf names its own
+    sequence: int = bounded(256, min=1)  # most bytes per text, or tokens with a tokenizer
+    tokenizer: str | None = None  # Hugging Face folder; null: bytes; model=hf sets its own
 
 
 @dataclass
@@ -326,20 +332,20 @@ class Tokens(FromFiles):
     """
 
     kind: str = "tokens"
-    vocab: int | None = None  # ids are below this; null: the tokenizer's
-    tokenizer: str | None = None  # a Hugging Face folder; model=hf names its own
-    dtype: str = "uint16"
-    sequence: int = bounded(256, min=1)
+    vocab: int | None = None  # ids are below this; null: the tokenizer's size
+    tokenizer: str | None = None  # Hugging Face folder, for text files; model=hf sets its own
+    dtype: str = "uint16"  # dtype of the ids in .bin files: uint8, … uint64, int8, … int64
+    sequence: int = bounded(256, min=1)  # ids per sample
 
 
 @dataclass
 class Arrays(FromFiles):
-    """An `.npz` with the inputs and the targets as arrays."""
+    """An `.npz` file with an array of inputs and an array of targets."""
 
     kind: str = "arrays"
-    inputs: str = "x"  # names inside the file
-    target: str = "y"
-    task: str = "auto"
+    inputs: str = "x"  # name of the input array
+    target: str = "y"  # name of the target array
+    task: str = "auto"  # classification, language_modelling, regression or auto (by the arrays)
 
 
 _ALL = (Digits, Cancer, StdlibText, StdlibParts, Synthetic, Tabular, Images, Text, Tokens, Arrays)

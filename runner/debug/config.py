@@ -20,9 +20,9 @@ def tool(path: str, config: Any) -> Any:
 class CaptureConfig:
     """Capture of bad steps for `job=replay`, in debug/captures; healthy steps cost nothing."""
 
-    enabled: bool = True
-    at_most: int = bounded(3, min=0)  # captures a run
-    mb: float = bounded(512.0, above=0)  # of disk for all of them
+    enabled: bool = True  # save bad steps for job=replay
+    at_most: int = bounded(3, min=0)  # captures per run
+    mb: float = bounded(512.0, above=0)  # MiB of disk for all captures
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.capture")
@@ -30,10 +30,10 @@ class CaptureConfig:
 
 @dataclass
 class AnomalyConfig:
-    """Autograd's anomaly mode: names the operation, and the line, whose gradient is NaN."""
+    """Autograd's anomaly mode, which names the operation and line of a NaN gradient."""
 
-    enabled: bool = False
-    every: int | None = bounded(None, min=1)  # None: every step; debug=full: debug.every
+    enabled: bool = False  # name the operation and source line of a NaN gradient
+    every: int | None = bounded(None, min=1)  # steps; null: each step (debug=full: debug.every)
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.anomaly")
@@ -43,7 +43,8 @@ class AnomalyConfig:
 class Bounds:
     """Thresholds of a gradient fault; either may be null."""
 
-    absolute: float | None = bounded(None, min=0)
+    absolute: float | None = bounded(None, min=0)  # vanishing: RMS; exploding: norm; null: off
+    # vanishing: of the layers' median RMS; exploding: of the layer's own median norm; null: off
     relative: float | None = bounded(None, min=0)
 
 
@@ -55,12 +56,13 @@ class GradientsConfig:
     Pascanu et al. (2013) clip at half to ten times the average norm.
     """
 
-    enabled: bool = False
-    every: int | None = bounded(None, min=1)  # steps between two looks; None: debug.every
-    vanishing: Bounds = field(default_factory=lambda: Bounds(1e-8, 1e-4))  # of the median layer's
+    enabled: bool = False  # report vanishing and exploding gradients and dead units
+    every: int | None = bounded(None, min=1)  # steps between inspections; null: debug.every
+    vanishing: Bounds = field(default_factory=lambda: Bounds(1e-8, 1e-4))  # of the layers' median
     exploding: Bounds = field(default_factory=lambda: Bounds(1e3, 1e2))  # of its own median so far
-    dead_after: int = bounded(3, min=0)  # looks; 0: no activations, and those steps stay compiled
-    dead_share: float = bounded(0.25, above=0, max=1)  # of a layer's units: a fault from there on
+    # inspections with only zeros until a ReLU unit is dead; 0: off, and steps stay compiled
+    dead_after: int = bounded(3, min=0)
+    dead_share: float = bounded(0.25, above=0, max=1)  # share of dead units that makes a fault
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.gradients")
@@ -72,10 +74,10 @@ class GradientsConfig:
 class GradcheckConfig:
     """Comparison of backward passes with finite differences, in float64, once at the start."""
 
-    enabled: bool = False
-    skip: list[str] = field(default_factory=list)  # names or classes: no derivative on purpose
-    budget_s: float = bounded(10.0, above=0)  # seconds for all checks, smallest first
-    tolerance: float = bounded(1e-3, above=0, below=1)  # relative
+    enabled: bool = False  # compare backward passes with finite differences at the start
+    skip: list[str] = field(default_factory=list)  # modules or classes not to check, by name
+    budget_s: float = bounded(10.0, above=0)  # seconds for all checks, smallest module first
+    tolerance: float = bounded(1e-3, above=0, below=1)  # relative tolerance of a gradient
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.gradcheck")
@@ -85,9 +87,10 @@ class GradcheckConfig:
 class MemoryConfig:
     """Breakdown of memory by module, and the objects that grow."""
 
-    enabled: bool = False
-    every: int | None = bounded(None, min=1)  # steps between two looks; None: debug.every
-    snapshot: bool = True  # what CUDA's allocator did, for pytorch.org/memory_viz
+    enabled: bool = False  # break down memory by module, and name growing objects
+    # first inspected step; each next one is twice as late; null: debug.every
+    every: int | None = bounded(None, min=1)
+    snapshot: bool = True  # CUDA: write an allocator snapshot for pytorch.org/memory_viz
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.memory")
@@ -100,13 +103,13 @@ class ProfileConfig:
     Steps outside its window are not slowed down.
     """
 
-    enabled: bool = False
-    start: int = bounded(20, min=1)  # steps before the window: the first ones are slow
-    warmup: int = bounded(1, min=1)  # steps of the window that are traced and thrown away
-    steps: int = bounded(5, min=1)  # steps of the window that are kept
-    shapes: bool = False  # the sizes of the operators' inputs, in the trace
-    stacks: bool = False  # the lines of Python in the trace; those steps are much slower
-    memory: bool = False  # what each operator allocates, in the trace
+    enabled: bool = False  # profile a window of steps with torch.profiler
+    start: int = bounded(20, min=1)  # steps before the window; fewer in a short run
+    warmup: int = bounded(1, min=1)  # first steps of the window, traced and discarded
+    steps: int = bounded(5, min=1)  # recorded steps of the window
+    shapes: bool = False  # record the input shapes of operators
+    stacks: bool = False  # record Python source lines; slows these steps considerably
+    memory: bool = False  # record the allocations of operators
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.profile")
@@ -114,12 +117,13 @@ class ProfileConfig:
 
 @dataclass
 class DebugConfig:
-    """Debug tools, and the interval and limits of the expensive ones."""
+    """Debug tools, their interval and their limits."""
 
-    every: int = bounded(50, min=1)  # steps between two looks of tools; fewer in a short run
+    every: int = bounded(50, min=1)  # steps between inspections by a tool; fewer in a short run
+    # raise: end the run at a non-finite step, weight or buffer, or at a wrong gradient
     on_anomaly: OnAnomaly = OnAnomaly.record
-    max_iterations: int | None = bounded(None, min=1)  # steps after which the tools rest
-    timeout_s: float | None = bounded(None, above=0)  # seconds after which the tools rest
+    max_iterations: int | None = bounded(None, min=1)  # last step of the tools; null: no limit
+    timeout_s: float | None = bounded(None, above=0)  # seconds until the tools stop; null: never
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     # the tools, outermost first: a new one is a file and a line here
     gradcheck: GradcheckConfig = tool("runner.debug.gradcheck:Gradcheck", GradcheckConfig)

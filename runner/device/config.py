@@ -32,18 +32,21 @@ class DeviceKind(Enum):
 
 @dataclass
 class DeviceConfig:
-    """Device, process and determinism knobs; `None` leaves a knob as the system has it."""
+    """Device, process and determinism; null leaves a setting as the process has it."""
 
-    kind: DeviceKind = DeviceKind.auto
-    index: int | None = None  # which one of several; None: the current one
-    memory_fraction: float | None = bounded(None, above=0, max=1)  # of the accelerator's memory
-    clean_above: float | None = bounded(0.9, above=0, max=1)  # share of memory held; None: never
-    tf32: bool | None = None  # None: the tf32 technique decides
-    cudnn_benchmark: bool = False
-    deterministic: bool = False
-    threads: int | None = bounded(None, min=1)  # intra-op threads; None: torch's own choice
-    affinity: list[int] | None = None  # CPU cores this process may use
-    priority: int | None = bounded(None, min=-20, max=19)  # niceness
+    kind: DeviceKind = DeviceKind.auto  # auto: CUDA, else MPS, else CPU
+    index: int | None = None  # number of the CUDA device; null: the current one
+    # share of GPU memory that the process may use; null: all
+    memory_fraction: float | None = bounded(None, above=0, max=1)
+    # share of memory in use above which caches are freed; null: never
+    clean_above: float | None = bounded(0.9, above=0, max=1)
+    tf32: bool | None = None  # fp32 products in TF32; null: optimization.tf32 decides
+    cudnn_benchmark: bool = False  # CUDA: cuDNN times its kernels and uses the fastest
+    deterministic: bool = False  # deterministic kernels only; an operator without one is an error
+    # intra-op CPU threads; null: chosen by optimization.system if enabled, else torch's default
+    threads: int | None = bounded(None, min=1)
+    affinity: list[int] | None = None  # CPU cores this process may use, Linux only; null: as is
+    priority: int | None = bounded(None, min=-20, max=19)  # niceness; null: unchanged
 
     def __post_init__(self) -> None:
         check_bounds(self, "device")

@@ -16,8 +16,8 @@ class DistributedKind(Enum):
     """How several processes train a model."""
 
     none = "none"
-    ddp = "ddp"  # each has the whole model, and gradients are averaged
-    fsdp = "fsdp"  # each has a shard of every weight, gradient and optimizer state
+    ddp = "ddp"  # each process has the whole model; gradients are averaged
+    fsdp = "fsdp"  # each process has a shard of every weight, gradient and optimizer state
 
 
 class Backend(Enum):
@@ -38,18 +38,20 @@ class Compression(Enum):
 class DistributedConfig:
     """How many processes train one model, and how they communicate."""
 
+    # none: one process; ddp: a copy of the model in each; fsdp: shards of weights and states
     kind: DistributedKind = DistributedKind.none
-    processes: int | None = bounded(None, min=1)  # on each machine; null: one a GPU, 1 on a CPU
-    nodes: int = bounded(1, min=1)  # machines; the same command is started on each
-    rendezvous: str | None = None  # host:port of the first machine, where there are several
-    backend: Backend | None = None  # null: nccl for CUDA, else gloo
-    timeout_s: float = bounded(300.0, min=1)  # that a process waits for another
-    restarts: int = bounded(0, min=0)  # after a lost or hung process, from the last checkpoint
-    sync_batchnorm: bool = True  # false: each process normalises by its own part of the batch
-    no_sync: bool = True  # gradients are sent once a step; false: by each micro-batch
-    unused_parameters: bool = False  # ddp: look for weights without a gradient, in each step
-    bucket_mb: float = bounded(25.0, above=0)  # gradients that are sent together
-    compression: Compression = Compression.none  # of gradients while they are sent
+    processes: int | None = bounded(None, min=1)  # per machine; null: one per GPU, 1 without GPUs
+    nodes: int = bounded(1, min=1)  # number of machines; run the same command on each
+    rendezvous: str | None = None  # host:port of the first machine; required if nodes > 1
+    backend: Backend | None = None  # null: nccl on CUDA, else gloo
+    timeout_s: float = bounded(300.0, min=1)  # seconds until a silent process counts as hung
+    # restarts of all processes, from the last checkpoint, after one is lost or hangs
+    restarts: int = bounded(0, min=0)
+    sync_batchnorm: bool = True  # BatchNorm over the whole batch; false: over each process's part
+    no_sync: bool = True  # reduce gradients once per step; false: after each micro-batch
+    unused_parameters: bool = False  # ddp: allow weights without a gradient, found each step
+    bucket_mb: float = bounded(25.0, above=0)  # ddp: size of a gradient bucket in MiB
+    compression: Compression = Compression.none  # ddp: send gradients in bf16; none: in their dtype
 
     def __post_init__(self) -> None:
         check_bounds(self, "distributed")

@@ -39,7 +39,7 @@ class ExportKind(Enum):
     none = "none"
     torchscript = "torchscript"  # model.ts, by torch.jit.trace
     export = "export"  # model.pt2, by torch.export
-    onnx = "onnx"  # model.onnx; needs the extra of that name
+    onnx = "onnx"  # model.onnx; needs the extra `onnx`
     weights = "weights"  # model.safetensors, by the model's own names
     quantized = "quantized"  # model.safetensors: int8 weights and their scales
 
@@ -47,23 +47,25 @@ class ExportKind(Enum):
 class VerifyKind(Enum):
     """What job=verify checks."""
 
-    parity = "parity"  # whether the techniques leave the numbers right
-    resume = "resume"  # whether a run that was killed continues in the same bits
-    distributed = "distributed"  # whether several processes compute what one does
-    run = "run"  # whether the run that checkpoint.resume names would come out again
+    parity = "parity"  # techniques leave the results correct
+    resume = "resume"  # a killed run continues bit-identically
+    distributed = "distributed"  # several processes compute the same as one
+    run = "run"  # the run of checkpoint.resume is reproducible
 
 
 @dataclass
 class JobConfig:
     """The job to do."""
 
+    # doctor: check the machine; verify: results; replay: a bad step; scan: files
     kind: JobKind = JobKind.train
 
 
 @dataclass
 class EvaluateConfig:
-    """Output of job=evaluate besides the metrics."""
+    """Files of job=evaluate besides the metrics."""
 
+    # exported file: model.ts, model.pt2, model.onnx or (weights, quantized) model.safetensors
     export: ExportKind = ExportKind.none
 
 
@@ -71,16 +73,17 @@ class EvaluateConfig:
 class PredictConfig:
     """Output of job=predict."""
 
-    format: PredictFormat = PredictFormat.csv
+    format: PredictFormat = PredictFormat.csv  # file format of the predictions
 
 
 @dataclass
 class VerifyConfig:
-    """What job=verify compares, and for how long."""
+    """What job=verify checks, and in how many steps."""
 
+    # parity: techniques; resume: a killed run; distributed: several processes; run: an earlier run
     what: VerifyKind = VerifyKind.parity
-    steps: int | None = None  # None: 40 for parity (fewer: large model), 20 resume, 10 distributed
-    attribute: bool = True  # parity: look for the technique that a failure is due to
+    steps: int | None = None  # null: 40 (parity; fewer if large), 20 (resume), 10 (distributed)
+    attribute: bool = True  # parity: find the technique that causes a failure
 
     def __post_init__(self) -> None:
         least = 2 if self.what is VerifyKind.resume else 1  # before the middle and after it
@@ -92,9 +95,9 @@ class VerifyConfig:
 class ScanConfig:
     """The files that job=scan examines."""
 
-    path: str | None = None  # a file, or a folder with all that is in it
-    deep: bool = True  # values too, and not only how the file is made
-    rows: int = bounded(30, min=0)  # shown on the screen, the worst first; scan.json has them all
+    path: str | None = None  # a file, or a folder with everything below it
+    deep: bool = True  # check stored values, too, not only the structure
+    rows: int = bounded(30, min=0)  # rows on the screen, worst first; scan.json has all
 
     def __post_init__(self) -> None:
         check_bounds(self, "scan")
@@ -104,9 +107,9 @@ class ScanConfig:
 class ReplayConfig:
     """The captured step that job=replay repeats, and the limits."""
 
-    path: str | None = None  # debug/captures/step_…, or a run's folder: its first capture
-    attribute: bool = True  # look for the techniques that make it bad; a process for each try
-    timeout_s: float = bounded(300.0, above=0)  # that one try may take
+    path: str | None = None  # debug/captures/step_… folder, or a run's folder (first capture)
+    attribute: bool = True  # find the techniques that cause it; one process per attempt
+    timeout_s: float = bounded(300.0, above=0)  # seconds per attempt; the search gets 6 times that
 
     def __post_init__(self) -> None:
         check_bounds(self, "replay")

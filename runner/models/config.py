@@ -13,13 +13,13 @@ from runner.errors import ConfigError
 
 @dataclass
 class ModelConfig:
-    """What every model has; the sizes of inputs and outputs come from the data."""
+    """Keys of every model; the sizes of inputs and outputs come from the data."""
 
-    kind: str = MISSING  # which of our options this is
-    _target_: str | None = None  # a class of the user's own, in place of ours
-    arguments: dict[str, Any] = field(default_factory=dict)  # what its constructor gets
-    weights: str | None = None  # a file, or a run's folder, that the first weights are read from
-    weights_except: list[str] = field(default_factory=list)  # names that are not; also `head.*`
+    kind: str = MISSING  # set by `model=NAME`: the built-in model
+    _target_: str | None = None  # your model class; null: a built-in model
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
+    weights: str | None = None  # initial weights: a file or a run's folder; null: the model's own
+    weights_except: list[str] = field(default_factory=list)  # names not to load, such as head.*
 
     def __post_init__(self) -> None:
         if self.weights == "":
@@ -29,7 +29,7 @@ class ModelConfig:
             raise ConfigError("model.weights_except", problem, "add model.weights=PATH")
         if not all(self.weights_except):
             raise ConfigError("model.weights_except", "has an empty name", "e.g. [head]")
-        if self._target_ is None:  # a foreign class checks for itself, and gets none of these
+        if self._target_ is None:  # a class of the user gets none of these
             check_bounds(self, "model")
             self.check()
 
@@ -42,9 +42,9 @@ class Mlp(ModelConfig):
     """A multi-layer perceptron over flattened inputs."""
 
     kind: str = "mlp"
-    width: int = bounded(256, min=1)
-    depth: int = bounded(2, min=0)  # hidden layers; 0 is a linear model
-    dropout: float = bounded(0.0, min=0, below=1)
+    width: int = bounded(256, min=1)  # units per hidden layer
+    depth: int = bounded(2, min=0)  # hidden layers; 0: a linear model
+    dropout: float = bounded(0.0, min=0, below=1)  # probability, after each hidden layer
 
 
 @dataclass
@@ -52,19 +52,19 @@ class Cnn(ModelConfig):
     """A small ResNet."""
 
     kind: str = "cnn"
-    width: int = bounded(32, min=1)  # channels of the first stage; each later stage doubles it
-    stages: int = bounded(3, min=1)
+    width: int = bounded(32, min=1)  # channels of the first stage; doubled by each later one
+    stages: int = bounded(3, min=1)  # stages of residual blocks
     blocks: int = bounded(2, min=1)  # residual blocks per stage
 
 
 @dataclass
 class Transformer(ModelConfig):
-    """What both transformers have."""
+    """Keys of both transformers."""
 
-    width: int = bounded(128, min=1)
-    depth: int = bounded(4, min=1)
-    heads: int = bounded(4, min=1)
-    dropout: float = bounded(0.0, min=0, below=1)
+    width: int = bounded(128, min=1)  # size of the embeddings
+    depth: int = bounded(4, min=1)  # transformer blocks
+    heads: int = bounded(4, min=1)  # attention heads; must divide `width`
+    dropout: float = bounded(0.0, min=0, below=1)  # probability, on embeddings and residuals
 
     def check(self) -> None:
         """Raise ConfigError unless `heads` divides `width`."""
@@ -87,17 +87,17 @@ class Classifier(Transformer):
     """A bidirectional transformer encoder that labels text."""
 
     kind: str = "classifier"
-    depth: int = bounded(2, min=1)
-    dropout: float = bounded(0.1, min=0, below=1)
+    depth: int = bounded(2, min=1)  # transformer blocks
+    dropout: float = bounded(0.1, min=0, below=1)  # probability, on embeddings and residuals
 
 
 @dataclass
 class HuggingFace(ModelConfig):
-    """A model of transformers out of a local folder; texts go through the tokenizer in it."""
+    """A Hugging Face transformers model in a local folder, with its tokenizer."""
 
     kind: str = "hf"
-    path: str = MISSING  # the folder: config.json, tokenizer and weights; nothing is downloaded
-    pretrained: bool = True  # false: fresh weights, and config.json and tokenizer are enough
+    path: str = MISSING  # folder with config.json, tokenizer and weights; nothing is downloaded
+    pretrained: bool = True  # false: random weights; config.json and tokenizer are enough
 
 
 _ALL = (Mlp, Cnn, Gpt, Classifier, HuggingFace)

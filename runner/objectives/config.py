@@ -14,23 +14,22 @@ KINDS = ("auto", "classification", "language_modelling", "regression")
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised and which metrics say how well it went."""
+    """The training loss and the metrics."""
 
-    kind: str = "auto"  # auto: the one that fits the data's task
-    _target_: str | None = None  # a callable of the user's own: (output, target) -> mean loss
-    arguments: dict[str, Any] = field(default_factory=dict)
-    # classification: cross_entropy | focal; regression: mse | mae | huber; null: the first
+    kind: str = "auto"  # auto (by the data), classification, language_modelling or regression
+    _target_: str | None = None  # your own loss: (output, target) -> mean; null: a built-in one
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
+    # classification: cross_entropy | focal; regression: mse | mae | huber; null: the first of these
     loss: str | None = None
-    gamma: float = bounded(2.0, min=0)  # focal: how much less samples count that are right already
-    delta: float = bounded(1.0, above=0)  # huber: the error, in deviations, from which it is linear
-    # null | balanced (training samples / (classes * those of the class)) | a weight for each class;
-    # for the training loss, metrics are not weighted
+    gamma: float = bounded(2.0, min=0)  # focal: larger values weight well-classified samples less
+    delta: float = bounded(1.0, above=0)  # huber: linear beyond this error, in standard deviations
+    # null | balanced | a weight for each class, in the training loss only; balanced: training
+    # samples / (classes * samples of the class)
     class_weights: Any = None
-    label_smoothing: float = bounded(0.0, min=0, below=1)  # classification
-    top_k: int = bounded(5, min=1)  # classification: a second accuracy
-    metrics: list[str] = field(default_factory=list)  # of torchmetrics: [F1Score, AUROC, R2Score]
-    # Targets of this value carry no loss. None: there are none, which saves counting them on the
-    # device for each micro-batch.
+    label_smoothing: float = bounded(0.0, min=0, below=1)  # cross_entropy: smoothing share; 0: off
+    top_k: int = bounded(5, min=1)  # classification: k of a second, top-k accuracy; 1: none
+    metrics: list[str] = field(default_factory=list)  # of torchmetrics, e.g. [F1Score, AUROC]
+    # targets of this value are ignored; null: none, which saves counting them in each micro-batch
     ignore_index: int | None = -100
 
     def __post_init__(self) -> None:

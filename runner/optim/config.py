@@ -15,17 +15,17 @@ GROUP_KEYS = ("match", "lr", "weight_decay")
 
 @dataclass
 class OptimizerConfig:
-    """Any class of torch.optim by its name; decay is kept off norms and biases."""
+    """Any optimizer of torch.optim; norms and biases are not decayed."""
 
-    name: str = "AdamW"
-    lr: float = bounded(1e-3, min=0)
-    weight_decay: float = bounded(0.01, min=0)
-    options: dict[str, Any] = field(default_factory=dict)  # further constructor arguments
-    ema: float | None = bounded(None, above=0, below=1)  # decay of a running average of the weights
-    _target_: str | None = None  # a class of the user's own, in place of `name`
-    # names of parameters that are not trained; a pattern may begin at any dot: [embeddings.*]
+    name: str = "AdamW"  # class name in torch.optim
+    lr: float = bounded(1e-3, min=0)  # peak learning rate
+    weight_decay: float = bounded(0.01, min=0)  # for weights of two or more dimensions
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of its constructor
+    ema: float | None = bounded(None, above=0, below=1)  # decay of averaged weights; null: none
+    _target_: str | None = None  # your optimizer class, instead of `name`
+    # parameters not to train, by name; a pattern may begin at any dot: [embeddings.*]
     freeze: list[str] = field(default_factory=list)
-    # others' rates: '[{match: classifier.*, lr: 1e-3, weight_decay: 0}]'; the first match counts
+    # other rates, the first match wins: '[{match: classifier.*, lr: 1e-3, weight_decay: 0}]'
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,13 +65,14 @@ class ScheduleKind(Enum):
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate as a function of the updates done; the optimizer's `lr` is the peak."""
+    """The learning rate over the updates of a run; its peak is `optimizer.lr`."""
 
-    kind: ScheduleKind = ScheduleKind.constant
-    warmup: float = bounded(0.0, min=0)  # updates if 1 or more, else a share of the run
-    floor: float = bounded(0.0, min=0, max=1)  # the last rate as a share of the peak
-    every: float = bounded(0.33, above=0)  # step: updates between drops, or a share of the run
-    gamma: float = bounded(0.1, above=0)  # step: the factor at each drop
+    kind: ScheduleKind = ScheduleKind.constant  # shape of the learning rate after the warm-up
+    # linear warm-up in updates, below 1 as a share of the run; onecycle: its rise, 0 means 0.3
+    warmup: float = bounded(0.0, min=0)
+    floor: float = bounded(0.0, min=0, max=1)  # cosine, linear: last rate as a share of the peak
+    every: float = bounded(0.33, above=0)  # step: updates between drops; below 1: share of the run
+    gamma: float = bounded(0.1, above=0)  # step: factor of each drop
 
     def __post_init__(self) -> None:
         check_bounds(self, "schedule")

@@ -16,16 +16,15 @@ class MonitoringConfig:
     """What is recorded and displayed during a run."""
 
     every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
-    # seconds between readings of CPU, memory and disk
-    system_every_s: float = bounded(5.0, above=0)
-    tensorboard: bool = True
+    system_every_s: float = bounded(5.0, above=0)  # seconds between CPU, memory, disk, GPU readings
+    tensorboard: bool = True  # write TensorBoard event files
     # copies of the record: mlflow, wandb, or {_target_: package.Class, …}
     sinks: list[Any] = field(default_factory=list)
-    sink_timeout_s: float = bounded(60.0, above=0)  # for the last rows of a sink, and for its end
-    progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
-    line_every_s: float = bounded(5.0, above=0)  # seconds between plain lines
-    log_level: str = "info"
-    verbose: bool = False  # the end of a run has all that report.md has
+    sink_timeout_s: float = bounded(60.0, above=0)  # seconds to deliver the last rows, and to close
+    progress: bool = True  # live display on a terminal, and progress lines in the log
+    line_every_s: float = bounded(5.0, above=0)  # seconds between progress lines
+    log_level: str = "info"  # debug, info, warning or error
+    verbose: bool = False  # at the end, print every reason and choice, as in report.md
 
     def __post_init__(self) -> None:
         check_bounds(self, "monitoring")

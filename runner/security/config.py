@@ -15,21 +15,21 @@ SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class SecurityLevel(Enum):
-    """How much unknown code and files are trusted."""
+    """The trust in unknown code and files."""
 
-    off = "off"  # nothing is checked, and a warning says so
+    off = "off"  # no checks, with a warning
     standard = "standard"  # unknown files are examined in a sandbox, with a warning
     strict = "strict"  # files are this run's own or pinned; no pickle; no foreign config
 
 
 @dataclass
 class LimitsConfig:
-    """Resource limits of a run, which saves and stops when it reaches one; None: no limit."""
+    """Resource limits of a run, which saves and stops when it reaches one; null: no limit."""
 
-    memory_mb: float | None = bounded(None, above=0)  # of this process and its workers
-    device_memory_mb: float | None = bounded(None, above=0)  # of the accelerator
-    disk_mb: float | None = bounded(None, above=0)  # written to the run's folder
-    hours: float | None = bounded(None, above=0)  # of wall time, since started or resumed
+    memory_mb: float | None = bounded(None, above=0)  # RAM, with data workers; null: no limit
+    device_memory_mb: float | None = bounded(None, above=0)  # GPU memory; null: no limit
+    disk_mb: float | None = bounded(None, above=0)  # growth of the run's folder; null: no limit
+    hours: float | None = bounded(None, above=0)  # wall time since start or resume; null: no limit
 
     def __post_init__(self) -> None:
         check_bounds(self, "security.limits")
@@ -42,13 +42,14 @@ class LimitsConfig:
 
 @dataclass
 class SecurityConfig:
-    """Trusted packages, readable files and variables, and resource limits."""
+    """Trusted packages and files, readable variables, and limits at which a run saves and stops."""
 
+    # off: no checks; standard: unknown files in a sandbox; strict: own or pinned files only
     level: SecurityLevel = SecurityLevel.standard
-    trusted: list[str] = field(default_factory=list)  # packages of yours, e.g. [my_package]
-    environment: list[str] = field(default_factory=list)  # names that ${oc.env:…} may read
-    allow_pickle: list[str] = field(default_factory=list)  # sha256 of files that may run code
-    pinned: list[str] = field(default_factory=list)  # sha256 of files known to be good
+    trusted: list[str] = field(default_factory=list)  # packages allowed to run, e.g. [my_package]
+    environment: list[str] = field(default_factory=list)  # variables that ${oc.env:NAME} may read
+    allow_pickle: list[str] = field(default_factory=list)  # sha256 of files that may be unpickled
+    pinned: list[str] = field(default_factory=list)  # sha256 of files known to be safe
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     @property

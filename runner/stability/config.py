@@ -20,22 +20,22 @@ class Watch(Enum):
 class BadStepKind(Enum):
     """Kinds of bad steps."""
 
-    any = "any"  # of those below
+    any = "any"  # any kind below
     non_finite = "non_finite"  # the loss, or a gradient without a loss scale
     overflow = "overflow"  # of a gradient times the loss scale of fp16
-    spike = "spike"  # finite, and far above what is normal
-    weights = "weights"  # they are not finite themselves
-    buffers = "buffers"  # such as BatchNorm's statistics; loss and gradients are finite
+    spike = "spike"  # finite, but far above the usual
+    weights = "weights"  # weights are not finite
+    buffers = "buffers"  # e.g. BatchNorm statistics are not finite; loss and gradients are
 
 
 class Action(Enum):
     """Remedies for a bad step; its update is never applied."""
 
-    skip = "skip"  # and nothing else
+    skip = "skip"  # nothing further
     lower_lr = "lower_lr"  # times `factor`, for `for_steps` steps
     lower_scale = "lower_scale"  # the loss scale of fp16, times `factor`
-    rollback = "rollback"  # to the last good checkpoint, with the rate times `factor` from there on
-    accept = "accept"  # the new normal: limits are learned from here on
+    rollback = "rollback"  # to the last good checkpoint; the rate is multiplied by `factor`
+    accept = "accept"  # the new baseline: limits are learned again
     stop = "stop"  # save a checkpoint and give up, exit code 4
 
 
@@ -48,13 +48,14 @@ class SpikeConfig:
     of 87 healthy runs 85 lost no step to them. For smaller spikes: ratio=3, floor=0.
     """
 
-    enabled: bool = True
-    watch: Watch = Watch.both
-    window: int = bounded(100, min=2)  # steps of the median
-    at_least: int = bounded(30, min=2)  # steps before anything is judged; at most `window`
-    threshold: float = bounded(20.0, above=0)  # in 1.48 times the median distance to the median
-    ratio: float = bounded(20.0, min=1)  # times the median
-    floor: float = bounded(20.0, min=0)  # times the largest of the first `at_least` steps; 0: off
+    enabled: bool = True  # detect spikes
+    watch: Watch = Watch.both  # quantities in which spikes are detected
+    window: int = bounded(100, min=2)  # steps of the rolling median
+    at_least: int = bounded(30, min=2)  # steps before spikes are detected; at most `window`
+    # a spike exceeds this and the next two: median + threshold × 1.48 median absolute deviations
+    threshold: float = bounded(20.0, above=0)
+    ratio: float = bounded(20.0, min=1)  # ratio × median
+    floor: float = bounded(20.0, min=0)  # floor × largest of the first `at_least` steps; 0: off
 
     def __post_init__(self) -> None:
         check_bounds(self, "stability.spike")
@@ -67,14 +68,14 @@ class SpikeConfig:
 
 @dataclass
 class RecoveryRule:
-    """A row of the recovery table; the first that fits counts."""
+    """A rule of the recovery table; the first that matches applies."""
 
-    kind: BadStepKind = BadStepKind.any
-    in_a_row: int = bounded(1, min=1)  # bad steps, of any kind, from which on it fits
+    kind: BadStepKind = BadStepKind.any  # bad steps that match
+    in_a_row: int = bounded(1, min=1)  # consecutive bad steps, of any kind, from which it matches
     action: Action = Action.skip
-    factor: float = bounded(0.5, above=0, max=1)  # of lower_lr, lower_scale, rollback
-    for_steps: int = bounded(100, min=1)  # lower_lr: then the rate is as before
-    at_most: int | None = bounded(None, min=0)  # times in a run
+    factor: float = bounded(0.5, above=0, max=1)  # lower_lr, lower_scale, rollback: the multiplier
+    for_steps: int = bounded(100, min=1)  # lower_lr: steps until the rate is restored
+    at_most: int | None = bounded(None, min=0)  # uses per run; null: no limit
 
     def __post_init__(self) -> None:
         key = "stability.recovery"
@@ -88,17 +89,17 @@ class RecoveryRule:
 
 @dataclass
 class WatchConfig:
-    """The machine's memory, disk and GPU, looked at while a run trains; 20 µs a report."""
+    """Monitoring of memory, disk, swap and GPU during training; 20 µs per report."""
 
-    enabled: bool = True
-    # share of the memory, above which the run is saved and stops; null: never
+    enabled: bool = True  # monitor memory, disk, swap and GPU
+    # share of memory in use above which the run saves and stops; null: never
     stop_above: float | None = bounded(0.95, above=0, max=1)
-    disk_min_mb: float = bounded(512.0, min=0)  # free space of the disk, below which it warns
-    swap_mb: float = bounded(256.0, min=0)  # more swap than at the start, above which it warns
-    gpu_temperature: float = bounded(87.0, min=0)  # °C; most GPUs slow down at 83 to 90
-    gpu: bool | None = None  # NVML's readings; None: where nvidia-ml-py and a GPU are there
-    leaks: bool = True  # whether memory grows without end
-    leak_mb: float = bounded(8.0, min=0)  # growth that is too little to be called a leak
+    disk_min_mb: float = bounded(512.0, min=0)  # MB of free disk space below which it warns
+    swap_mb: float = bounded(256.0, min=0)  # MB swapped out since the start above which it warns
+    gpu_temperature: float = bounded(87.0, min=0)  # warns above this °C; GPUs slow down at 83 to 90
+    gpu: bool | None = None  # NVML readings; null: if nvidia-ml-py and a GPU are present
+    leaks: bool = True  # detect steady growth of memory
+    leak_mb: float = bounded(8.0, min=0)  # MiB of growth below which nothing is reported
 
     def __post_init__(self) -> None:
         check_bounds(self, "stability.watch")
@@ -106,19 +107,25 @@ class WatchConfig:
 
 @dataclass
 class StabilityConfig:
-    """Guard, clipping and recovery."""
+    """Gradient clipping, guard, spike detection, recovery and monitoring."""
 
-    clip_norm: float | None = 1.0  # largest gradient norm; None: no clipping
-    clip_value: float | None = bounded(None, above=0)  # of a single weight, before clip_norm
-    clip_adaptive: float | None = bounded(None, above=0)  # AGC: as a share of each unit's weights
-    clip_per_group: bool = False  # clip_norm is for each parameter group of the optimizer by itself
-    guard: bool = True  # skip steps that are not finite, or a spike; without, nothing below counts
+    clip_norm: float | None = 1.0  # largest gradient norm; null: no clipping
+    clip_value: float | None = bounded(None, above=0)  # limit of each gradient element; null: off
+    # AGC: largest ratio of a unit's gradient norm to its weight norm; null: off
+    clip_adaptive: float | None = bounded(None, above=0)
+    clip_per_group: bool = False  # clip_norm applies to each optimizer parameter group separately
+    guard: bool = True  # skip non-finite steps and spikes; false: no spike detection, no recovery
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    recovery: list[RecoveryRule] = field(  # remedies of bad steps
+    # rules for bad steps, the first match applies; keys of a rule: kind (any, non_finite, overflow,
+    # spike, weights, buffers), in_a_row (bad steps), action (skip, lower_lr, lower_scale, rollback,
+    # accept, stop), factor (of rate or scale), for_steps (lower_lr), at_most (uses per run)
+    recovery: list[RecoveryRule] = field(
         default_factory=lambda: [RecoveryRule(), RecoveryRule(action=Action.rollback)]
     )
-    max_consecutive_skips: int = bounded(10, min=0)  # beyond, rows that skip or lower fit no more
-    max_rollbacks: int = bounded(2, min=0)  # beyond, rows that roll back fit no more
+    # bad steps in a row beyond which skip, lower_lr and lower_scale rules no longer match
+    max_consecutive_skips: int = bounded(10, min=0)
+    # rollbacks per run, after which rollback rules no longer match
+    max_rollbacks: int = bounded(2, min=0)
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:

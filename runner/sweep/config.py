@@ -13,16 +13,16 @@ from runner.count_limits import check_counts
 class StartMethod(Enum):
     """How a job's process is started."""
 
-    fork = "fork"  # from one that has imported torch and the runner; Linux, elsewhere as spawn
+    fork = "fork"  # from a process that has imported torch; Linux only, elsewhere spawn
     spawn = "spawn"  # a new interpreter
 
 
 @dataclass
 class SweepConfig:
-    """What to do with jobs of an earlier sweep."""
+    """How a sweep continues an earlier one, and how its jobs start."""
 
-    resume: str = "auto"  # the newest sweep of the same command; none: afresh; or a sweep's folder
-    start: StartMethod = StartMethod.fork
+    resume: str = "auto"  # auto: newest sweep of the same command; none: a new one; or a folder
+    start: StartMethod = StartMethod.fork  # fork: from a process with torch loaded; spawn: new
 
 
 class Sampler(Enum):
@@ -51,18 +51,19 @@ class Direction(Enum):
 
 @dataclass
 class SearchConfig:
-    """`experiment=search`: a search over the keys that are given as intervals or choices."""
+    """`experiment=search`: a search over the keys given as intervals or choices."""
 
-    sampler: Sampler = Sampler.tpe
-    trials: int = bounded(20, min=1)  # of the study, with those of other processes and before
+    sampler: Sampler = Sampler.tpe  # tpe: from earlier results; grid: every combination
+    trials: int = bounded(20, min=1)  # total of the study, earlier and other processes included
     parallel: int | None = bounded(None, min=1)  # trials at a time; null: hydra.launcher.jobs
-    metric: str | None = None  # null: training.monitor, else the objective's own
-    direction: Direction = Direction.auto
+    metric: str | None = None  # metric to optimise; null: training.monitor or the objective's
+    direction: Direction = Direction.auto  # auto: by the metric's name
+    # ends trials early; median: worse than earlier trials; halving: not in the best quarter
     pruner: Pruner = Pruner.median
-    startup: int = bounded(5, min=0)  # median: trials that are done before the first is pruned
-    warmup: int = bounded(1, min=0)  # validations of each trial before it may be pruned
-    storage: str | None = None  # a file to share: *.db, *.journal; null: in the sweep's
-    seed: int = bounded(0, min=0)  # of the sampler
+    startup: int = bounded(5, min=0)  # median: completed trials before the first may be pruned
+    warmup: int = bounded(1, min=0)  # validations of a trial before it may be pruned
+    storage: str | None = None  # shared file, *.db or *.journal; null: search.db in the sweep's
+    seed: int = bounded(0, min=0)  # seed of the sampler
 
     def __post_init__(self) -> None:
         check_bounds(self, "search")
@@ -87,13 +88,13 @@ class SearchSweeperConfig:
 
 @dataclass
 class LauncherConfig:
-    """`hydra/launcher=isolated`: a fresh process for each job."""
+    """`hydra/launcher=isolated`: a new process for each job."""
 
-    _target_: str = "hydra_plugins.runner_plugins.IsolatedLauncher"
-    jobs: int = bounded(1, min=1)  # at a time
-    timeout_s: float | None = bounded(None, above=0)  # for one job
-    retries: int = bounded(0, min=0)  # of a job that failed, was killed or timed out
-    fail_fast: bool = False  # the first failure ends the sweep
+    _target_: str = "hydra_plugins.runner_plugins.IsolatedLauncher"  # set by the option
+    jobs: int = bounded(1, min=1)  # jobs at a time
+    timeout_s: float | None = bounded(None, above=0)  # seconds per job; null: no limit
+    retries: int = bounded(0, min=0)  # retries of a job that failed, was killed or timed out
+    fail_fast: bool = False  # end the sweep, and its running jobs, at the first failure
 
     def __post_init__(self) -> None:
         check_counts({"hydra": {"launcher": vars(self)}})

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BuiltIn(Technique):
-    """A technique of ours; its module is imported when it is first used."""
+    """A built-in technique; its module is imported on first use."""
 
     def __post_init__(self) -> None:
         check_bounds(self, f"optimization.{self.module_name()}")
@@ -57,11 +57,11 @@ class BuiltIn(Technique):
 class System(BuiltIn):
     """Settings of the process and of the device's libraries that cost nothing.
 
-    The keys of the `device` group outrank it.
+    The keys of the `device` group have precedence.
     """
 
-    small_mflop: float = bounded(30.0, min=0)  # a forward below this gets one thread
-    cudnn_benchmark: bool = True
+    small_mflop: float = bounded(30.0, min=0)  # MFLOP of a forward below which one thread is used
+    cudnn_benchmark: bool = True  # CUDA: cuDNN uses the fastest kernel (unless deterministic)
 
 
 @dataclass
@@ -86,19 +86,19 @@ class Precision(Enum):
 class Amp(BuiltIn):
     """Matrix products in 16 bits; weights, reductions and the loss stay in fp32."""
 
-    dtype: Precision = Precision.auto
-    min_mflop: float = bounded(0.0, min=0)  # a smaller product loses more by casting than it gains
-    initial_scale: float = bounded(65536.0, above=0)  # of the loss in fp16, torch's; it adapts
+    dtype: Precision = Precision.auto  # auto: bf16 if it is fast, else fp16
+    min_mflop: float = bounded(0.0, min=0)  # mean MFLOP of a product below which amp is off
+    initial_scale: float = bounded(65536.0, above=0)  # fp16: initial loss scale; it adapts
 
 
 class Kernel(Enum):
     """Ways to compute attention; `auto` chooses by device, type and size."""
 
     auto = "auto"
-    flash = "flash"  # never holds the matrix [query, key]
-    efficient = "efficient"  # the same for more masks and older GPUs
+    flash = "flash"  # never stores the matrix [query, key]
+    efficient = "efficient"  # as flash, for more masks and older GPUs
     cudnn = "cudnn"  # NVIDIA's own, for Hopper and later
-    math = "math"  # in steps, of which 16-bit ones run in fp32
+    math = "math"  # several operators; 16-bit inputs are computed in fp32
     plain = "plain"  # matmul, softmax, matmul
 
 
@@ -106,35 +106,36 @@ class Kernel(Enum):
 class Attention(BuiltIn):
     """The kernel behind torch's scaled_dot_product_attention, for any model that calls it."""
 
-    kernel: Kernel = Kernel.auto
+    kernel: Kernel = Kernel.auto  # auto: torch's choice, or plain for 16 bits on a CPU
 
 
 @dataclass
 class ChunkedLoss(BuiltIn):
-    """Cross-entropy over a large vocabulary, some tokens' logits at a time."""
+    """Cross-entropy over a large vocabulary, in chunks of the logits."""
 
-    chunk: int | None = bounded(None, min=1)  # tokens; null: 256 on a CPU, 2,048 elsewhere
-    min_mb: int = bounded(64, min=0)  # smaller logits of a micro-batch (in fp32) stay whole
+    chunk: int | None = bounded(None, min=1)  # tokens per chunk; null: 256 on a CPU, else 2,048
+    min_mb: int = bounded(64, min=0)  # MiB of a micro-batch's fp32 logits; smaller ones stay whole
 
 
 @dataclass
 class Accumulation(BuiltIn):
-    """Micro-batches whose gradients add up to the batch's (BatchNorm apart), in less memory."""
+    """Micro-batches with gradients that add up to the batch's, except for BatchNorm."""
 
-    micro_batch: int | None = bounded(None, min=1)  # samples; null: as many as fit the memory
+    micro_batch: int | None = bounded(None, min=1)  # samples; null: as many as fit in memory
 
 
 class RecomputePolicy(Enum):
-    """What is computed again."""
+    """The operations to recompute."""
 
-    full = "full"  # every block: the least memory, a forward more of work
-    selective = "selective"  # all but products of matrices, convolutions and attention
+    full = "full"  # every block: the least memory, one more forward pass
+    selective = "selective"  # all but matrix products, convolutions and attention
 
 
 @dataclass
 class Recompute(BuiltIn):
-    """Activations of repeated blocks computed again in the backward instead of held until then."""
+    """Activations of repeated blocks, recomputed in the backward instead of stored."""
 
+    # full: every block; selective: all but matrix products, convolutions and attention
     what: RecomputePolicy = RecomputePolicy.full
 
 
@@ -147,11 +148,11 @@ class CudaGraphs(BuiltIn):
 class WholeStep(BuiltIn):
     """Forward, backward, clip, guard and update of a full batch as one compiled graph."""
 
-    cpp_wrapper: bool = True  # CPU: also what calls the kernels is compiled
+    cpp_wrapper: bool = True  # CPU: also compile the code that calls the kernels
 
 
 class CompileMode(Enum):
-    """torch.compile's own modes; `auto` is max-autotune on a GPU, and default on a CPU."""
+    """The modes of torch.compile; `auto` chooses by device and cuda_graphs."""
 
     auto = "auto"
     default = "default"
@@ -163,23 +164,23 @@ class CompileMode(Enum):
 class Compile(BuiltIn):
     """The model compiled by torch.compile; pays back over many steps."""
 
-    mode: CompileMode = CompileMode.auto
-    regional: bool = False  # each repeated block alone: compiles in a fraction of the time
-    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: by a rule
+    mode: CompileMode = CompileMode.auto  # auto: max_autotune without CUDA graphs; CPU: default
+    regional: bool = False  # compile each repeated block alone: much faster to compile
+    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: estimated break-even
 
 
 @dataclass
 class FusedOptimizer(BuiltIn):
-    """Fused where the optimizer has it, else foreach; guard and clipping are in the kernel."""
+    """The optimizer's fused kernel, with guard and clipping in it, else its foreach one."""
 
 
 @dataclass
 class Pipeline(BuiltIn):
-    """Loader workers and prefetching, as many as fetching needs beside a step."""
+    """Loader workers and prefetching, sized by the times of a fetch and a step."""
 
 
 class QuantizationMode(Enum):
-    """What is in int8: weights and the inputs as they come, or weights alone."""
+    """The tensors in int8: weights and inputs, or weights only."""
 
     dynamic = "dynamic"
     weight_only = "weight_only"
@@ -187,10 +188,11 @@ class QuantizationMode(Enum):
 
 @dataclass
 class Quantization(BuiltIn):
-    """An int8 copy of the trained model's large linear layers; training never sees it."""
+    """An int8 copy of the trained model's large linear layers, not used in training."""
 
+    # dynamic: int8 weights and inputs; weight_only: int8 weights
     mode: QuantizationMode = QuantizationMode.dynamic
-    max_drop: float = bounded(0.01, min=0)  # share of the monitored metric that may be lost
+    max_drop: float = bounded(0.01, min=0)  # largest relative loss of the monitored metric
     min_features: int = bounded(64, min=1)  # layers with fewer inputs or outputs stay float
 
 
@@ -198,9 +200,9 @@ class Quantization(BuiltIn):
 class AutoConfig:
     """The search of `optimization=auto`, and its limits."""
 
-    budget_s: float = bounded(180.0, above=0)  # a run of less than twice that is not searched for
-    without: list[str] = field(default_factory=list)  # techniques that are not to be tried
-    cache: bool = True  # reuse a choice made for the same config and machine
+    budget_s: float = bounded(180.0, above=0)  # search time in s; runs below twice that skip it
+    without: list[str] = field(default_factory=list)  # techniques not to try
+    cache: bool = True  # reuse the result for the same config and machine
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimization.auto")
@@ -216,27 +218,27 @@ class AutoConfig:
 
 @dataclass
 class Optimization:
-    """Which techniques are asked for, and whether one that does not engage is an error."""
+    """The requested techniques, and whether one that does not engage is an error."""
 
-    level: str = "custom"  # the option this came from, for the record
-    strict: bool = False
-    measure: bool = False  # the run times techniques whose gain is not sure, keeps what is faster
-    system: System = field(default_factory=System)  # looks at the model as it came
+    level: str = "custom"  # name of the option, for the record; auto: search for the fastest
+    strict: bool = False  # an enabled technique that does not engage is an error
+    measure: bool = False  # time techniques of uncertain gain in the run, keep the faster ones
+    system: System = field(default_factory=System)  # sees the original model
     tf32: Tf32 = field(default_factory=Tf32)
-    channels_last: ChannelsLast = field(default_factory=ChannelsLast)  # before anything captures
+    channels_last: ChannelsLast = field(default_factory=ChannelsLast)  # before anything is captured
     amp: Amp = field(default_factory=Amp)
-    attention: Attention = field(default_factory=Attention)  # by the dtype that amp chose
+    attention: Attention = field(default_factory=Attention)  # needs the dtype of amp
     chunked_loss: ChunkedLoss = field(default_factory=ChunkedLoss)
-    accumulation: Accumulation = field(default_factory=Accumulation)  # how much a backward holds
+    accumulation: Accumulation = field(default_factory=Accumulation)  # sets a backward's memory
     recompute: Recompute = field(default_factory=Recompute)  # if that is still too much
-    cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)  # tells the two that compile
-    whole_step: WholeStep = field(default_factory=WholeStep)  # one graph, the update in it
-    compile: Compile = field(default_factory=Compile)  # after all that changes what it traces
+    cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)  # a flag for the two that compile
+    whole_step: WholeStep = field(default_factory=WholeStep)  # one graph, including the update
+    compile: Compile = field(default_factory=Compile)  # after all that changes the traced code
     fused_optimizer: FusedOptimizer = field(default_factory=FusedOptimizer)
-    pipeline: Pipeline = field(default_factory=Pipeline)  # timed beside the step as it will be
-    quantization: Quantization = field(default_factory=Quantization)  # of what was trained
-    extra: list[str] = field(default_factory=list)  # techniques of the user's own, by class name
-    auto: AutoConfig = field(default_factory=AutoConfig)  # of level auto alone
+    pipeline: Pipeline = field(default_factory=Pipeline)  # timed against the final step
+    quantization: Quantization = field(default_factory=Quantization)  # of the trained model
+    extra: list[str] = field(default_factory=list)  # your own techniques, by class name
+    auto: AutoConfig = field(default_factory=AutoConfig)  # of level auto only
 
     def techniques(self) -> list[tuple[str, Technique]]:
         """Return (name, technique) pairs in order of application."""

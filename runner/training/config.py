@@ -1,4 +1,4 @@
-"""What can be asked of the loop: the `training` group."""
+"""The `training` config group."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from runner.errors import ConfigError
 
 @dataclass
 class TrainingConfig:
-    """How long to train, in what portions, and how often to look at the validation set."""
+    """Length of the training, batch size, validation and early stopping."""
 
-    steps: int | None = bounded(None, min=1)  # batches tried; None: see epochs
-    epochs: float | None = bounded(None, above=0)  # None with steps None: the data's own suggestion
-    batch_size: int = bounded(32, min=1)  # samples per update
-    micro_batch: int | None = bounded(None, min=1)  # samples per backward of one process
-    validate_every: int | None = bounded(None, min=1)  # steps; None: each epoch, five at least
-    patience: int | None = bounded(None, min=1)  # validations without improvement, then stop
-    monitor: str | None = None  # metric that decides `best`; None: the objective's own
+    steps: int | None = bounded(None, min=1)  # training steps, skipped ones included; null: epochs
+    # instead of steps; both null: data.default_steps or data.default_epochs
+    epochs: float | None = bounded(None, above=0)
+    batch_size: int = bounded(32, min=1)  # samples per update, over all processes
+    # samples per backward pass of a process; null: the whole batch, or chosen by accumulation
+    micro_batch: int | None = bounded(None, min=1)
+    validate_every: int | None = bounded(None, min=1)  # steps; null: each epoch, at least 5 times
+    # stop after this many validations without improvement of `monitor`; null: never
+    patience: int | None = bounded(None, min=1)
+    monitor: str | None = None  # metric of the best checkpoint, e.g. val/loss; null: objective's
 
     def __post_init__(self) -> None:
         check_bounds(self, "training")
