@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock, get_ident
-from weakref import WeakKeyDictionary
+from threading import RLock
 
 from runner.errors import UsageError
 
 POLL_S = 0.05
 _lock = RLock()
 _training = False  # what the thread that holds the lock is doing
-_loops: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # open ones, and who steps them
 
 
 @contextmanager
@@ -40,22 +38,3 @@ def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
     finally:
         _training = before
         _lock.release()
-
-
-def claim_random_state(loop: object, action: str) -> None:
-    """Let this thread step a loop of the user's own, which draws from the process's generators.
-
-    Raises UsageError while another thread steps one that is open.
-    """
-    thread = get_ident()
-    if any(other != thread for other in _loops.values()):
-        raise UsageError(
-            f"{action}: another thread steps a loop that is open, and both would draw from one "
-            "random state; close that one first, or train in a process of its own"
-        )
-    _loops[loop] = thread
-
-
-def release_random_state(loop: object) -> None:
-    """The loop is closed."""
-    _loops.pop(loop, None)
