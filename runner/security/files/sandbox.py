@@ -4,7 +4,6 @@ One process serves all files of a scan: it gets a path to the bytes that the par
 answers with a format's name and reasons, as text. No tensor comes back: the parent loads the same
 sealed bytes where nothing is wrong. Limits are on memory (Linux), CPU, wall time, new files and
 processes (but for root); it is no jail, which is why nothing in a file is ever run there either.
-There is none on Windows, where foreign files are refused until they are pinned.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import gc
 import json
 import mmap
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -70,8 +70,6 @@ class Sandbox:
         """Format and reasons. A process that dies, hangs or runs out of memory is a refusal; the
         next file gets a new one.
         """
-        if sys.platform == "win32":
-            return _refused("sandbox.platform", name, "there is no sandbox on Windows; pin it")
         if self.deaths >= MOST_DEATHS:
             why = f"{self.deaths} files have ended the process that examines them"
             return _refused("sandbox.given_up", name, why)
@@ -221,16 +219,12 @@ def serve() -> None:
 
 def _limit_once() -> None:
     """No file written, no process begun (the kernel excepts root), few descriptors, no core."""
-    import resource  # there is none on Windows
-
     for name, most in (("FSIZE", 0), ("CORE", 0), ("NOFILE", DESCRIPTORS), ("NPROC", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _limit_file(limits: FileLimits, size: int) -> None:
     """CPU time and, on Linux, memory, in addition to what is used so far."""
-    import resource
-
     if LINUX:  # elsewhere it is not enforced
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
@@ -242,8 +236,6 @@ def _limit_file(limits: FileLimits, size: int) -> None:
 
 
 def _lower(what: int, value: int) -> None:
-    import resource
-
     hard = resource.getrlimit(what)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
