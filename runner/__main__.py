@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
+from runner.errors import RunnerError, SweepFailed
 from runner.module_path import current_folder_last
 
 TOO_NEW = (3, 14)
@@ -37,7 +37,9 @@ def main() -> int:
     except ModuleNotFoundError as error:  # of our own imports; a run reports its own
         if (package := (error.name or "runner").partition(".")[0]) == "runner":
             raise
-        _print_error(f"{package} is not installed for {sys.executable}; {_activation()}")
+        ours = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+        fix = f"in {ours}: . .venv/bin/activate, or pip install -c constraints.txt -e ."
+        _print_error(f"{package} is not installed for {sys.executable}; {fix}")
         return 2
     except KeyboardInterrupt as error:
         from runner.training.signals import interruption_before_run
@@ -48,17 +50,6 @@ def main() -> int:
     except BrokenPipeError:  # `| head` has read enough
         _flush()
         return 0
-
-
-def _activation() -> str:
-    """The command after which our packages are found."""
-    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    script = os.path.join(root, ".venv", "bin", "activate")
-    if os.path.exists(script) and sys.prefix != os.path.join(root, ".venv"):
-        return f"activate the environment that has it: . {script}"
-    if os.path.exists(os.path.join(root, "pyproject.toml")):
-        return f"install what is needed: pip install -c constraints.txt -e {root}"
-    return f"install what is needed: {sys.executable} -m pip install {DISTRIBUTION}"
 
 
 def _main(typed: list[str]) -> int:
