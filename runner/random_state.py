@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock, get_ident
-from weakref import WeakKeyDictionary
+from threading import RLock
 
 from runner.errors import UsageError
 
 POLL_S = 0.05
 _lock = RLock()
 _training = False  # whether the thread with the lock trains
-_loops: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # open loops, and the thread of each
 
 
 @contextmanager
@@ -40,22 +38,3 @@ def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
     finally:
         _training = before
         _lock.release()
-
-
-def claim_random_state(loop: object, action: str) -> None:
-    """Let this thread step a user's loop, which draws from the process-wide generators.
-
-    Raises UsageError if another thread steps an open loop.
-    """
-    thread = get_ident()
-    if any(other != thread for other in _loops.values()):
-        raise UsageError(
-            f"{action}: another thread steps a loop that is open, and both would draw from one "
-            "random state; close that one first, or train in a process of its own"
-        )
-    _loops[loop] = thread
-
-
-def release_random_state(loop: object) -> None:
-    """Release the claim of a closed loop."""
-    _loops.pop(loop, None)

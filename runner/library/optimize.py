@@ -35,7 +35,7 @@ from runner.library.arguments import (
 from runner.models import modes
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.optim.optimizer import Optimizer
-from runner.random_state import claim_random_state, exclusive_random_state, release_random_state
+from runner.random_state import exclusive_random_state
 from runner.techniques.base import TechniqueStatus
 from runner.techniques.probe import entered
 from runner.training.evidence import build_summary, collect_evidence, technique_statuses
@@ -222,7 +222,6 @@ class TrainingLoop(Closeable):
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
         """Make one step on (inputs, target), without host-device synchronisation."""
-        claim_random_state(self, "optimize_training_loop")
         inputs, target = as_batch(batch, self.lazy.who)
         run = self.lazy.build_run(inputs, target)
         run.watch.start()
@@ -248,7 +247,6 @@ class TrainingLoop(Closeable):
 
     def close(self) -> None:
         """Undo every global switch; model and optimizer behave as before."""
-        release_random_state(self)
         self.lazy.close()
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import stat
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -346,7 +345,7 @@ def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
     """
     if not os.access(folder, os.W_OK):
         return "cannot be written"
-    if sys.platform == "win32" or str(folder) == environ.get(CACHE):
+    if str(folder) == environ.get(CACHE):
         return None
     status = folder.stat()
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

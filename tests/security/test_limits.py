@@ -12,7 +12,7 @@ from runner.checkpoint.folder import step_name
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.hooks import limits as hook
-from runner.security.limits import folder_bytes
+from runner.hooks.limits import folder_bytes
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.summary import Summary

@@ -7,6 +7,7 @@ verdict.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import mmap
 import os
@@ -19,7 +20,7 @@ from typing import Self
 from runner.errors import CheckpointError
 
 BLOCK = 1 << 22
-FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+FLAGS = os.O_RDONLY | os.O_NONBLOCK
 LINUX = sys.platform == "linux"
 
 
@@ -109,16 +110,12 @@ def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
     """Map an open file's bytes into memory."""
     if not size:
         return b""
-    if sys.platform == "win32":
-        return MappedFile(descriptor, size, access=mmap.ACCESS_READ)
     # kernels before 6.7 refuse a shared mapping of a sealed memfd, even read-only
     return MappedFile(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 
 
 def _copy(path: Path, source: int, target: int) -> None:
     """Copy all bytes and seal the copy. Raises OSError, or CheckpointError if the file changed."""
-    import fcntl  # not available on Windows
-
     size, copied = os.fstat(source).st_size, 0
     while copied < size and (block := os.read(source, min(BLOCK, size - copied))):
         copied += os.write(target, block)

@@ -3,8 +3,7 @@
 One process serves all files of a scan: it receives a path to bytes that the parent holds open and
 answers with format and reasons as text. It returns no tensors: the parent loads the same sealed
 bytes if they pass. Limited are memory (Linux), CPU, wall time, new files and processes (except
-for root). It is no jail, so nothing in a file is executed there either. Windows has no sandbox;
-foreign files are refused there unless pinned.
+for root). It is no jail, so nothing in a file is executed there either.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import gc
 import json
 import mmap
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -70,8 +70,6 @@ class Sandbox:
         """Return format and reasons. If the process dies, hangs or runs out of memory, the file is
         refused, and the next file gets a new process.
         """
-        if sys.platform == "win32":
-            return _refused("sandbox.platform", name, "there is no sandbox on Windows; pin it")
         if self.deaths >= MOST_DEATHS:
             why = f"{self.deaths} files have ended the process that examines them"
             return _refused("sandbox.given_up", name, why)
@@ -221,16 +219,12 @@ def serve() -> None:
 
 def _limit_once() -> None:
     """Forbid writing files, new processes (not for root) and cores; limit descriptors."""
-    import resource  # not available on Windows
-
     for name, most in (("FSIZE", 0), ("CORE", 0), ("NOFILE", DESCRIPTORS), ("NPROC", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _limit_file(limits: FileLimits, size: int) -> None:
     """Limit CPU time and, on Linux, memory, on top of current use."""
-    import resource
-
     if LINUX:  # other systems do not enforce it
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
@@ -242,8 +236,6 @@ def _limit_file(limits: FileLimits, size: int) -> None:
 
 
 def _lower(what: int, value: int) -> None:
-    import resource
-
     hard = resource.getrlimit(what)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
