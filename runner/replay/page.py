@@ -11,7 +11,7 @@ from rich.text import Text
 
 from runner.record.console import facts_table, plain_text
 from runner.record.markdown import code, escape, table
-from runner.record.text import json_value
+from runner.record.text import json_safe
 from runner.replay.findings import Ratio, Replay, StepPhase, TensorStats
 
 SHOWN = 8  # rows of a table
@@ -20,8 +20,7 @@ HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 def as_dict(replay: Replay) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
-    values: dict[str, Any] = json_value(asdict(replay))
-    return {"verdict": replay.verdict, **values}
+    return {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
 
 
 def facts(replay: Replay) -> list[tuple[str, str]]:
