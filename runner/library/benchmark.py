@@ -114,7 +114,7 @@ def benchmark_optimizations(
 def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -> None:
     """Print the table that a benchmark ends with; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
-    print_stdout(table.terminal(comparison.of_benchmark(result, where)))
+    print_stdout(table.ComparisonScreen(comparison.of_benchmark(result, where)))
 
 
 def _refuse_interactive(*objects: Any) -> None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -24,13 +24,10 @@ NAME = 24  # characters of a row's name that other columns leave it; longer ones
 REASON = 300  # characters of a failure's reason: the page has all of it
 
 
-def terminal(comparison: Comparison) -> RenderableType:
-    """What the comparison came to, the conclusion first."""
-    return _Screen(comparison)
-
-
 @dataclass
-class _Screen:
+class ComparisonScreen:
+    """What a comparison came to, the conclusion first."""
+
     comparison: Comparison
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
