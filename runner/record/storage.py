@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,8 @@ from typing import Any, BinaryIO
 from runner.errors import CheckpointError, StorageError
 from runner.masking import masked
 from runner.record.text import json_safe
+
+log = logging.getLogger("runner")
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
 NO_LINK = os.O_NOFOLLOW
@@ -199,6 +202,16 @@ def replace_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def write_attempt(path: Path, level: int = logging.WARNING) -> Iterator[None]:
+    """Make the folder of a file that is written within; an OSError is logged, and ends nothing."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        yield
+    except OSError as error:
+        log.log(level, "%s: not written: %s", path, error.strerror or error)
 
 
 def open_regular(path: Path) -> BinaryIO:

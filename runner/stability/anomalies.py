@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.record.storage import replace_text
-
-log = logging.getLogger("runner")
+from runner.record.storage import replace_text, write_attempt
 
 FILE = "debug/anomalies.json"
 FIRST, LAST = 500, 500  # rows that are kept, of the first and of the latest
@@ -67,11 +65,8 @@ class Anomalies:
             return
         path = folder / FILE
         text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
-        try:
-            path.parent.mkdir(exist_ok=True)
+        with write_attempt(path, logging.DEBUG):
             replace_text(path, text + "\n")
-        except OSError as error:
-            log.debug("no anomalies.json: %s", error)
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:
