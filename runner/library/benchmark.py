@@ -25,11 +25,11 @@ from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import Unguarded, leave_if_imported
 from runner.build import Components
+from runner.data.nested import describe
 from runner.errors import UsageError
 from runner.library.arguments import (
     Loss,
     check_trainable,
-    describe,
     device_of,
     loss_objective,
 )

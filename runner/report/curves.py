@@ -8,10 +8,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from runner.format import finite
 from runner.masking import masked
 from runner.record.recorder import METRICS
 from runner.record.storage import open_regular
-from runner.report.format import finite
 from runner.report.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
 
 Curve = list[tuple[float, float]]

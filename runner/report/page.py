@@ -18,9 +18,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from runner import format
 from runner.benchmark.result import Attribution
 from runner.record import markdown
-from runner.report import format, verdicts
+from runner.report import verdicts
 from runner.report.columns import columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures

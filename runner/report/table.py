@@ -11,9 +11,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from runner import format
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
-from runner.report import format, verdicts
+from runner.report import verdicts
 from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 
