@@ -101,7 +101,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "units": _keep_units,
+        # a number and its unit stay on one line
+        "units": lambda x: re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", x),
         "md": lambda value: Markup(markdown.escape(value)),  # noqa: S704  # for the document
         "code": lambda text: Markup(markdown.code(text, "sh")),  # noqa: S704  # the same
     }
@@ -112,11 +113,6 @@ def _environment() -> Environment:
         "NONE": format.NONE,
     }
     return environment
-
-
-def _keep_units(text: str) -> str:
-    """Text in which a number and its unit stay on one line."""
-    return re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", text)
 
 
 @dataclass(frozen=True)
