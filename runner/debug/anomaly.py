@@ -144,7 +144,7 @@ class AnomalyTool(Tool):
         name, bad = "input", trace.bad_input()  # waits
         culprit = None if bad is not None else trace.first_bad_output()  # waits
         if bad is None and culprit is None:
-            name, bad = "target", bad_samples(run.train.at(run.progress.step)[1])
+            name, bad = "target", _count(_bad_rows(run.train.at(run.progress.step)[1]))
         if bad is not None:
             return f"the {name} is not finite: {bad[0]:,} of {bad[1]:,} samples", f"bad {name}"
         key = f"{_label(culprit[0])} in forward" if culprit else ""
@@ -313,9 +313,7 @@ class ModuleTrace:
         return hook
 
     def _record_inputs(self, module: nn.Module, inputs: Any, by_name: dict[str, Any]) -> None:
-        bad = _bad_rows((inputs, by_name))
-        if bad is not None:
-            self.inputs.append(bad)
+        self.inputs += _bad_rows((inputs, by_name))
 
     def _record_operations(self, values: Any, module: str) -> None:
         """Watch the operations that lead to the values and belong to no module so far."""
@@ -337,20 +335,16 @@ class ModuleTrace:
         return hook
 
 
-def bad_samples(value: Any) -> tuple[int, int] | None:
-    """How many samples of a batch's nest are not finite, and of how many; None: all are. Waits."""
-    bad = _bad_rows(value)
-    return None if bad is None else _count([bad])
-
-
-def _bad_rows(value: Any) -> Tensor | None:
-    """Which samples of a nest are not finite, on the device; None where it has no floats."""
-    result: Tensor | None = None
+def _bad_rows(value: Any) -> list[Tensor]:
+    """Which samples of a nest are not finite, on the device; empty where it has no floats."""
+    result: list[Tensor] = []
     for tensor in tensors(value):
         if tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided:
             bad = (~tensor.detach().isfinite()).unsqueeze(-1).flatten(1).any(1)
-            if result is None or result.shape == bad.shape:
-                result = bad if result is None else result | bad.to(result.device)
+            if not result:
+                result = [bad]
+            elif result[0].shape == bad.shape:
+                result[0] |= bad.to(result[0].device)
     return result
 
 
