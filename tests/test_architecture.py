@@ -77,9 +77,8 @@ __main__ __init__
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-errors format bounds count_limits data.batch objectives.base training.hook techniques.base training.run
-training.summary overrides.* config
-composing
+errors format bounds count_limits data.batch objectives.base training.hook techniques.base
+training.run training.summary overrides.* config composing
 cli.* __main__ __init__ *.__init__ *.config module_path security.config_* security.cli_overrides
 security.registry sweep.* benchmark.result benchmark.arms report.*
 """.split()

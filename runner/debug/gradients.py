@@ -24,7 +24,6 @@ from runner.debug.gradient_layers import (
     Named,
     describe,
     draw_flow,
-    join_names,
     judge,
     measure,
     norms,

@@ -176,7 +176,9 @@ def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Pat
 
 def shown(comparison: Comparison, width: int = 80) -> str:
     out = io.StringIO()
-    Console(width=width, file=out, force_terminal=False).print(ComparisonScreen(comparison), crop=False)
+    Console(width=width, file=out, force_terminal=False).print(
+        ComparisonScreen(comparison), crop=False
+    )
     return out.getvalue()
 
 
