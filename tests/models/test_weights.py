@@ -213,7 +213,7 @@ def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_
         state = run.model.state_dict()
         for parameter, average in zip(run.update.parameters, run.update.average, strict=True):
             assert torch.equal(parameter, average)
-        assert told(run).reason == "checked; 4 tensors; fresh: layers.4.weight, layers.4.bias"
+        assert told(run).reason == "checked; 4 tensors; fresh: layers.4.weight and layers.4.bias"
     with build(compose([*QUIET, f"checkpoint.resume={first}"])) as run:
         before = run.model.state_dict()
     for name, value in state.items():
