@@ -12,7 +12,7 @@ import numpy as np
 from runner.checks.config import TableConfig
 from runner.data.dataset import Dataset, Tensors
 from runner.findings import Severity
-from runner.record.storage import replace_text, write_attempt
+from runner.record.storage import write_or_log
 from runner.record.text import json_safe
 from runner.techniques.base import Choice
 from runner.training.hook import Hook
@@ -91,8 +91,7 @@ class TableReport(Hook):
             if run.folder is not None:
                 path = run.folder / FILE
                 content = json.dumps(json_safe(self.findings.facts), indent=2, allow_nan=False)
-                with write_attempt(path):
-                    replace_text(path, content + "\n")
+                write_or_log(path, content + "\n")
         yield
 
     def _record(

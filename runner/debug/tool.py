@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from runner.debug.config import DebugConfig
 from runner.errors import RunnerError
-from runner.record.storage import replace_text, write_attempt
+from runner.record.storage import write_or_log
 from runner.training.hook import Cost, Hook
 from runner.training.run import Run
 
@@ -68,8 +68,7 @@ class Tool(Hook):
     def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
         """Replace a file of the run's folder; a full disk is logged and ends nothing."""
         if folder is not None:
-            with write_attempt(folder / name):
-                replace_text(folder / name, json.dumps(record) + "\n")
+            write_or_log(folder / name, json.dumps(record) + "\n")
 
     def cost(self, run: Run) -> Cost | None:
         """Its row of the summary."""

@@ -171,8 +171,7 @@ def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
     """A real step. Gradients inside one graph are inferred from the optimizer's moments."""
     capture = TrajectoryCapture()
     hidden = run.whole is not None and run.whole.takes(batch)
-    parameters = run.update.parameters if hidden else ()
-    before = {p: (p.detach().clone(), _moment(run, p).clone()) for p in parameters}
+    before = _moments(run) if hidden else {}
     step = one_step(run, batch, [] if hidden else [capture])
     gradients = _inferred(run, step, before) if hidden else capture.gradients
     record.gradients_hidden |= hidden
@@ -192,6 +191,11 @@ def _backward(run: Run, batch: Batch) -> StepRecord:
     return StepRecord(
         _copy(step.loss), _copy(step.grad_norm), gradients, TrajectoryState({}, buffers, {})
     )
+
+
+def _moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
+    """Each parameter before a step, and its first moment, or zeros where there is none."""
+    return {p: (p.detach().clone(), _moment(run, p).clone()) for p in run.update.parameters}
 
 
 def _moment(run: Run, parameter: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runner.record.config import MonitoringConfig
-from runner.record.storage import RetryingAppender, write_attempt
+from runner.record.storage import RetryingAppender
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +101,12 @@ class Recorder:
             return
         from PIL import Image
 
-        with write_attempt(self.folder / name):
-            Image.fromarray(rgb).save(self.folder / name, "PNG")
+        path = self.folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rgb).save(path, "PNG")
+        except OSError as error:
+            log.warning("%s is not written: %s", name, error)
 
     def hparams(
         self,

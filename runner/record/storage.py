@@ -10,8 +10,8 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -204,12 +204,11 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
-@contextmanager
-def write_attempt(path: Path, level: int = logging.WARNING) -> Iterator[None]:
-    """Make the folder of a file that is written within; an OSError is logged, and ends nothing."""
+def write_or_log(path: Path, text: str, level: int = logging.WARNING) -> None:
+    """The same, with the file's folder; an OSError is logged, and ends nothing."""
     try:
         path.parent.mkdir(exist_ok=True)
-        yield
+        replace_text(path, text)
     except OSError as error:
         log.log(level, "%s: not written: %s", path, error.strerror or error)
 

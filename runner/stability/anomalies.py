@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.record.storage import replace_text, write_attempt
+from runner.record.storage import write_or_log
 
 FILE = "debug/anomalies.json"
 FIRST, LAST = 500, 500  # rows that are kept, of the first and of the latest
@@ -65,8 +65,7 @@ class Anomalies:
             return
         path = folder / FILE
         text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
-        with write_attempt(path, logging.DEBUG):
-            replace_text(path, text + "\n")
+        write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config import RunConfig
 from runner.errors import StorageError, UsageError, install_command
 from runner.record.recorder import LONGEST_ROW, METRICS
-from runner.record.storage import open_regular, replace_text, write_attempt
+from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
 from runner.sweep.job_starter import JobStarter, make_plan, open_sweep
@@ -171,9 +171,11 @@ class TrialJobs:
 
     def write_record(self) -> None:
         """Write `search.json`, from which the page is made; a full disk is a warning."""
-        with write_attempt(self.folder / RECORD):
+        try:
             text = json.dumps(json_safe(self.study.record()), indent=2, allow_nan=False)
             replace_text(self.folder / RECORD, text + "\n")
+        except OSError as error:
+            log.warning("%s is not written: %s", RECORD, error.strerror or error)
 
     def _plan(self, trial: Trial) -> JobPlan:
         """The job of a trial: a new one, or that which an earlier process began."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.errors import StorageError, UsageError
 from runner.overrides.groups import without_arguments
-from runner.record.storage import read_record, replace_text, write_attempt
+from runner.record.storage import read_record, write_or_log
 from runner.record.text import dataclass_from_json
 
 FILE = "sweep.json"
@@ -67,8 +67,7 @@ class Sweep:
 
     def write(self, folder: Path) -> None:
         """Replace `sweep.json` atomically; a disk that does not take it is a warning."""
-        with write_attempt(folder / FILE):
-            replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        write_or_log(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
