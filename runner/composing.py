@@ -19,9 +19,10 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf's parser
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.data import config as data_config
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
+from runner.format import nearest
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
-from runner.overrides.groups import CONF, nearest
+from runner.overrides.groups import CONF
 from runner.security import secrets
 from runner.security.cli_overrides import security_of_overrides
 from runner.security.config_files import bound_references, restart_reference_count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import numpy as np
 from runner.checks.config import TableConfig
 from runner.data.dataset import Dataset, Tensors
 from runner.findings import Severity
-from runner.record.storage import replace_text
+from runner.record.storage import write_or_log
 from runner.record.text import json_safe
 from runner.techniques.base import Choice
 from runner.training.hook import Hook
@@ -21,8 +20,6 @@ from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.checks.table import TableFindings
-
-log = logging.getLogger("runner")
 
 FILE = "debug/table.json"
 NO_ROWS = np.zeros(0, np.int64)
@@ -93,11 +90,7 @@ class TableReport(Hook):
             if run.folder is not None:
                 path = run.folder / FILE
                 content = json.dumps(json_safe(self.findings.facts), indent=2, allow_nan=False)
-                try:
-                    path.parent.mkdir(exist_ok=True)
-                    replace_text(path, content + "\n")
-                except OSError as error:
-                    log.warning("no %s: %s", FILE, error)
+                write_or_log(path, content + "\n")
         yield
 
     def _record(

@@ -31,7 +31,7 @@ CONFIGS = (
     "sweep",
 )
 LAYERS = f"""
-errors findings masking module_path
+errors findings format masking module_path
 bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.order record.storage models.preserved_state
@@ -77,9 +77,8 @@ __main__ __init__
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-errors bounds count_limits data.batch objectives.base training.hook techniques.base training.run
-training.summary overrides.* config
-composing
+errors format bounds count_limits data.batch objectives.base training.hook techniques.base
+training.run training.summary overrides.* config composing
 cli.* __main__ __init__ *.__init__ *.config module_path security.config_* security.cli_overrides
 security.registry sweep.* benchmark.result benchmark.arms report.*
 """.split()

@@ -15,7 +15,8 @@ from runner.composing import compose_raw, typed
 from runner.config import RunConfig
 from runner.data.config import LOADING
 from runner.errors import ConfigError
-from runner.overrides.groups import ALIASES, nearest, options
+from runner.format import nearest
+from runner.overrides.groups import ALIASES, options
 from runner.overrides.spelling import (
     EXCLUSIVE,
     normalize_overrides,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from runner.checks.config import CheckPolicy, TableConfig
 from runner.data.batch import Column, RowNames
+from runner.data.order import splitmix
 from runner.errors import DataError
 from runner.findings import Reason, Severity
 from runner.techniques.base import Choice
@@ -189,7 +190,7 @@ def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
         return None
     distinct, codes = np.unique(values, return_inverse=True)
     # sorted by a perfect column, labels change `classes - 1` times
-    order = np.lexsort((_mix(np.arange(len(codes))), codes))  # ties in random order
+    order = np.lexsort((splitmix(np.arange(len(codes))), codes))  # ties in random order
     errors = (int((np.diff(labels[order]) != 0).sum()) - classes + 1) / 2
     if len(distinct) <= MANY_VALUES:  # predict the most common class of each value
         pairs = np.bincount(codes * classes + labels, minlength=len(distinct) * classes)
@@ -201,7 +202,7 @@ def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
 
 def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
     """Return the share of the target ranks' variance explained by the order of the column."""
-    order = np.lexsort((_mix(np.arange(len(values))), values))
+    order = np.lexsort((splitmix(np.arange(len(values))), values))
     skill = 0.0
     for quantity in np.asarray(target, np.float64).reshape(len(target), -1).T[:4]:
         _, place, count = np.unique(quantity, return_inverse=True, return_counts=True)
@@ -219,11 +220,11 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
         rising = np.diff(values)
         if number not in findings.drop_columns and not ((rising > 0).all() or (rising < 0).all()):
             bits = (values + np.float32(0)).view(np.uint32).astype(np.uint64)
-            column = _mix(bits + np.uint64(number << 32))
+            column = splitmix(bits + np.uint64(number << 32))
             hashes, shuffled = hashes + column, shuffled + rng.permutation(column)  # wraps around
     if table.classes is None:  # equal inputs with different targets are noise, and usual
         labels = np.ascontiguousarray(table.target.reshape(len(hashes), -1), np.float64) + 0.0
-        hashes = hashes + _mix(labels.view(np.uint64)).sum(axis=1, dtype=np.uint64)
+        hashes = hashes + splitmix(labels.view(np.uint64)).sum(axis=1, dtype=np.uint64)
     rows = table.validation[np.isin(hashes[table.validation], hashes[table.train])]
     # matches that remain with each column shuffled are chance: few distinct rows
     chance = np.isin(shuffled[table.validation], shuffled[table.train]).sum()
@@ -246,12 +247,3 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
     action, choice = "left out of validation", f"{len(rows):,} rows not validated with"
     findings.add(reason, action if drops else "", choice)
     findings.drop_rows = np.sort(rows) if drops else findings.drop_rows
-
-
-def _mix(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash integers by the last steps of SplitMix64."""
-    state: NDArray[np.uint64] = values.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(0xBF58_476D_1CE4_E5B9)
-    state ^= state >> np.uint64(27)
-    return state

@@ -168,12 +168,12 @@ def compare(session: Session) -> tuple[int, list[str]]:
     from runner.record.console import print_stdout
     from runner.report.comparison import write
     from runner.report.discover import of_folders
-    from runner.report.table import terminal
+    from runner.report.table import ComparisonScreen
 
     try:
         rows = of_folders([session.folder])
         write(rows, session.folder)
-        print_stdout(terminal(rows), crop=False)
+        print_stdout(ComparisonScreen(rows), crop=False)
     except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported

@@ -16,7 +16,8 @@ from typing import Any, get_args, get_type_hints
 
 from runner.config import RunConfig
 from runner.errors import ConfigError
-from runner.overrides.groups import ALIASES, FOREIGN, SURE, nearest, options
+from runner.format import nearest
+from runner.overrides.groups import ALIASES, FOREIGN, SURE, options
 
 WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # other words are left to Hydra's grammar
 VALUES = {int: r"[+-]?\d+", float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?", bool: "true|false", str: ".+"}

@@ -15,6 +15,7 @@ from runner.data.dataset import Tensors, scale_of
 from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
 from runner.data.open import PLAIN, Opening
 from runner.data.paths import existing, suggestion
+from runner.data.split import split_samples
 from runner.data.usable import leave_out
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
@@ -58,7 +59,7 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
         y = y[kept] if bad else y
         target, sizes = _target(inputs, replace(sizes, task=task), y, y_name)
     strata = target if opening.labelled and task == "classification" else None
-    train, validation, rule = opening.split(len(inputs), config, str(path), strata)
+    train, validation, rule = split_samples(opening, len(inputs), config, str(path), strata)
     if trained is not None:
         if (sizes.classes or 0) > (trained.classes or 0):
             problem = f"has {sizes.classes} classes or targets, and the model {trained.classes}"

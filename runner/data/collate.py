@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.data.batch import Sizes
 from runner.data.labels import NO_LOSS, TASKS
-from runner.data.nested import named_leaves, tree_map
+from runner.data.nested import describe, named_leaves, tree_map
 from runner.data.paths import suggestion
 from runner.errors import BadSample, DataError
 from runner.techniques.base import Choice
@@ -41,7 +41,7 @@ def as_pair(sample: Any, index: int, place: int = 0) -> tuple[Nest, Nest]:
         return _tensors(inputs, "inputs", *at), _tensors(sample[key], str(key), *at)
     if not isinstance(sample, tuple | list) or len(sample) < 2:
         fix = f"return (inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
-        raise BadSample(place, f"data: sample {index} is {_describe(sample)}", f"; {fix}")
+        raise BadSample(place, f"data: sample {index} is {describe(sample)}", f"; {fix}")
     inputs = sample[0] if len(sample) == 2 else tuple(sample[:-1])
     return _tensors(inputs, "inputs", index, place), _tensors(sample[-1], "target", index, place)
 
@@ -73,7 +73,7 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     odd = next((i for i, form in enumerate(forms) if form != forms[0]), None)
     if odd is not None:
         this, first = (
-            ", ".join(f"{name} is {_describe(leaf)}" for name, leaf in leaves[i]) for i in (odd, 0)
+            ", ".join(f"{name} is {describe(leaf)}" for name, leaf in leaves[i]) for i in (odd, 0)
         )
         other = f"in sample {indices[0]} of the same batch {first}"
         raise DataError(f"data: sample {indices[odd]}: {this}, and {other}; all must be alike")
@@ -102,16 +102,9 @@ def _tensors(value: Any, key: str, index: int, place: int) -> Nest:
         tensor = value
     if not isinstance(tensor, Tensor):
         fix = "return a tensor from __getitem__, float32 where it holds floats, such as x.float()"
-        problem = f"data: sample {index}: {key} is {_describe(tensor)}"
+        problem = f"data: sample {index}: {key} is {describe(tensor)}"
         raise BadSample(place, problem, f"; {fix}")
     return tensor.detach()
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    keys = f"dict of {', '.join(map(str, value))}" if isinstance(value, dict) else ""
-    return f"a {keys or type(value).__name__}"
 
 
 def infer_sizes(

@@ -18,7 +18,9 @@ from runner.data.config import BadSamples, Images
 from runner.data.dataset import Dataset
 from runner.data.labels import labelled_files, relative_names, trained_labels
 from runner.data.open import PLAIN, Opening
+from runner.data.paths import existing
 from runner.data.saved_dataset import SavedImages, is_saved
+from runner.data.split import split_samples
 from runner.data.usable import FIX, lacks_resources
 from runner.device import memory
 from runner.errors import BadSample, ConfigError, DataError
@@ -92,7 +94,7 @@ class ImageFolder(Dataset):
     in_memory = False
 
     def __init__(self, config: Images, opening: Opening = PLAIN) -> None:
-        root = opening.root(config)
+        root = existing(config.path) / opening.folder
         if opening.labelled and not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
         fitted = opening.fitted
@@ -113,7 +115,7 @@ class ImageFolder(Dataset):
             with self._named_errors(number):
                 _open(self.sources[number]).close()
         strata = labels if opening.labelled else None
-        *parts, rule = opening.split(count, config, str(root), strata)
+        *parts, rule = split_samples(opening, count, config, str(root), strata)
         self.train, self.validation = parts
         features = channels * self.size**2
         shape = {"in_channels": channels, "image_size": self.size}

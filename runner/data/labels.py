@@ -10,8 +10,9 @@ from torch import Tensor
 
 from runner.data.batch import RowNames
 from runner.data.open import Opening
-from runner.data.paths import check_link, listed
+from runner.data.paths import check_link
 from runner.errors import BadSample, ConfigError, DataError
+from runner.format import listed
 from runner.techniques.base import Choice
 
 TASKS = ("classification", "language_modelling", "regression")

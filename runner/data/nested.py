@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from runner.format import listed
+
 
 def tensors(value: Any) -> list[Tensor]:
     """Return every tensor in the nest."""
@@ -42,3 +44,14 @@ def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         fields = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
         return type(value)(*parts) if fields else type(value)(parts)
     return value
+
+
+def describe(value: Any) -> str:
+    """Types and shapes of a nest, for a message."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + listed(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + listed(map(describe, value)) + ")"
+    return f"a {type(value).__name__}"

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.preprocessing import Preprocessing, source_of
 from runner.errors import ConfigError
 from runner.security.files.policy import FilePolicy
-from runner.techniques.base import Choice
 
 # kind -> module and function, imported only when used
 OPENERS = {
@@ -45,28 +41,9 @@ class Opening:
     folder: str = ""  # subfolder of data.path with the samples; "": all of it
     trains: bool = False  # all samples are trained on: validation is elsewhere
 
-    def split(
-        self,
-        samples: int,
-        config: DataConfig,
-        what: str,
-        labels: np.ndarray | None = None,  # of classes
-        by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
-    ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-        """Return training and validation indices; data that was not trained on is not split."""
-        from runner.data.split import split_samples  # embedded data does not need it
-
-        return split_samples(self, samples, config, what, labels, by)
-
     def divides(self, config: DataConfig) -> bool:
         """Whether the samples are split into training and validation."""
         return not self.trains and not self.whole(config)
-
-    def root(self, config: Any) -> Path:
-        """Return the file or folder of the samples; ConfigError if it does not exist."""
-        from runner.data.paths import existing
-
-        return existing(config.path) / self.folder
 
     def whole(self, config: DataConfig) -> bool:
         """Whether all samples are evaluated or predicted, not only a validation split."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
 from runner.errors import ConfigError, SecurityError
+from runner.format import listed, nearest
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
 
@@ -26,24 +26,12 @@ def existing(path: str, key: str = "data.path") -> Path:
     raise ConfigError(key, f"{path} is not there", near)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the most similar of the `known` names, or None if none is close."""
-    return next(iter(get_close_matches(name, sorted(known), 1)), None)
-
-
 def suggestion(name: str, known: Iterable[str], has: str) -> str:
     """Return "did you mean …?" for a close name, else `has` and the first `known` names."""
     names = sorted(known)
     if near := nearest(name, names):
         return f"did you mean {near!r}?"
     return f"{has} {listed(names, 10)}" if names else f"{has} nothing"
-
-
-def listed(texts: Iterable[str], most: int = 5) -> str:
-    """Return the first `most` texts joined by commas, and the total if there are more."""
-    every = [*texts]
-    more = f", … ({len(every)} in all)" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
 
 
 def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:

@@ -12,9 +12,10 @@ from typing import Any
 
 from runner.data.cells import LONGEST
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
-from runner.data.paths import listed, nearest, suggestion
+from runner.data.paths import suggestion
 from runner.data.usable import KEY, NAMED, examples
 from runner.errors import ConfigError, DataError
+from runner.format import listed, nearest
 from runner.record.provenance import changed_command
 from runner.record.text import quote_for_hydra
 from runner.techniques.base import Choice

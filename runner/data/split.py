@@ -29,10 +29,13 @@ def split_samples(
     samples: int,
     config: DataConfig,
     what: str,
-    labels: np.ndarray | None,
-    by: np.ndarray | None,
+    labels: np.ndarray | None = None,  # of classes
+    by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-    """Implement `Opening.split`; `what` names the data in errors."""
+    """Training and validation samples; data that were not trained on are evaluated whole.
+
+    `what` names the data in errors.
+    """
     fitted, every = opening.fitted, np.arange(samples)
     if opening.whole(config):  # both splits are all samples
         if not samples:

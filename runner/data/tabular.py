@@ -21,11 +21,12 @@ from runner.data.config import Missing, SplitRule, Tabular
 from runner.data.dataset import Tensors, fit_scale, scale, scale_of
 from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
 from runner.data.open import PLAIN, Opening
-from runner.data.paths import listed
 from runner.data.problems import GAPS, TYPES
+from runner.data.split import split_samples
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
 from runner.errors import ConfigError, DataError
+from runner.format import listed
 from runner.techniques.base import Choice
 
 FEATURE = 4  # bytes of a float32
@@ -94,7 +95,9 @@ def _divide(
     if target is not None:
         task = _task(target, config)[0] if fitted is None else fitted.sizes.task
         labels = _classes(target)[1] if task == "classification" else None
-    train, validation, rule = opening.split(table.size, config, str(table.path), labels, rows)
+    train, validation, rule = split_samples(
+        opening, table.size, config, str(table.path), labels, rows
+    )
     return train, validation, (*choices, *rule)
 
 

@@ -15,7 +15,9 @@ from runner.data.config import Text
 from runner.data.dataset import Dataset, class_labels
 from runner.data.labels import check_classes, labelled_files, relative_names, trained_labels
 from runner.data.open import PLAIN, Opening
+from runner.data.paths import existing
 from runner.data.saved_dataset import is_saved
+from runner.data.split import split_samples
 from runner.data.table import read_table, split_values
 from runner.data.usable import lacks_resources, leave_out
 from runner.errors import ConfigError, DataError
@@ -78,7 +80,7 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
 
 def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
     """Open labelled texts: the first `data.sequence` bytes or tokens of each, and its label."""
-    path, fitted = opening.root(config), opening.fitted
+    path, fitted = existing(config.path) / opening.folder, opening.fitted
     folder = path.is_dir() and not is_saved(path)
     if folder and config.split_by is not None and opening.divides(config):
         problem = f"is for a column of a table, and {path} is a folder"
@@ -92,7 +94,7 @@ def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
     else:
         classes, sequence = fitted.sizes.class_names, fitted.sizes.sequence or sequence
     strata = labels if opening.labelled else None
-    train, validation, more = opening.split(len(texts), config, str(path), strata, by)
+    train, validation, more = split_samples(opening, len(texts), config, str(path), strata, by)
     choices = (*choices, *more)
     ids: Iterable[np.ndarray] = (np.frombuffer(content, np.uint8) for content in texts)
     vocab, padding, digest = PADDING + 1, None, ""

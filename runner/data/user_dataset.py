@@ -21,6 +21,7 @@ from runner.data.labels import check_range
 from runner.data.nested import named_leaves, tree_map
 from runner.data.open import PLAIN, Opening
 from runner.data.order import sample_seeds
+from runner.data.split import split_samples
 from runner.data.usable import lacks_resources
 from runner.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
@@ -53,7 +54,7 @@ class UserDataset(Dataset):
                 fix = "give it __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset = dataset
-        self.train, self.validation, choices = opening.split(len(dataset), config, target)
+        self.train, self.validation, choices = split_samples(opening, len(dataset), config, target)
         if opening.fitted is None:
             drops = config.bad_samples is BadSamples.drop
             self.sizes, inferred = infer_sizes(

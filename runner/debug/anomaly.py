@@ -144,7 +144,7 @@ class AnomalyTool(Tool):
         name, bad = "input", trace.bad_input()  # waits
         culprit = None if bad is not None else trace.first_bad_output()  # waits
         if bad is None and culprit is None:
-            name, bad = "target", bad_samples(run.train.at(run.progress.step)[1])
+            name, bad = "target", _count(_bad_rows(run.train.at(run.progress.step)[1]))
         if bad is not None:
             return f"the {name} is not finite: {bad[0]:,} of {bad[1]:,} samples", f"bad {name}"
         key = f"{_label(culprit[0])} in forward" if culprit else ""
@@ -312,9 +312,7 @@ class ModuleTrace:
         return hook
 
     def _record_inputs(self, module: nn.Module, inputs: Any, by_name: dict[str, Any]) -> None:
-        bad = _bad_rows((inputs, by_name))
-        if bad is not None:
-            self.inputs.append(bad)
+        self.inputs += _bad_rows((inputs, by_name))
 
     def _record_operations(self, values: Any, module: str) -> None:
         """Hook the graph nodes behind `values` that belong to no module yet."""
@@ -336,20 +334,16 @@ class ModuleTrace:
         return hook
 
 
-def bad_samples(value: Any) -> tuple[int, int] | None:
-    """Return (non-finite samples, samples) of a nest; None if all are finite. Synchronises."""
-    bad = _bad_rows(value)
-    return None if bad is None else _count([bad])
-
-
-def _bad_rows(value: Any) -> Tensor | None:
-    """Return a mask of non-finite samples on the device; None for a nest without floats."""
-    result: Tensor | None = None
+def _bad_rows(value: Any) -> list[Tensor]:
+    """Return a mask of non-finite samples on the device; empty for a nest without floats."""
+    result: list[Tensor] = []
     for tensor in tensors(value):
         if tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided:
             bad = (~tensor.detach().isfinite()).unsqueeze(-1).flatten(1).any(1)
-            if result is None or result.shape == bad.shape:
-                result = bad if result is None else result | bad.to(result.device)
+            if not result:
+                result = [bad]
+            elif result[0].shape == bad.shape:
+                result[0] |= bad.to(result[0].device)
     return result
 
 

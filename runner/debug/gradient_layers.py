@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from runner.debug.config import GradientsConfig
+from runner.format import listed
 from runner.record import markdown
 
 Named = list[tuple[str, Tensor]]
 Dead = Mapping[str, tuple[int, int]]  # layer → (dead units, units)
 
-NAMED = 5  # names in a line; the rest is counted
 BARS = 24  # of the plot
 STATISTICS = 5  # norm, largest, sum, number of non-zeros, number of non-finites
 
@@ -215,18 +215,12 @@ def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
 
 def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
     """Summarise faulty layers by state, and layers with dead units."""
-    parts = [f"{join_names([*names[s]], 1)}: {s}" for s in LayerState if names.get(s)]
+    parts = [f"{listed(names[s], 1)}: {s}" for s in LayerState if names.get(s)]
     if dead:
         name, (gone, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
         parts.append(f"{name}{more}: {gone} of {units} units dead")
     return "; ".join(parts) or "nothing amiss"
-
-
-def join_names(names: Sequence[str], most: int = NAMED) -> str:
-    """Join the first few names, and count the rest."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 # -- user loops -------------------------------------------------------------------------------

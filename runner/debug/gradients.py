@@ -24,7 +24,6 @@ from runner.debug.gradient_layers import (
     Named,
     describe,
     draw_flow,
-    join_names,
     judge,
     measure,
     norms,
@@ -32,6 +31,7 @@ from runner.debug.gradient_layers import (
     summarize,
 )
 from runner.debug.tool import Tool
+from runner.format import listed
 from runner.training.hook import Step
 from runner.training.run import Run
 
@@ -193,7 +193,7 @@ class Gradients(Tool):
     def _report_untrained(self, run: Run, looks: int) -> None:
         """Report once the parameters that never had a gradient."""
         if self.never:
-            text = f"no gradient at any of {looks} looks: {join_names(self.never)}"
+            text = f"no gradient at any of {looks} looks: {listed(self.never)}"
             run.history.add("no_gradient", text, step=run.progress.step, category="numerics")
 
     def _sum_up(self, looks: int = 0) -> str:

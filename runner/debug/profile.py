@@ -20,7 +20,7 @@ from runner.debug.config import DebugConfig, ProfileConfig
 from runner.debug.sections import Totals, collect
 from runner.debug.tool import Tool
 from runner.record import markdown
-from runner.record.storage import replace_text
+from runner.record.storage import write_or_log
 from runner.training.hook import Report, Step
 from runner.training.run import Run
 from runner.training.step import overrides_event
@@ -291,10 +291,7 @@ class ProfileTool(Tool):
         }
         self.write_json(run.folder, ROWS, record)
         if run.folder is not None:
-            try:
-                replace_text(run.folder / PAGE, self.markdown(collected))
-            except OSError as error:
-                log.warning("%s is not written: %s", PAGE, error)
+            write_or_log(run.folder / PAGE, self.markdown(collected))
 
     def markdown(self, collected: float) -> str:
         """Return the report as Markdown; sections were collected for `collected` seconds."""

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 import torch
 
 import runner
+from runner.format import short_path
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -40,8 +41,7 @@ class Line:
     @property
     def short(self) -> str:
         """The path relative to the current folder, and the text."""
-        path = Path(self.file)
-        near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        near = short_path(Path(self.file))
         return f"{near}:{self.number} `{self.source}`" if self.source else f"{near}:{self.number}"
 
 

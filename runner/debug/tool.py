@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,11 +12,9 @@ from typing import Any, ClassVar
 
 from runner.debug.config import DebugConfig
 from runner.errors import RunnerError
-from runner.record.storage import replace_text
+from runner.record.storage import write_or_log
 from runner.training.hook import Cost, Hook
 from runner.training.run import Run
-
-log = logging.getLogger("runner")
 
 
 class Tool(Hook):
@@ -70,13 +67,8 @@ class Tool(Hook):
 
     def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
         """Replace a file in the run's folder; an OSError is logged."""
-        if folder is None:
-            return
-        try:
-            (folder / name).parent.mkdir(exist_ok=True)
-            replace_text(folder / name, json.dumps(record) + "\n")
-        except OSError as error:
-            log.warning("%s is not written: %s", name, error)
+        if folder is not None:
+            write_or_log(folder / name, json.dumps(record) + "\n")
 
     def cost(self, run: Run) -> Cost | None:
         """Return the tool's row in the summary."""

@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 from runner.device import memory
 from runner.device.device import Device
 from runner.errors import DISTRIBUTION
+from runner.format import size
 from runner.techniques import compiler
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -196,11 +197,6 @@ def disk(outputs: Path) -> DoctorCheck:
     bad = Status.warn if free >= MIN_DISK else Status.fail
     fix = "free some, or checkpoint less often"
     return DoctorCheck.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, bad)
-
-
-def size(count: float) -> str:
-    """Format bytes as MiB or GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
 def _existing(folder: Path) -> Path:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.device.capabilities import usable_cores
-from runner.doctor.environment import DoctorCheck, Status, size
+from runner.doctor.environment import DoctorCheck, Status
+from runner.format import size
 
 if TYPE_CHECKING:
     from runner.distributed.world import World

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from runner.format import metric
 from runner.record.config import MonitoringConfig
 from runner.record.console import console, takes_live_display
 from runner.record.text import escape_control_chars
@@ -76,12 +77,12 @@ class ProgressDisplay(Hook):
         monitored = run.monitor.removeprefix("val/")
         others = [name for name in metrics if "/" not in name and name != monitored][:2]
         names = [monitored, *others] if monitored in metrics else others
-        shown = ", ".join(f"{name} {_short(metrics[name])}" for name in names)
+        shown = ", ".join(f"{name} {metric(metrics[name])}" for name in names)
         best = " (best)" if evaluation.improved else ""
         text = f"step {evaluation.step:,}: validation {shown}{best}"
         log.info("%s", text, extra={"live": self.live is not None})
         if monitored in metrics:
-            self.result = f"{run.monitor} {_short(metrics[monitored])}{best}"
+            self.result = f"{run.monitor} {metric(metrics[monitored])}{best}"
 
     def _time_left(self, run: Run, report: Report) -> str:
         """Return the time left at the pace so far, including validation and checkpoints.
@@ -132,7 +133,3 @@ def _facts(run: Run, report: Report) -> list[str]:
 
 def _one_line(text: str) -> Text:
     return Text(escape_control_chars(text), no_wrap=True, overflow="ellipsis")
-
-
-def _short(value: float) -> str:
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"

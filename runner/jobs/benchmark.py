@@ -23,7 +23,7 @@ from runner.parity.candidates import without_techniques
 from runner.record import provenance
 from runner.record.console import print_stdout
 from runner.report import comparison
-from runner.report.table import terminal
+from runner.report.table import ComparisonScreen
 from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
@@ -138,5 +138,5 @@ def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
         errors.append(error)
     rows = comparison.of_benchmark(result, folder)
     comparison.write(rows, folder)
-    print_stdout(terminal(rows), crop=False)  # commands stay on one line
+    print_stdout(ComparisonScreen(rows), crop=False)  # commands stay on one line
     return errors

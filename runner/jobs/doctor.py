@@ -19,8 +19,9 @@ from runner.device import capabilities, cgroup, memory
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.device.device import select
 from runner.doctor import environment
-from runner.doctor.environment import DoctorCheck, Status, size
+from runner.doctor.environment import DoctorCheck, Status
 from runner.errors import UsageError
+from runner.format import size
 from runner.record.console import facts_table, print_stdout
 from runner.record.storage import write_json
 from runner.record.text import escape_control_chars

@@ -19,10 +19,10 @@ from rich.text import Text
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, UsageError
 from runner.findings import Reason, Severity, Trust
+from runner.format import size
 from runner.record.console import console, plain_text, print_stdout, takes_live_display
 from runner.record.storage import write_json
 from runner.record.text import escape_control_chars
-from runner.report.format import size
 from runner.security.config import SecurityLevel
 from runner.security.files.formats import is_loadable
 from runner.security.files.policy import FilePolicy

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.data.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
 from runner.data.dataset import Dataset, class_labels
-from runner.data.nested import tensors, tree_map
+from runner.data.nested import describe, tensors, tree_map
 from runner.errors import RunnerError, UsageError
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer, unfit
@@ -90,17 +90,6 @@ def loss_objective(loss_fn: Loss) -> Custom:
 def take_rows(nest: Any, rows: Any, n: int) -> Any:
     """Index a nest of `n` samples by `rows`; tensors of another length are shared by all rows."""
     return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == n else t)
-
-
-def describe(value: Any) -> str:
-    """Describe type and shape of a value, for a message."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(describe(v) for v in value) + ")"
-    return f"a {type(value).__name__}"
 
 
 class InMemory(Dataset):

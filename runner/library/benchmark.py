@@ -25,11 +25,11 @@ from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import Unguarded, leave_if_imported
 from runner.build import Components
+from runner.data.nested import describe
 from runner.errors import UsageError
 from runner.library.arguments import (
     Loss,
     check_trainable,
-    describe,
     device_of,
     loss_objective,
 )
@@ -114,7 +114,7 @@ def benchmark_optimizations(
 def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -> None:
     """Print a benchmark's result table; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
-    print_stdout(table.terminal(comparison.of_benchmark(result, where)))
+    print_stdout(table.ComparisonScreen(comparison.of_benchmark(result, where)))
 
 
 def _refuse_interactive(*objects: Any) -> None:

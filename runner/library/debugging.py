@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.debug.sections import Total, Totals, profile
 from runner.errors import RunnerError, UsageError
+from runner.format import listed
 from runner.record.history import Fault, History
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Debugger:
         report = layers.check_gradients(model, optimizer)
         for state, names in layers.names_by_state(report.layers).items():
             path = "/".join((*self._stack(), "gradients"))
-            self._record(layers.FAULTS[state], f"{path}: {state}: {layers.join_names(names)}")
+            self._record(layers.FAULTS[state], f"{path}: {state}: {listed(names)}")
         return report
 
     def summary(self) -> DebugSummary:

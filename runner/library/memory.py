@@ -15,9 +15,9 @@ from runner.composing import compose
 from runner.device import memory, resources
 from runner.device.device import select
 from runner.device.leaks import LeakDetector, Trend, describe_leaks
+from runner.format import size
 from runner.library.arguments import device_overrides
 from runner.record.text import escape_lines
-from runner.report.format import size
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from runner.build import Components, build
 from runner.composing import compose
 from runner.data.batch import Inputs, Sizes, call, count
-from runner.data.nested import tensors, tree_map
+from runner.data.nested import describe, tensors, tree_map
 from runner.errors import UsageError
 from runner.library.arguments import (
     Closeable,
@@ -24,7 +24,6 @@ from runner.library.arguments import (
     Loss,
     as_batch,
     check_model_arguments,
-    describe,
     device_of,
     device_overrides,
     loss_objective,

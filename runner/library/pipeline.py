@@ -22,7 +22,7 @@ from runner.data.batch import Sizes
 from runner.data.collate import infer_sizes
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.nested import tensors, tree_map
+from runner.data.nested import describe, tensors, tree_map
 from runner.data.order import split
 from runner.data.user_dataset import UserDataset
 from runner.errors import DataError, UsageError
@@ -32,7 +32,6 @@ from runner.library.arguments import (
     Loss,
     as_batch,
     check_trainable,
-    describe,
     loss_objective,
     samples,
 )

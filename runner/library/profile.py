@@ -19,6 +19,7 @@ from runner.data.nested import tensors
 from runner.device.device import Device, select
 from runner.device.memory import peak as peak_memory
 from runner.errors import UsageError
+from runner.format import share, size
 from runner.library.arguments import (
     check_model_arguments,
     device_of,
@@ -32,7 +33,6 @@ from runner.library.optimize import Optimized, mean_output, stash_gradients
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.parity.flops import NAMES, PeakFlops, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
-from runner.report.format import share, size
 from runner.techniques.probe import entered, profiled, saved_bytes
 
 MOST_OPERATORS = 10

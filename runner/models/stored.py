@@ -18,6 +18,7 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.findings import Severity, Trust
+from runner.format import listed
 from runner.record.text import escape_control_chars
 from runner.security.files.policy import FilePolicy
 
@@ -195,10 +196,8 @@ def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
 
 
 def some(names: Iterable[str], most: int = SHOWN) -> str:
-    """Return the first names, and the total if there are more."""
-    listed = list(names)
-    more = f", … ({len(listed)} in all)" if len(listed) > most else ""
-    return ", ".join(map(short, listed[:most])) + more
+    """Return the first names, and the total if more there are more."""
+    return listed(map(short, names), most)
 
 
 def short(text: str) -> str:

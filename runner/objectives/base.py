@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
+from runner.format import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,9 +95,9 @@ def monitored(objective: Objective, asked: str | None) -> str:
 def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError:
     """Return the error for a metric that does not exist; `then` says what happens to the run."""
     names = list(available)
-    near = get_close_matches(asked, names, 1) or [n for n in names if n == f"val/{asked}"]
+    near = nearest(asked, names) or next((n for n in names if n == f"val/{asked}"), None)
     shown = [name for name in names if name.count("/") < 2]  # without those of single classes
-    guess = f"did you mean {MONITOR}={near[0]}? " if near else ""
+    guess = f"did you mean {MONITOR}={near}? " if near else ""
     return ConfigError(
         MONITOR, f"there is no metric {asked!r}", f"{guess}there are {', '.join(shown)}{then}"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Self
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from runner.data.batch import Sizes
 from runner.errors import ConfigError, install_command
+from runner.format import nearest
 from runner.objectives import model_output
 from runner.techniques.base import Choice
 
@@ -115,9 +115,8 @@ def build_named_metrics(
     metrics, choices = Metrics(), []
     for name in names:
         if name not in known:
-            lower = {other.lower(): other for other in known}
-            near = [lower[n] for n in get_close_matches(name.lower(), lower, 1)]
-            fix = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+            near = nearest(name, known)
+            fix = f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
             raise ConfigError(KEY, f"torchmetrics has no {name!r} for {sizes.task}", fix)
         taken = inspect.signature(known[name]).parameters
         chosen = {key: value for key, value in arguments.items() if key in taken}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
+from runner.format import nearest
 from runner.optim.config import OptimizerConfig
 from runner.optim.origin import without_compiler
 
@@ -69,9 +69,8 @@ def find_optimizer(name: str) -> type[Optimizer]:
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
     if name not in known:
-        folded = {key.lower(): key for key in known}
-        near = difflib.get_close_matches(name.lower(), folded, 1, 0.5)
-        fix = f"did you mean {folded[near[0]]}?" if near else f"one of {', '.join(sorted(known))}"
+        near = nearest(name, known, 0.5)
+        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(known))}"
         if "." in name:
             fix = f"for a class of your own write optimizer._target_={name}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)

@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.data.config import OPTIONS as DATA
 from runner.errors import ConfigError, StorageError, install_command
+from runner.format import nearest
 from runner.models.config import OPTIONS as MODELS
 from runner.overrides import aliases
-from runner.overrides.groups import SURE, nearest, options
+from runner.overrides.groups import SURE, options
 from runner.overrides.spelling import (
     CliOverride,
     Compose,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -45,10 +43,3 @@ def default_options() -> dict[str, str]:
         if line.startswith("  - ") and colon and (CONF / group).is_dir() and group.isidentifier():
             defaults[group] = option.strip()
     return defaults
-
-
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the most similar of `names`, ignoring case; None below `cutoff`."""
-    folded = {name.casefold(): name for name in names}
-    similar = get_close_matches(word.casefold(), folded, 1, cutoff)
-    return folded[similar[0]] if similar else None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.overrides.groups import ALIASES, FOREIGN, default_options, nearest, options
+from runner.format import nearest
+from runner.overrides.groups import ALIASES, FOREIGN, default_options, options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.masking import masked
 from runner.record import markdown
-from runner.record.storage import read_record, replace_text
+from runner.record.storage import read_record, write_or_log
 from runner.record.text import shorten
 
 log = logging.getLogger("runner")
@@ -114,11 +114,7 @@ class History:
             return
         path = self.folder / FILE
         text = json.dumps({"counts": self.counts, "faults": self._rows()}, indent=2)
-        try:
-            path.parent.mkdir(exist_ok=True)
-            replace_text(path, text + "\n")
-        except OSError as error:
-            log.debug("no history.json: %s", error)
+        write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -18,6 +19,8 @@ from typing import Any, BinaryIO
 from runner.errors import CheckpointError, StorageError
 from runner.masking import masked
 from runner.record.text import json_safe
+
+log = logging.getLogger("runner")
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot fsync a folder
 NO_LINK = os.O_NOFOLLOW
@@ -198,6 +201,15 @@ def replace_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def write_or_log(path: Path, text: str, level: int = logging.WARNING) -> None:
+    """The same, with the file's folder; an OSError is logged, and ends nothing."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, text)
+    except OSError as error:
+        log.log(level, "%s: not written: %s", path, error.strerror or error)
 
 
 def open_regular(path: Path) -> BinaryIO:

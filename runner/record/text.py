@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -109,26 +109,20 @@ def resume_argument(folder: Path) -> str:
     return quote_for_shell("checkpoint.resume", folder)
 
 
-def json_value(value: Any) -> Any:
-    """Convert enums to their values, and NaN and Inf to text."""
+def json_safe(value: Any, nonfinite: Callable[[float], Any] = lambda number: None) -> Any:
+    """Convert enums to their values, keys to text, secrets masked, and null for what is NaN or Inf.
+
+    `nonfinite` makes something else of a number and Inf to None have: `str` its name.
+    """
     if isinstance(value, dict):
-        return {key: json_value(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [json_value(item) for item in value]
+        return {masked(str(key)): json_safe(item, nonfinite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item, nonfinite) for item in value]
     if isinstance(value, Enum):
         return value.value
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def json_safe(value: Any) -> Any:
-    """Convert NaN and Inf to None and keys to text, and mask secrets."""
-    if isinstance(value, dict):
-        return {masked(str(key)): json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
     if isinstance(value, str):
         return masked(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return nonfinite(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:

@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from runner.format import metric
 from runner.record.console import facts_table, plain_text
 from runner.record.markdown import code, escape, table
-from runner.record.text import json_value
+from runner.record.text import json_safe
 from runner.replay.findings import Ratio, Replay, StepPhase, TensorStats
 
 SHOWN = 8  # rows of a table
@@ -20,14 +21,13 @@ HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 def as_dict(replay: Replay) -> dict[str, Any]:
     """Return all results as plain values; NaN and Inf become text."""
-    values: dict[str, Any] = json_value(asdict(replay))
-    return {"verdict": replay.verdict, **values}
+    return {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
 
 
 def facts(replay: Replay) -> list[tuple[str, str]]:
     """Return the short report as (name, value) lines."""
     cause, blame = replay.found, replay.blame
-    numbers = f"loss {_number(replay.loss)}, gradient norm {_number(replay.grad_norm)}"
+    numbers = f"loss {metric(replay.loss)}, gradient norm {metric(replay.grad_norm)}"
     first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
     first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
     not_finite = "not finite: " if first and cause.phase is not StepPhase.spike else ""
@@ -97,14 +97,14 @@ def reproduced(replay: Replay) -> str:
     attempt = replay.attempt
     if attempt.failed:
         return f"not known: {attempt.failed}"
-    numbers = f"loss {_number(attempt.loss)}, gradient norm {_number(attempt.grad_norm)}"
+    numbers = f"loss {metric(attempt.loss)}, gradient norm {metric(attempt.grad_norm)}"
     answer = f"yes{', in the same numbers' * replay.same}" if replay.reproduced else "no"
     return f"{answer}: {attempt.error or numbers}"
 
 
 def _outcome(attempt: Any) -> tuple[str, str, str]:
     verdict = attempt.failed or ("bad" if attempt.bad else "good")
-    return verdict, _number(attempt.loss), _number(attempt.grad_norm)
+    return verdict, metric(attempt.loss), metric(attempt.grad_norm)
 
 
 def _tensor_rows(replay: Replay) -> list[tuple[str, ...]]:
@@ -119,15 +119,11 @@ def _row(s: TensorStats, name: str) -> tuple[str, ...]:
     shape = "x".join(map(str, s.shape)) or "scalar"
     numbers = (s.minimum, s.maximum, s.mean, s.std)
     dtype = s.dtype.replace("bfloat16", "bf16").replace("float", "fp")
-    return (name, shape, dtype, *map(_number, numbers), str(s.not_finite))
+    return (name, shape, dtype, *map(metric, numbers), str(s.not_finite))
 
 
 def _ratio_rows(ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
-    return [(r.name, *map(_number, (r.bad, r.healthy, r.times))) for r in ratios[:SHOWN]]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return [(r.name, *map(metric, (r.bad, r.healthy, r.times))) for r in ratios[:SHOWN]]
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -73,7 +73,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from runner.record.console import print_stdout, set_up_logging
     from runner.report.comparison import moved, write
     from runner.report.discover import of_folders
-    from runner.report.table import terminal
+    from runner.report.table import ComparisonScreen
 
     set_up_logging("info", None)
     folders = list(dict.fromkeys(arguments.folders))
@@ -82,7 +82,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")
     written = write(comparison, out)
-    print_stdout(terminal(comparison), crop=False)
+    print_stdout(ComparisonScreen(comparison), crop=False)
     return 0 if written else 5
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from runner.report import format
+from runner import format
 from runner.report.comparison import BEST, METRIC, Comparison, Row, number
 
 METRICS = 6  # beside the monitored one; comparison.json has all

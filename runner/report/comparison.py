@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
+from runner.format import finite
 from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
-from runner.report.format import finite
 from runner.report.naming import about_speed
 from runner.security.paths import keep_within
 

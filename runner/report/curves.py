@@ -8,17 +8,16 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from runner.format import finite
 from runner.masking import masked
-from runner.record.recorder import METRICS
+from runner.record.recorder import LONGEST_ROW, METRICS
 from runner.record.storage import open_regular
-from runner.report.format import finite
 from runner.report.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
 
 Curve = list[tuple[float, float]]
 
 POINTS = 240  # per curve; a phone is 360 px wide
 BYTES = 256 << 20  # of a metrics file; the rest is not read
-LONGEST = 1 << 20  # bytes of a line
 GREY = "#6b7280"
 LOSSES = ("train/loss", "val/loss")
 
@@ -32,7 +31,7 @@ def read_curves(folder: Path, names: Sequence[str] = LOSSES[:1]) -> dict[str, Cu
     splits = [(f'"{split}"'.encode(), split) for split in {x.partition("/")[0] for x in names}]
     try:
         with open_regular(folder / METRICS) as lines:
-            while (line := lines.readline(LONGEST)) and lines.tell() <= BYTES:
+            while (line := lines.readline(LONGEST_ROW)) and lines.tell() <= BYTES:
                 for mark, split in splits:
                     if mark in line:
                         _read_row(line, split, curves)

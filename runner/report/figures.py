@@ -12,8 +12,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from runner import format
 from runner.benchmark.result import Effect
-from runner.report import format, verdicts
+from runner.report import verdicts
 from runner.report.comparison import Comparison, Row
 from runner.report.curves import POINTS, Curve, read_curves, thin_curve
 from runner.report.svg import (

@@ -18,9 +18,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from runner import format
 from runner.benchmark.result import Attribution
 from runner.record import markdown
-from runner.report import format, verdicts
+from runner.report import verdicts
 from runner.report.columns import columns
 from runner.report.comparison import Comparison, Row, text
 from runner.report.figures import figures
@@ -100,7 +101,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "units": _keep_units,
+        # a number and its unit stay on one line
+        "units": lambda x: re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", x),
         "md": lambda value: Markup(markdown.escape(value)),  # noqa: S704  # for the document
         "code": lambda text: Markup(markdown.code(text, "sh")),  # noqa: S704  # the same
     }
@@ -111,11 +113,6 @@ def _environment() -> Environment:
         "NONE": format.NONE,
     }
     return environment
-
-
-def _keep_units(text: str) -> str:
-    """Insert no-break spaces between numbers and units."""
-    return re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", text)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from runner.errors import StorageError
+from runner.format import metric, seconds, short_path, size, technique_status
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import facts_table, plain_text
@@ -22,7 +23,6 @@ from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
 from runner.report.curves import draw_run
-from runner.report.format import metric, seconds, short_path, size, technique_status
 from runner.techniques.base import TechniqueStatus
 from runner.training.hook import Cost
 from runner.training.summary import Summary

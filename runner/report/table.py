@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from runner import format
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
-from runner.report import format, verdicts
+from runner.report import verdicts
 from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 
@@ -24,13 +25,10 @@ NAME = 24  # minimum width of the name column; longer names are folded
 REASON = 300  # maximum characters of a failure's reason
 
 
-def terminal(comparison: Comparison) -> RenderableType:
-    """Return the comparison as a Rich renderable, conclusion first."""
-    return _Screen(comparison)
-
-
 @dataclass
-class _Screen:
+class ComparisonScreen:
+    """Return a comparison as a Rich renderable, conclusion first."""
+
     comparison: Comparison
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

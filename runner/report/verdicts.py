@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.benchmark.result import BenchmarkResult
+from runner.format import MOST_NAMES, interval, listed, metric, seconds, share, times
 from runner.report.comparison import BEST, Comparison, Row
-from runner.report.format import MOST_NAMES, interval, listed, metric, seconds, share, times
 from runner.report.naming import about_speed
 from runner.report.search import SearchRecord, label
 

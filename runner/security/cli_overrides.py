@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import ConfigError, SecurityError, UsageError
+from runner.format import nearest
 from runner.security.config import SecurityConfig, SecurityLevel
 
 MOST_JOBS = 10_000
@@ -114,9 +114,9 @@ def _check_hydra_key(override: Override) -> None:
     if key.partition(".")[0] != "hydra":
         return
     if not is_below(key, TYPED_KEYS):
-        if near := get_close_matches(key, TYPED_KEYS, 1, 0.9):
+        if near := nearest(key, TYPED_KEYS, 0.9):
             typed = (override.input_line or "").partition("=")[2]
-            raise ConfigError(key, "no such key", f"did you mean {near[0]}={typed}?")
+            raise ConfigError(key, "no such key", f"did you mean {near}={typed}?")
         names = ", ".join(one.removeprefix("hydra.") for one in TYPED_KEYS)
         raise SecurityError(f"{key}: is refused: of Hydra's keys you may type {names}")
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:

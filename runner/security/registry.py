@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from runner.errors import ConfigError, SecurityError
+from runner.format import nearest
 from runner.security.config import NAME
 
 SOURCES = {
@@ -70,8 +70,7 @@ def nearest_name(target: str) -> str:
     """Return the torch name that was probably meant, or ""."""
     last = target.rpartition(".")[2]
     same_ending = [known for known in sorted(torch_names()) if known.endswith(f".{last}")]
-    similar = get_close_matches(target, torch_names(), 1, 0.85)
-    return min(same_ending or similar, key=len, default="")
+    return min(same_ending, key=len, default=nearest(target, torch_names(), 0.85) or "")
 
 
 def permit(target: str, key: str, trusted: Sequence[str]) -> str:
@@ -136,8 +135,8 @@ def construct(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [k for k in values if k not in keywords and not takes_any]
     if unknown:
-        near = get_close_matches(unknown[0], list(keywords), 1)
-        fix = f"did you mean +{key}.{near[0]}=…? {takes}" if near else takes
+        near = nearest(unknown[0], keywords)
+        fix = f"did you mean +{key}.{near}=…? {takes}" if near else takes
         raise ConfigError(f"{key}.{unknown[0]}", f"{name} has no such argument", fix)
     missing = [k for k, p in keywords.items() if p.default is p.empty and k not in values]
     if missing:
@@ -243,7 +242,7 @@ def _import(module: str, key: str, target: str, absent: ConfigError | None = Non
 
 
 def _absent(key: str, path: str, part: str, known: list[str]) -> ConfigError:
-    near = get_close_matches(part, [name for name in known if not name.startswith("_")], 1)
+    near = nearest(part, [name for name in known if not name.startswith("_")])
     return ConfigError(
-        key, f"{path} has no {part!r}", f"did you mean {path}.{near[0]}?" if near else ""
+        key, f"{path} has no {part!r}", f"did you mean {path}.{near}?" if near else ""
     )

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.record.storage import replace_text
-
-log = logging.getLogger("runner")
+from runner.record.storage import write_or_log
 
 FILE = "debug/anomalies.json"
 FIRST, LAST = 500, 500  # most rows kept, of the earliest and of the latest
@@ -67,11 +65,7 @@ class Anomalies:
             return
         path = folder / FILE
         text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
-        try:
-            path.parent.mkdir(exist_ok=True)
-            replace_text(path, text + "\n")
-        except OSError as error:
-            log.debug("no anomalies.json: %s", error)
+        write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config import RunConfig
 from runner.errors import StorageError, UsageError, install_command
+from runner.record.recorder import LONGEST_ROW, METRICS
 from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
@@ -35,7 +36,6 @@ log = logging.getLogger("runner")
 
 RECORD = "search.json"
 MODE = "hydra.mode=RUN"  # for trials, whose recipe would start another search
-LONGEST = 1 << 20  # bytes of a line
 
 
 def is_search(config: DictConfig) -> bool:
@@ -143,7 +143,7 @@ class TrialJobs:
         """Report the trial's validations, and ask it to stop if it is pruned."""
         running = self.running[plan.job.number]
         folder = self.folder / plan.job.folder
-        for value in self._new_values(running, folder / "metrics.jsonl"):
+        for value in self._new_values(running, folder / METRICS):
             running.validations += 1
             reason = self.study.report(running.trial, running.validations, value)
             if reason and not running.asked_to_stop and plan.job.status == RUNNING:
@@ -221,7 +221,7 @@ class TrialJobs:
         try:
             with open_regular(path) as lines:
                 lines.seek(running.position)
-                while (line := lines.readline(LONGEST)).endswith(b"\n"):
+                while (line := lines.readline(LONGEST_ROW)).endswith(b"\n"):
                     running.position += len(line)
                     row = json.loads(line) if b'"val"' in line else {}
                     if row.get("split") == "val":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ from typing import Any
 
 from runner.errors import StorageError, UsageError
 from runner.overrides.groups import without_arguments
-from runner.record.storage import read_record, replace_text
+from runner.record.storage import read_record, write_or_log
 from runner.record.text import dataclass_from_json
-
-log = logging.getLogger("runner")
 
 FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
@@ -70,10 +67,7 @@ class Sweep:
 
     def write(self, folder: Path) -> None:
         """Replace `sweep.json` atomically; an OSError is logged."""
-        try:
-            replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
-        except OSError as error:
-            log.warning("%s: not written: %s", folder / FILE, error.strerror or error)
+        write_or_log(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:

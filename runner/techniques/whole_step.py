@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runner.device.device import Device
 from runner.techniques import compile as compile_technique
 from runner.techniques import compiler, probe
 from runner.techniques.base import Evidence, RunBuilder
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from runner.optim.whole_step import StepGraph
 
 
-def unavailable(knobs: WholeStep, device: Device) -> str | None:
-    """Return why nothing can be compiled for this device, or None."""
-    return compile_technique.unavailable(knobs, device)
+unavailable = compile_technique.unavailable
 
 
 def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:

@@ -12,12 +12,10 @@ import torch
 from runner.data.config import DataConfig
 from runner.data.loader import BatchLoader
 from runner.data.usable import UsableFetch, check_share, left_out
-from runner.record.storage import replace_text
+from runner.record.storage import write_or_log
 from runner.techniques.base import Choice
 from runner.training.hook import Step
 from runner.training.run import Run
-
-log = logging.getLogger("runner")
 
 FILE = "debug/bad_samples.json"
 
@@ -66,11 +64,7 @@ class LeftOut:
         run, listed = self.run, {name: usable.bad for name, usable in rows.items()}
         if rows and run.writes and run.folder is not None:
             path = run.folder / FILE
-            try:
-                path.parent.mkdir(exist_ok=True)
-                replace_text(path, json.dumps(listed, indent=1) + "\n")
-            except OSError as error:
-                log.debug("no %s: %s", FILE, error)
+            write_or_log(path, json.dumps(listed, indent=1) + "\n", logging.DEBUG)
         found = [(name, left_out(each.bad, len(each.order.indices))) for name, each in rows.items()]
         return [Choice(row.key, f"{row.value} of {name}", row.reason) for name, row in found]
 

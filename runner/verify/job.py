@@ -18,7 +18,7 @@ from runner.parity.distance import Parity, ParityRow
 from runner.parity.reference import check_parity
 from runner.record.console import facts_table, plain_text, print_stdout
 from runner.record.storage import write_json
-from runner.record.text import json_value
+from runner.record.text import json_safe
 from runner.verify import distributed, resume
 from runner.verify.distributed import FP64, DistributedEquality, verify_distributed
 from runner.verify.rerun import Repetition, verify_rerun
@@ -47,7 +47,7 @@ def main(config: RunConfig, folder: Path) -> Verified:
         result = verify_resume(config, folder, verify.steps or resume.STEPS)
     path = folder / "verify.json"
     # JSON has no Inf and NaN, so they become text
-    report = {"what": what.value, "verdict": verdict(result), **json_value(asdict(result))}
+    report = {"what": what.value, "verdict": verdict(result), **json_safe(asdict(result), str)}
     write_json(path, report)
     print_stdout(show(result))
     print_stdout("", f"as JSON: {path}", soft_wrap=True)

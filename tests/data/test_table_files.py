@@ -417,7 +417,7 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
         message.index(part)
         for part in (
             "data.target: ",
-            "has no column 'prise', nor 'home twon' (data.ignore), 'aera' (data.types); ",
+            "has no column 'prise', nor 'home twon' (data.ignore) and 'aera' (data.types); ",
             "did you mean 'price'?; did you mean 'home town'?; did you mean 'area'?; ",
             "line 62, column 'area': 1e+99 is too large for float32; ",
             "line 63, column 'area': the value is missing; ",

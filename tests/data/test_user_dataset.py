@@ -199,7 +199,7 @@ def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
     ("make", "problem"),
     [
         (lambda i: torch.zeros(3), "sample 0 is float32 of shape"),
-        (lambda i: {"x": torch.zeros(3)}, "a dict of x; .* one of labels, label"),
+        (lambda i: {"x": torch.zeros(3)}, "{x: float32 of shape .*; .* one of labels, label"),
         (lambda i: ("words", 1), "inputs is a str; return a tensor"),
         (lambda i: [][i], "sample 0: IndexError: list index out of range"),
         (lambda i: (torch.zeros(3), torch.zeros(4, 4, dtype=torch.int64)), "no task follows"),

@@ -179,7 +179,7 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
     faults = recorded(tmp_path, "history")["faults"]
     assert [f["kind"] for f in faults].count("dead_units") == 1
     (line,) = [r.getMessage() for r in caplog.records if "left_out" in r.getMessage()]
-    assert "no gradient at any of 3 looks: left_out.weight, left_out.bias" in line
+    assert "no gradient at any of 3 looks: left_out.weight and left_out.bias" in line
     last = {"step": 12, "layer": "layers.1", "dead": 20, "units": 32}
     assert rows(tmp_path, "units")[-1] == last
     picture = (tmp_path / "debug" / "plots" / "gradient_flow.png").read_bytes()

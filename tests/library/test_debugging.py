@@ -132,7 +132,7 @@ def test_faults_of_gradients_are_recorded_and_logged(
         own.check_gradients(model)
     (fault,) = own.summary().faults
     assert (fault.kind, fault.steps) == ("non_finite", [1])
-    assert fault.message == "step/gradients: not finite: weight, bias"
+    assert fault.message == "step/gradients: not finite: weight and bias"
     assert fault.message in caplog.text
     model.weight.grad, model.bias.grad = None, torch.ones(1)
     own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))

@@ -22,7 +22,7 @@ from runner.report.columns import COLUMNS
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.curves import read_curves, thin_curve
 from runner.report.naming import names
-from runner.report.table import terminal
+from runner.report.table import ComparisonScreen
 from runner.report.verdicts import conclusion, verdict
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
@@ -176,7 +176,9 @@ def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Pat
 
 def shown(comparison: Comparison, width: int = 80) -> str:
     out = io.StringIO()
-    Console(width=width, file=out, force_terminal=False).print(terminal(comparison), crop=False)
+    Console(width=width, file=out, force_terminal=False).print(
+        ComparisonScreen(comparison), crop=False
+    )
     return out.getvalue()
 
 

@@ -75,7 +75,7 @@ def test_a_record_of_which_any_value_or_key_is_forged_is_shown_as_text(
     for match in VALUE.finditer(text):
         forged = f"{text[: match.start()]}{json.dumps(HOSTILE)}{text[match.end() :]}"
         (folder / record).write_text(forged)
-        print_stdout(table.terminal(of_folders([folder])), crop=False)
+        print_stdout(table.ComparisonScreen(of_folders([folder])), crop=False)
         with suppress(StorageError, TypeError, ValueError, AttributeError):  # it does not fit
             summary = Summary.read(folder / "2")
             print_stdout(report.EndTable(summary, folder / "2"), crop=False)

@@ -12,7 +12,7 @@ from rich.console import Console
 from runner.report import figures, page
 from runner.report.comparison import Comparison, as_json
 from runner.report.discover import of_folders
-from runner.report.table import terminal
+from runner.report.table import ComparisonScreen
 from runner.report.verdicts import verdict
 from tests.report.planted_runs import run, sweep, texts
 
@@ -100,7 +100,7 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
     assert set(rows[0]["replicates"]["speed"]) >= {"samples_per_second", "step_ms"}
 
     screen = StringIO()
-    Console(file=screen, width=140).print(terminal(three_by_three))
+    Console(file=screen, width=140).print(ComparisonScreen(three_by_three))
     printed = screen.getvalue()
     (header, *lines) = printed[printed.index("configuration ") :].splitlines()[:4]
     assert "best val/accuracy" in header and "speed-up (95 %)" in header and "step, ms" in header

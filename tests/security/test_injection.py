@@ -165,8 +165,8 @@ def faulty(tmp_path: Path) -> Path:
 SCREENS = {
     "summary": lambda folder: run_report.EndTable(summary(), folder),
     "replay": lambda folder: replay_page.screen(replay()),
-    "comparison": lambda folder: table.terminal(comparison()),
-    "failures": lambda folder: table.terminal(failed_comparison()),
+    "comparison": lambda folder: table.ComparisonScreen(comparison()),
+    "failures": lambda folder: table.ComparisonScreen(failed_comparison()),
     "scan": lambda folder: scan.terminal(scanned(), 30),
 }
 PAGES = {

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from runner import build, train
 from runner.build import Components
 from runner.errors import ConfigError
-from runner.report.format import technique_status
+from runner.format import technique_status
 from runner.techniques.base import Evidence, RunBuilder, Technique, TechniqueStatus
 from runner.techniques.config import CudaGraphs, Optimization, Tf32
 from runner.training.evidence import collect_evidence, technique_statuses

@@ -41,12 +41,14 @@ class WandbSink(Sink):
         for step, split in read_steps(run.folder / "wandb", identity):
             self.rows += 1
             held[split] = max(held.get(split, -1), step)
+        # so that a run never asks for a login
+        usual = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self.run = wandb.init(
             project=run.name.replace("/", "_")[:120],
             id=identity,
             name=run.label,
             dir=str(run.folder),
-            mode=_mode(),
+            mode=os.environ.get("WANDB_MODE") or usual,  # type: ignore[arg-type]
             config=dict(run.params),
             tags=[f"{key}:{value}"[:64] for key, value in run.tags.items()],
             resume="allow",
@@ -78,13 +80,6 @@ class WandbSink(Sink):
         for path in files:
             self.run.save(str(path), base_path=str(path.parent), policy="now")
         self.run.finish(exit_code=0 if status in ("done", "stopped") else 1)
-
-
-def _mode() -> Any:
-    """Return W&B's mode; offline without an API key, so that a run never asks for a login."""
-    return os.environ.get("WANDB_MODE") or (
-        "online" if os.environ.get("WANDB_API_KEY") else "offline"
-    )
 
 
 def read_steps(folder: Path, identity: str) -> Iterator[tuple[int, str]]:

@@ -1,9 +1,10 @@
-"""Format numbers, times and names consistently for tables and pages."""
+"""Format numbers, times and names consistently for message, in every table and pages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +98,19 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:
     """Join names as `a, b and c`; beyond `MOST_NAMES` the rest is counted."""
-    shown = list(names[:MOST_NAMES])
-    if len(names) > MOST_NAMES:
-        return ", ".join(shown) + f" and {len(names) - MOST_NAMES} more"
-    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + f" and {shown[-1]}"
+    every = list(names)
+    if len(every) > most:
+        return ", ".join(every[:most]) + f" and {len(every) - most:,} more"
+    return " and ".join(filter(None, (", ".join(every[:-1]), *every[-1:])))
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `names` most like `word`, capitals aside."""
+    folded = {name.casefold(): name for name in names}
+    similar = get_close_matches(word.casefold(), folded, 1, cutoff)
+    return folded[similar[0]] if similar else None
 
 
 def short_path(folder: Path) -> str:
