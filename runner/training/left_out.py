@@ -70,7 +70,7 @@ class LeftOut:
                 path.parent.mkdir(exist_ok=True)
                 replace_text(path, json.dumps(listed, indent=1) + "\n")
             except OSError as error:
-                log.debug("no %s: %s", FILE, error)
+                log.debug("%s not written: %s", FILE, error)
         found = [(name, left_out(each.bad, len(each.order.indices))) for name, each in rows.items()]
         return [Choice(row.key, f"{row.value} of {name}", row.reason) for name, row in found]
 
