@@ -71,7 +71,7 @@ class Anomalies:
             path.parent.mkdir(exist_ok=True)
             replace_text(path, text + "\n")
         except OSError as error:
-            log.debug("no anomalies.json: %s", error)
+            log.debug("anomalies.json not written: %s", error)
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:
