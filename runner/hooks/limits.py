@@ -48,7 +48,7 @@ class Limits(Hook):
         exceeded = None if config.memory_mb is None else limits.over_memory(config.memory_mb)
         if exceeded is not None:
             problem = f"{exceeded.taken} before the first step"
-            fix = "a higher limit; torch alone takes some 300 MB"
+            fix = "raise the limit; torch alone takes about 300 MB"
             raise ConfigError(f"{KEY}.{exceeded.key}", problem, fix)
         with ExitStack() as scope:
             if config.device_memory_mb is not None:
@@ -100,7 +100,7 @@ def _limit_allocator(run: Run, limit_mb: float, scope: ExitStack) -> None:
     elif run.device.kind == "mps":
         total, before = torch.mps.recommended_max_memory(), run.device.memory_fraction or 1.0
     else:
-        log.info("%s.device_memory_mb has nothing to limit: the model is on the CPU", KEY)
+        log.info("%s.device_memory_mb has no effect: the model is on the CPU", KEY)
         return
     share = limit_mb * MB / total
     if share < before:
