@@ -30,8 +30,8 @@ def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
     while not _lock.acquire(timeout=POLL_S):
         if _training:
             raise UsageError(
-                f"{action}: another thread of this process is training, and both would draw from "
-                "one random state; do one after the other, or train in a process of its own: "
+                f"{action}: another thread of this process is training, and both would use "
+                "the same random state; train one after the other, or in separate processes: "
                 "python -m runner, with -m for several runs"
             )
     before, _training = _training, _training or trains
@@ -50,8 +50,8 @@ def claim_random_state(loop: object, action: str) -> None:
     thread = get_ident()
     if any(other != thread for other in _loops.values()):
         raise UsageError(
-            f"{action}: another thread steps a loop that is open, and both would draw from one "
-            "random state; close that one first, or train in a process of its own"
+            f"{action}: another thread has an open loop, and both would use the same random "
+            "state; close that loop first, or train in a separate process"
         )
     _loops[loop] = thread
 

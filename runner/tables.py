@@ -97,7 +97,7 @@ class TableReport(Hook):
                     path.parent.mkdir(exist_ok=True)
                     replace_text(path, content + "\n")
                 except OSError as error:
-                    log.warning("no %s: %s", FILE, error)
+                    log.warning("%s not written: %s", FILE, error)
         yield
 
     def _record(
