@@ -42,7 +42,7 @@ def main() -> int:
     except KeyboardInterrupt as error:
         from runner.training.signals import interruption_before_run
 
-        interrupted = interruption_before_run(error, " before anything was begun")
+        interrupted = interruption_before_run(error, " before the run started")
         _print_error(str(interrupted))
         return interrupted.exit_code
     except BrokenPipeError:  # `| head` has read enough

@@ -89,7 +89,7 @@ def build(
     """
     given, folder = given or Components(), None if folder is None else Path(folder)
     validate_config(config, given.techniques)
-    with ExitStack() as scope, translate_oom("while the run was put together"):
+    with ExitStack() as scope, translate_oom("while building the run"):
         run = _Build(config, folder, given, scope).run()
         run.scope = scope.pop_all()  # success: the run now owns the clean-up
     return run
@@ -229,11 +229,11 @@ class _Build:
         """
         path = self.config.model.weights
         if self.resumes and WEIGHTS in self.continued:
-            return [Choice(WEIGHTS, self.continued[WEIGHTS], "as before the run was resumed")]
+            return [Choice(WEIGHTS, self.continued[WEIGHTS], "kept from the resumed run")]
         if path is None:
             return []
         if self.resumes:
-            reason = "not read: checkpoint.resume brings weights of its own"
+            reason = "not read: weights come from checkpoint.resume"
             log.info("%s: %s", WEIGHTS, reason)
             return [Choice(WEIGHTS, path, reason)]
         from runner.data.paths import existing  # imported only if used
@@ -450,7 +450,7 @@ class _Build:
         where, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATING
         if where != "none":
             if not restore(run, None if where == "auto" else Path(where), trains):
-                log.info("checkpoint.resume=auto: nothing to continue here; starting afresh")
+                log.info("checkpoint.resume=auto: no checkpoint found; starting a new run")
         if run.switches:
             from runner.training.trials import prepare_trials
 
@@ -466,7 +466,7 @@ class _Build:
         if folder is None or not capture.enabled or capture.at_most == 0:
             return None
         if self.update.shards is not None:
-            log.info("debug.capture: not with fsdp: no process has a step's weights as a whole")
+            log.info("debug.capture: off with fsdp: no process holds the full weights")
             return None
         parts = ("model", "data", "objective", "optimizer")
         made = [part for part in parts if getattr(self.given, part) is not None]
@@ -480,7 +480,7 @@ def _resolve_auto(config: RunConfig, given: Components) -> RunConfig:
     if config.optimization.level == "auto":
         raise ConfigError(
             "optimization",
-            "auto is resolved by measuring, before a run is built",
+            "auto must be resolved by measuring before the build",
             "use job=train, or from Python runner.benchmark.auto.resolve.resolve_auto(config)",
         )
     return config

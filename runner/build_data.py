@@ -136,7 +136,7 @@ def read_preprocessing(
         elif path.is_dir():  # of a run's folder
             stored = checkpointer.read_preprocessing(path)
         if stored is None:
-            log.warning("%s: has no %s beside it: fitted again on these data", path, PREPROCESSING)
+            log.warning("%s: no %s next to it; fitted again on this data", path, PREPROCESSING)
     if stored is None:
         return None
     return parse_preprocessing(stored[1], stored[0])

@@ -131,5 +131,5 @@ def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
 
     hook = assembled({"_target_": item} if isinstance(item, str) else item, look_up, key)
     if not isinstance(hook, Hook):
-        raise ConfigError(key, f"{type(hook).__name__} is no Hook", "inherit from runner.Hook")
+        raise ConfigError(key, f"{type(hook).__name__} is not a Hook", "inherit from runner.Hook")
     return hook

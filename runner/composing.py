@@ -82,9 +82,9 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     from runner.overrides.spelling import normalize_overrides
 
     if isinstance(overrides, str):
-        raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
+        raise UsageError(f"compose: overrides must be a list, got a string; use [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
-        raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
+        raise UsageError("compose: overrides must be a list of strings: 'training.steps=100'")
     with _LOCK, secrets.environment_access(security_of_overrides(overrides).readable):
         return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
 
@@ -112,7 +112,7 @@ def compose_raw(
             _check_keys(config, besides="hydra")
         return config
     except YAMLError as error:
-        raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
+        raise ConfigError("config", " ".join(str(error).split()), "correct that file") from error
     except (HydraException, OmegaConfBaseException, ValueError, UnknownKey) as error:
         if (refused := secrets.refusal_in(error)) and not isinstance(error, UnknownKey):
             raise refused from None
@@ -178,8 +178,8 @@ def typed(config: DictConfig) -> RunConfig:
             first = secrets.named(str(error).partition("\n")[0])
             raise ConfigError(error.full_key or "config", first) from error
     if not isinstance(run_config, RunConfig):
-        fix = "its defaults must begin as conf/config.yaml"
-        raise ConfigError("config", "is not that of a run", fix)
+        fix = "start its defaults list like conf/config.yaml"
+        raise ConfigError("config", "is not a run config", fix)
     return run_config
 
 
@@ -221,8 +221,8 @@ def _check_keys(config: DictConfig, besides: str = "", prefix: str = "") -> None
         if known is not None and key not in known:
             near = nearest(name, [f"{prefix}{k}" for k in known])
             existing = ", ".join(f"{prefix}{k}" for k in known)
-            fix = f"did you mean {near}?" if near else f"there are {existing}"
-            raise UnknownKey(name, "there is no such key", fix)
+            fix = f"did you mean {near}?" if near else f"available: {existing}"
+            raise UnknownKey(name, "no such key", fix)
         node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none():
             _check_keys(node, prefix=f"{name}.")
@@ -251,7 +251,7 @@ def from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfi
         merged: Any = OmegaConf.merge(config, own, {"security": {"trusted": list(trusted)}})
     except (OmegaConfBaseException, LookupError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError("config", f"is not one of this version's runs ({reason})") from error
+        raise ConfigError("config", f"does not fit this version's schema ({reason})") from error
     return typed(merged)
 
 

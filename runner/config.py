@@ -156,17 +156,17 @@ class RunConfig:
             fix = "name a level, e.g. optimization=advanced, or verify.what=resume"
             raise ConfigError("optimization", problem, fix)
         if job is JobKind.train and resume == "auto" and not self.checkpoint.enabled:
-            problem = "finds nothing to continue where checkpoint.enabled=false"
+            problem = "auto finds no checkpoint with checkpoint.enabled=false"
             raise ConfigError("checkpoint.resume", problem, "use checkpoint=default")
 
     def _check_export(self) -> None:
         kind, key = self.evaluate.export, "evaluate.export"
         if kind is not ExportKind.none and self.job.kind is not JobKind.evaluate:
             fix = "train first, then job=evaluate checkpoint.resume=<run folder>"
-            raise ConfigError(key, "is for a trained model", fix)
+            raise ConfigError(key, "needs a trained model", fix)
         if kind is ExportKind.quantized and not self.optimization.quantization.enabled:
             fix = "add optimization.quantization.enabled=true"
-            raise ConfigError(key, "there is no quantised model", fix)
+            raise ConfigError(key, "needs a quantised model", fix)
 
     def _check_distributed(self) -> None:
         kind, job = self.distributed.kind, self.job.kind
@@ -174,8 +174,8 @@ class RunConfig:
         parity = job is JobKind.verify and self.verify.what is VerifyKind.parity
         if kind is not DistributedKind.none and (job not in several or parity):
             what = "job=verify verify.what=parity" if parity else f"job={job.name}"
-            problem = f"{what} is done by one process"
-            fix = "leave it out: what several processes have trained is read by one"
+            problem = f"{what} runs in one process"
+            fix = "leave it out: one process can load a distributed checkpoint"
             raise ConfigError("distributed", problem, fix)
         if kind is not DistributedKind.fsdp:
             return
@@ -183,7 +183,7 @@ class RunConfig:
         asked = {f"stability.{key}": getattr(self.stability, key) for key in clips}
         asked |= {f"debug.{tool}": getattr(self.debug, tool).enabled for tool in tools}
         for key in filter(asked.get, asked):
-            problem = "looks at whole weights, and with distributed=fsdp no process has them"
+            problem = "needs full weights, which distributed=fsdp shards"
             raise ConfigError(key, problem, "use distributed=ddp, or leave it out")
 
     def _check_blending(self) -> None:
@@ -192,7 +192,7 @@ class RunConfig:
         blends = [key for key in ("mixup", "cutmix") if getattr(data, key, 0) and not data._target_]
         if blends and (loss._target_ or loss.loss not in (None, "cross_entropy")):
             key = f"data.{blends[0]}"
-            problem = f"gives a sample shares of two classes, and {loss._target_ or loss.loss}"
+            problem = f"mixes two classes per sample, but {loss._target_ or loss.loss}"
             fix = "use objective.loss=cross_entropy, or leave it out"
             raise ConfigError(key, f"{problem} takes one class", fix)
 
@@ -204,7 +204,7 @@ class RunConfig:
             return
         if model.kind == "hf":
             if data.kind not in READS_TEXT or getattr(data, "tokenizer", "") is None:
-                problem = f"hf reads the tokens of its tokenizer, and data={data.kind} has none"
+                problem = f"hf needs token ids, which data={data.kind} does not have"
                 fix = f"use {' or '.join(f'data={kind}' for kind in READS_TEXT)}"
                 raise ConfigError("model", problem, fix)
             return
@@ -216,7 +216,7 @@ class RunConfig:
             fix = f"use data={' or data='.join(kinds)}, or another model"
             raise ConfigError("model", problem, fix)
         if needed not in (None, model.kind):
-            problem = f"{model.kind} cannot read {FITS[str(needed)][0]}, which data={data.kind} is"
+            problem = f"{model.kind} cannot read {FITS[str(needed)][0]}, as in data={data.kind}"
             raise ConfigError("model", problem, f"use model={needed}")
 
 
@@ -227,9 +227,7 @@ def validate_config(config: RunConfig, made: Collection[str] = ()) -> None:
     Raises ConfigError and SecurityError, and UsageError for an object that is not a RunConfig.
     """
     if not isinstance(config, RunConfig):
-        raise UsageError(
-            f"build: the config is a {type(config).__name__}; give what compose([…]) returns"
-        )
+        raise UsageError(f"build: config must come from compose([…]), got {type(config).__name__}")
     for part in vars(config).values():
         _validate_part(part)
     config._check_values()

@@ -28,8 +28,8 @@ def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
     while not _lock.acquire(timeout=POLL_S):
         if _training:
             raise UsageError(
-                f"{action}: another thread of this process is training, and both would draw from "
-                "one random state; do one after the other, or train in a process of its own: "
+                f"{action}: another thread of this process is training, and both would use "
+                "the same random state; train one after the other, or in separate processes: "
                 "python -m runner, with -m for several runs"
             )
     before, _training = _training, _training or trains

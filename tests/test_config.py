@@ -319,10 +319,16 @@ def test_the_caller_s_own_technique_objects_need_no_trust() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "a list": (lambda: runner.build(["seed=3"]), r"build: the config is a list; give what comp"),  # type: ignore[arg-type]
-    "one text": (lambda: compose("training.steps=3"), r"compose: overrides is one string; give"),
-    "numbers": (lambda: compose([3]), r"compose: overrides is a list of texts"),  # type: ignore[list-item]
-    "another": (lambda: typed(OmegaConf.create({"a": 1})), "config: is not that of a run"),
+    "a list": (
+        lambda: runner.build(["seed=3"]),
+        r"build: config must come from compose.*, got list",
+    ),  # type: ignore[arg-type]
+    "one text": (
+        lambda: compose("training.steps=3"),
+        r"compose: overrides must be a list, got a string; use",
+    ),
+    "numbers": (lambda: compose([3]), r"compose: overrides must be a list of strings"),  # type: ignore[list-item]
+    "another": (lambda: typed(OmegaConf.create({"a": 1})), "config: is not a run config"),
     "no run": (lambda: runner.train(compose([])), r"train: takes a run, not a RunConfig: with bu"),  # type: ignore[arg-type]
     "no run either": (lambda: runner.evaluate([]), r"evaluate: takes a run, not a list"),  # type: ignore[arg-type]
 }

@@ -39,5 +39,5 @@ def test_a_batch_of_more_samples_than_there_are_is_all_of_them_and_is_said_once(
 
 
 def test_it_is_an_error_where_such_a_batch_would_be_dropped() -> None:
-    with pytest.raises(ConfigError, match="training.batch_size: 100000 is more than"):
+    with pytest.raises(ConfigError, match="training.batch_size: 100000 exceeds"):
         build(compose([*DATA, "training.batch_size=100000", "data.drop_last=true"])).close()

@@ -104,7 +104,7 @@ def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path)
 def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: str) -> None:
     near = "" if asked == "train/loss" else r"did you mean training.monitor=val/accuracy\? "
     with pytest.raises(
-        ConfigError, match=f"{near}there are val/loss, val/accuracy, val/f1, val/auroc$"
+        ConfigError, match=f"{near}available: val/loss, val/accuracy, val/f1, val/auroc$"
     ):
         trained("data=cancer", "training.steps=2", f"training.monitor={asked}")
 
@@ -121,7 +121,9 @@ def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: P
     with opened(*overrides, "training.monitor=val/f1", given=given) as run:
         assert train(run).best == 0.75
     wrong = config(*overrides, "training.monitor=val/f2")
-    says = r"did you mean training.monitor=val/f1\? there are .*; stopped at step 1 of 2; a check.*"
+    says = (
+        r"did you mean training.monitor=val/f1\? available: .*; stopped at step 1 of 2; a check.*"
+    )
     with build(wrong, tmp_path, given) as run, pytest.raises(ConfigError, match=says):
         train(run)
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()

@@ -194,7 +194,7 @@ def test_loops_of_the_users_own_in_two_threads_are_refused_until_one_is_closed()
     with loop() as first, loop() as second:
         first(batch)
         second(batch)  # the same thread: what is drawn comes in the order of the program
-        with loop() as third, pytest.raises(UsageError, match="close that one first"):
+        with loop() as third, pytest.raises(UsageError, match="close that loop first"):
             in_a_thread(lambda: third(batch))
     with loop() as fourth:
         in_a_thread(lambda: fourth(batch))

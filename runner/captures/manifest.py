@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> CaptureManifest:
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None
     if STEP.fullmatch(folder.resolve().name) and int(folder.resolve().name[5:]) != manifest.step:
-        raise CheckpointError(f"{path}: is that of step {manifest.step}")
+        raise CheckpointError(f"{path}: belongs to step {manifest.step}")
     return manifest
 
 
@@ -94,7 +94,7 @@ def find(path: Path) -> Path:
     Raises CheckpointError if the path does not exist, UsageError if it is neither.
     """
     if not path.exists():
-        raise CheckpointError(f"replay.path: there is no folder {path} (looked from {Path.cwd()})")
+        raise CheckpointError(f"replay.path: no such folder: {path} (looked from {Path.cwd()})")
     folder = (path.parent if path.is_file() else path).absolute()
     checkpoint = folder.parent.name == "checkpoints"
     if (folder / NAME).is_file() and not checkpoint:
@@ -102,6 +102,6 @@ def find(path: Path) -> Path:
     steps = captures(folder.parents[1] if folder.name == "captures" else folder)
     if steps:
         return steps[0]
-    what = "is a checkpoint" if checkpoint else "is no capture, and captured no step"
+    what = "is a checkpoint" if checkpoint else "contains no captured step"
     name = f"name a run's {FOLDER}/step_… folder, or the run's"
     raise UsageError(f"replay.path: {path} {what}; {name}")

@@ -53,7 +53,7 @@ class Capture:
         """Return the linked checkpoint, verified; CheckpointError if missing or damaged."""
         restored = checkpoints.load(self.path / CHECKPOINT, self.policy, check_state)
         if restored.step != self.manifest.checkpoint:
-            raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
+            raise CheckpointError(f"{self.path / CHECKPOINT}: belongs to step {restored.step}")
         return restored
 
 
@@ -72,7 +72,7 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
     for name, written in manifest.files.items():
         seen = written if admitted is None else admitted.files.get(name)
         if seen is None or seen.sha256 != written.sha256:
-            raise CheckpointError(f"{path / name}: changed while it was being looked at")
+            raise CheckpointError(f"{path / name}: changed while it was being checked")
     whole = read_state(path / STATE, manifest.files[STATE].sha256)
     model: dict[str, Any] | None = None
     if MODEL in manifest.files:

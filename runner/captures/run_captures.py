@@ -58,13 +58,13 @@ class Captures:
             return take_capture(self, run, step, kind, message, batch)
         except Exception as error:  # such as a full disk or broken device: the run continues
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self.warn(f"step {step} could not be kept for job=replay: {reason}")
+            self.warn(f"step {step} not captured for job=replay: {reason}")
             return None
 
     def log_capture(self) -> None:
         """Log the capture that `take` wrote, once; call it after logging the step itself."""
         if self.newest is not None:
-            text = "step %d is kept; to look into it: job=replay replay.path=%s"
+            text = "step %d captured; to inspect it: job=replay replay.path=%s"
             log.info(text, *self.newest, extra={"live": self.announced})  # the first is on screen
             self.announced = True
         self.newest = None

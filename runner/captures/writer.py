@@ -49,7 +49,7 @@ def take_capture(
     weights = _choose_weights(of, run, unchanged, earlier, _bytes(batch))
     if weights is None:
         full = f"is left of debug.capture.mb={of.config.mb:g}"
-        of.warn(f"step {step} takes more room for job=replay than {full}")
+        of.warn(f"step {step} not captured for job=replay: it needs more than {full}")
         return None
     model, now = run.model.state_dict(), random_state()
     checkpoint = None if earlier is None else checkpoints.read_manifest(earlier).step

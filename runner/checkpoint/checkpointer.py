@@ -66,8 +66,8 @@ class Checkpointer:
         self._disk_error: OSError | None = None  # of the last save, if it failed
         self._fault: Exception | None = None  # of the background thread, other than disk errors
         if self._root is not None and self._root.is_symlink():  # pruning would delete others'
-            problem = f"{self._root}: refused: it is a link, to {self._root.resolve()}"
-            raise SecurityError(f"{problem}; checkpoints lie in a folder of the run's own")
+            problem = f"{self._root}: refused: symlink to {self._root.resolve()}"
+            raise SecurityError(f"{problem}; checkpoints need a folder of their own")
         if self._writes and self._root is not None and self._root.is_dir():
             folders.sweep(self._root)
 
@@ -163,7 +163,7 @@ class Checkpointer:
             root = folders.root_of(where)
             restored = reading.load_newest(root, self._policy, check, self._best_first)
             if restored is None:
-                raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
+                raise CheckpointError(f"{where}: no checkpoint found (looked for {root}/step_…)")
         elif self._root is not None:
             restored = reading.load_newest(self._root, check=check)
         elif self._memory is not None:
@@ -239,7 +239,7 @@ class Checkpointer:
         except OSError as error:
             self._failures, self._disk_error = self._failures + 1, error
             self.faults["checkpoint"] = self.faults.get("checkpoint", 0) + 1
-            message = "%s: the checkpoint of step %d was not written: %s; earlier ones stay"
+            message = "%s: the checkpoint of step %d was not written: %s; earlier ones are kept"
             log.warning(message, root, step, _reason(error))
         except Exception as error:  # raised again by the next call on the training thread
             self._fault = error

@@ -38,7 +38,7 @@ def state_error(where: str, problem: str) -> CheckpointError:
     """Return the error for a checkpoint with intact files and content that does not fit."""
     return CheckpointError(
         f"{where}: is not the state of a run: {problem}; name another checkpoint with "
-        "checkpoint.resume, or start afresh"
+        "checkpoint.resume, or start a new run"
     )
 
 

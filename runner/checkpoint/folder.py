@@ -105,7 +105,7 @@ def abandon_from(root: Path, step: int) -> None:
             aside = root / (ASIDE + folder.name)
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(folder, aside)
-            log.warning("%s: the run went on from before it; now %s", folder, aside.name)
+            log.warning("%s: the run resumed before this step; renamed to %s", folder, aside.name)
 
 
 def link(root: Path) -> int | None:
@@ -138,7 +138,7 @@ def prune(root: Path, keep: int, always: set[int | None]) -> None:
             os.rename(folders[step], going)
             storage.remove_folder(going)
         except OSError as error:
-            log.warning("%s: an old checkpoint stays: %s", folders[step], error.strerror)
+            log.warning("%s: old checkpoint not deleted: %s", folders[step], error.strerror)
 
 
 def sweep(root: Path) -> None:
@@ -152,4 +152,4 @@ def sweep(root: Path) -> None:
         storage.recover(root)
         link(root)
     except OSError as error:
-        log.warning("%s: leftovers of a crash stay: %s", root, error.strerror)
+        log.warning("%s: leftovers of a crash not deleted: %s", root, error.strerror)

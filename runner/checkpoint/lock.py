@@ -61,7 +61,7 @@ def lock(folder: Path) -> Lock:
     cannot be written. Warns instead if locks are not supported (some network file systems).
     """
     if _held_here(folder):
-        raise UsageError(f"{folder}: this process ({os.getpid()}) already runs in it")
+        raise UsageError(f"{folder}: already in use by this process ({os.getpid()})")
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # truncated below
         descriptor = os.open(folder / NAME, flags, 0o644)
@@ -73,7 +73,7 @@ def lock(folder: Path) -> Lock:
         os.close(descriptor)
         if error.errno not in NO_LOCKS:
             raise StorageError(f"{folder}: cannot be locked: {error.strerror}") from error
-        log.warning("%s: no file locks there; start no second run in this folder", folder)
+        log.warning("%s: no file locks; do not start a second run in this folder", folder)
         return Lock(None)
     except UsageError:
         os.close(descriptor)

@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest:
     files = manifest.files
     model = shard_names(files) or [MODEL]  # names in the manifest are never used as paths
     if set(files) - {PREPROCESSING} != {*model, STATE}:
-        raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
+        raise CheckpointError(f"{path}: lists {sorted(files)}, expected {MODEL} and {STATE}")
     return manifest
 
 

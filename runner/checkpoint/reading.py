@@ -36,7 +36,7 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
     # the given name first: a link may be named like another checkpoint than its target
     named = STEP.fullmatch(folder.name) or STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:
-        raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
+        raise CheckpointError(f"{folder / manifest.NAME}: belongs to step {facts.step}")
     if manifest.PREPROCESSING in facts.files:
         read_preprocessing(folder, facts)
     names = shard_names(facts.files) or [manifest.MODEL]
@@ -73,15 +73,15 @@ def read_preprocessing(folder: Path, facts: manifest.Manifest) -> bytes:
     path = folder / manifest.PREPROCESSING
     data = storage.read_file(path)
     if hashlib.sha256(data).hexdigest() != facts.files[manifest.PREPROCESSING].sha256:
-        raise CheckpointError(f"{path}: damaged: its sha256 is not the manifest's")
+        raise CheckpointError(f"{path}: damaged: sha256 differs from the manifest")
     return data
 
 
 def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
     own = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     return [
-        f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
-        "last digits from those of a run that was never stopped"
+        f"{folder}: written with {key} {then}, now {now}; results may differ in the last digits "
+        "from those of an uninterrupted run"
         for key, now in own.items()
         if (then := getattr(facts, key)) != now
     ]

@@ -96,7 +96,7 @@ def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[
         update["average"] = [average[number] for number in range(len(average))]
     except MISFITS as error:
         text = str(error).splitlines()[0] if str(error) else ""
-        raise CheckpointError(f"{where}: its shards do not fit each other: {text}") from error
+        raise CheckpointError(f"{where}: its shards are inconsistent: {text}") from error
     return model
 
 

@@ -27,7 +27,7 @@ WAYS_OUT = {
     "not_finite": "correct these samples, or use checks.inputs.not_finite=skip",
     "range": "scale the data, or change checks.inputs.schema.low and high",
     "labels": "correct these labels, or use checks.inputs.labels=skip",
-    "constant": "correct the data, or use checks.inputs.constant=off where it may be so",
+    "constant": "correct the data, or use checks.inputs.constant=off if it is expected",
 }
 
 
@@ -211,12 +211,12 @@ class BatchValidator:
             step=number,
             category="data",
             severity="error" if stops else "warning",
-            action=action or f"the batch is trained on all the same ({key}); {WAYS_OUT[check]}",
+            action=action or f"the batch is trained on anyway ({key}); {WAYS_OUT[check]}",
             say=not stops,  # the error that ends the run has the text
         )
 
     def _stop_error(self, number: int, check: str, message: str) -> DataError:
-        then = "" if self.folder is None else f"; to go on: {resume_argument(self.folder)}"
+        then = "" if self.folder is None else f"; to resume: {resume_argument(self.folder)}"
         return DataError(
             f"step {number}: {message} (checks.inputs.{check}=stop); {WAYS_OUT[check]}{then}"
         )
@@ -230,5 +230,5 @@ class BatchValidator:
             self.skipped_in_a_row = 0
             raise DataError(
                 f"step {number}: {MAX_SKIPPED} batches in a row were skipped by checks.inputs; "
-                "debug/history.json lists what is wrong with them"
+                "debug/history.json lists the problems"
             )

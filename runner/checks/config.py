@@ -48,7 +48,9 @@ class InputsConfig:
         for name in ("form", "not_finite", "range", "labels", "constant"):
             if getattr(self, name) is CheckPolicy.drop:
                 fix = "use skip; data.bad_samples=drop leaves out samples that cannot be read"
-                raise ConfigError(f"checks.inputs.{name}", "a batch is skipped as a whole", fix)
+                raise ConfigError(
+                    f"checks.inputs.{name}", "cannot be drop: batches are skipped whole", fix
+                )
 
 
 @dataclass
@@ -64,7 +66,9 @@ class TableConfig:
         for name in ("constant", "leak", "shared"):
             if getattr(self, name) is CheckPolicy.skip:
                 raise ConfigError(
-                    f"checks.table.{name}", "a table has no batch to skip", "use drop or stop"
+                    f"checks.table.{name}",
+                    "cannot be skip: a table has no batches",
+                    "use drop or stop",
                 )
 
 

@@ -116,7 +116,7 @@ def _form_reasons(parameters: dict[str, nn.Parameter]) -> Iterator[Reason]:
     for name, parameter in formed.items():
         if not parameter.numel():
             evidence = f"its shape {list(parameter.shape)} has no values"
-            yield Reason("weights.empty", Severity.WARNING, name, evidence, "is a size 0?")
+            yield Reason("weights.empty", Severity.WARNING, name, evidence, "check its sizes for 0")
     types = sorted({str(p.dtype) for p in formed.values() if p.is_floating_point()})
     if len(types) > 1:
         yield Reason("weights.dtypes", Severity.NOTE, "", f"parameters are {' and '.join(types)}")

@@ -76,7 +76,7 @@ class TableFindings:
         name, title = table.columns[number].name, table.columns[number].title
         severity = Severity.NOTE if kind == "constant" else Severity.WARNING
         key = f"{table.ignore}=[{name}] or " if table.ignore else ""
-        known = "if it is not known before the label is, " if kind == "leak" else ""
+        known = "if it is unknown at prediction time, " if kind == "leak" else ""
         way_out = "" if drop else f"{known}leave it out with {key}checks.table.{kind}=drop"
         reason = Reason(f"table.{kind}", severity, f"column {title!r}", text, way_out)
         self.add(reason, "left out of the inputs" if drop else "", f"without {title}")
@@ -104,7 +104,7 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
         findings.add_column("leak", table, number, text, config.leak is CheckPolicy.drop)
     if findings.drop_columns and len(findings.drop_columns) == len(table.columns):
         names = "; ".join(map(str, findings.reasons[:SHOWN]))
-        raise DataError(f"checks.table: nothing would be left to learn from: {names}")
+        raise DataError(f"checks.table: no input columns would be left: {names}")
     if config.shared is not CheckPolicy.off:
         _check_shared(findings, table, config.shared)
     findings.facts = {
@@ -129,13 +129,13 @@ def _stop(findings: TableFindings, config: TableConfig) -> None:
     if reasons:
         shown = "; ".join(map(str, reasons[:SHOWN])) + "; …" * (len(reasons) > SHOWN)
         keys = " ".join(dict.fromkeys(f"checks.{reason.code}=warn" for reason in reasons))
-        raise DataError(f"{shown}; to go on all the same: {keys}")
+        raise DataError(f"{shown}; to continue anyway: {keys}")
 
 
 def _value(column: Column, value: np.float32) -> str:
     """Return a value as it was in the file."""
     if column.values:
-        return repr(dict(enumerate(column.values)).get(int(value), "a category of no training row"))
+        return repr(dict(enumerate(column.values)).get(int(value), "a category not in training"))
     return f"{value * column.deviation + column.mean:.6g}"
 
 
@@ -154,9 +154,9 @@ def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[in
         ((s, c.title) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
         default=(0.0, ""),
     )
-    text = "alone explains {:.4%} of how the target is ordered"
+    text = "alone explains {:.4%} of the target's order"
     if table.classes is not None:
-        text = "alone saves {:.4%} of the errors that are made without it"
+        text = "alone avoids {:.4%} of the errors made without it"
     for number, skill in enumerate(skills):
         if skill is not None and skill >= limit and best < EASY:
             other = f"; the next best column, {name!r}, {best:.1%}" if name else ""
@@ -233,17 +233,17 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
     twin = table.train[np.flatnonzero(hashes[table.train] == hashes[rows[0]])[0]]
     evidence = (
         f"{len(rows):,} of {len(table.validation):,} validation rows "
-        f"({len(rows) / len(table.validation):.1%}) are in training too, such as "
-        f"{table.rows(int(rows[0]))}, which is {table.rows(int(twin))}"
+        f"({len(rows) / len(table.validation):.1%}) are also in training, such as "
+        f"{table.rows(int(rows[0]))}, equal to {table.rows(int(twin))}"
     )
     drops = policy is CheckPolicy.drop
     if drops and len(rows) == len(table.validation):
         raise DataError(
-            f"checks.table.shared=drop leaves nothing to validate with: {evidence}; "
+            f"checks.table.shared=drop leaves no validation rows: {evidence}; "
             "use checks.table.shared=warn, or correct the table"
         )
     way_out = "" if drops else "leave them out of validation with checks.table.shared=drop"
     reason = Reason("table.shared", Severity.WARNING, "", evidence, way_out)
-    action, choice = "left out of validation", f"{len(rows):,} rows not validated with"
+    action, choice = "left out of validation", f"{len(rows):,} validation rows left out"
     findings.add(reason, action if drops else "", choice)
     findings.drop_rows = np.sort(rows) if drops else findings.drop_rows

@@ -37,7 +37,7 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     path = existing(config.path)
     trained = None if opening.fitted is None else opening.fitted.sizes
     if path.suffix.lower() in TABLES:
-        raise ConfigError("data.path", f"{path} is a table and no .npz", "use data=tabular")
+        raise ConfigError("data.path", f"{path} is a table, not an .npz file", "use data=tabular")
     content = read_arrays(path, opening.policy or FilePolicy())
     x, x_name = _pick(content, path, config.inputs, "data.inputs"), f"{path}: {config.inputs!r}"
     bad = _bad_values(x, x_name, ids=x.dtype.kind in "iu" and x.ndim == 2)
@@ -62,8 +62,8 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     train, validation, rule = split_samples(opening, len(inputs), config, str(path), strata)
     if trained is not None:
         if (sizes.classes or 0) > (trained.classes or 0):
-            problem = f"has {sizes.classes} classes or targets, and the model {trained.classes}"
-            raise DataError(f"{y_name} {problem}; it was trained on so many")
+            problem = f"has {sizes.classes} classes or targets, but the model was trained on"
+            raise DataError(f"{y_name} {problem} {trained.classes}")
         sizes = trained
     else:
         if task == "classification":
@@ -84,9 +84,9 @@ def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:
     for key in ("in_features", "in_channels", "image_size", "sequence"):
         size, wanted = getattr(shape, key), getattr(trained, key)
         if size != wanted:
-            raise DataError(f"{where}: has {key} {size}, and the model was trained on {wanted}")
+            raise DataError(f"{where}: has {key} {size}, but the model was trained on {wanted}")
     if shape.vocab is not None and shape.vocab > (trained.vocab or 0):
-        problem = f"has the id {shape.vocab - 1}, and the model was trained on ids below"
+        problem = f"has the id {shape.vocab - 1}, but the model was trained on ids below"
         raise DataError(f"{where}: {problem} {trained.vocab}")
 
 
@@ -94,14 +94,14 @@ def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
     if isinstance(content, np.ndarray):
         raise DataError(f"{path}: is a single array; save both with np.savez(path, x=…, y=…)")
     if name not in content:
-        near = suggestion(name, list(content), "its arrays are")
+        near = suggestion(name, list(content), "available arrays:")
         raise ConfigError(key, f"{path} has no array {name!r}", near)
     array: np.ndarray = content[name]
     if not array.ndim or not array.size:  # an array without values may claim any number of samples
         raise DataError(f"{path}: array {name!r} of shape {list(array.shape)} holds no samples")
     if array.dtype.kind not in "fiub":
         fix = "number classes with np.unique(y, return_inverse=True)[1]"
-        raise DataError(f"{path}: array {name!r} is of type {array.dtype}, no number; {fix}")
+        raise DataError(f"{path}: array {name!r} has dtype {array.dtype}, not a number; {fix}")
     return array
 
 
@@ -111,7 +111,7 @@ def _bad_values(array: np.ndarray, what: str, ids: bool) -> dict[int, str]:
     bad = ~np.isfinite(flat)
     if ids:
         bad |= (flat < 0) | (flat >= MOST)
-    problem = f"not in 0 to {MOST:,}, as labels and ids are" if ids else "not finite"
+    problem = f"outside 0 to {MOST:,}, the range of labels and ids" if ids else "not finite"
     return {
         row: f"{what}: sample {row} has {flat[row, bad[row].argmax()]}, which is {problem}"
         for row in np.flatnonzero(bad.any(1)).tolist()
@@ -124,8 +124,8 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
         x = x.astype(np.float32) / 255
     if x.dtype.kind != "f":
         if x.ndim != 2 or x.dtype.kind == "b":
-            problem = f"{what} is {x.dtype} of shape {list(x.shape)}; whole numbers are token ids"
-            raise DataError(f"{problem} [samples, length], and anything else is saved as float32")
+            problem = f"{what} is {x.dtype} of shape {list(x.shape)}; integers are token ids"
+            raise DataError(f"{problem} [samples, length]; save other inputs as float32")
         return x.astype(np.int64), Sizes("", vocab=int(x.max()) + 1, sequence=x.shape[1])
     x = np.ascontiguousarray(x, np.float32)
     if x.ndim in (1, 3):
@@ -135,7 +135,7 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
         return x, Sizes("", in_features=features)
     if x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
         fix = "save x.transpose(0, 3, 1, 2)"
-        raise DataError(f"{what} of shape {list(x.shape)} has the channels last; {fix}")
+        raise DataError(f"{what} of shape {list(x.shape)} is channels-last; {fix}")
     side = x.shape[2] if x.shape[2] == x.shape[3] else None
     return x, Sizes("", features, in_channels=x.shape[1], image_size=side)
 
@@ -163,7 +163,7 @@ def _target(x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str) -> tuple[np.n
 
 def _task(x: np.ndarray, y: np.ndarray, asked: str) -> tuple[str, str]:
     if asked != "auto":
-        return asked, "asked for"
+        return asked, "requested"
     if x.dtype.kind in "iu" and y.shape == x.shape and y.dtype.kind in "iu" and x.ndim == 2:
         return "language_modelling", "the targets are token ids of the inputs' shape"
     if y.dtype.kind == "f":

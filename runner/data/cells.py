@@ -209,7 +209,7 @@ def id_reason(name: str, column: Any) -> str:
         if len(steps) + 1 >= ID_ROWS and steps[0] and (steps == steps[0]).all():
             return "it counts the rows"
         different = named and _different(column.drop_null())
-        return f"its whole numbers are {different}, and its name says so" if different else ""
+        return f"its integers are {different}, and its name suggests ids" if different else ""
     if not is_text(value):
         return ""
     words = _present(column.slice(0, HEAD).cast(value)).to_pylist()

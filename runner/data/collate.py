@@ -76,7 +76,9 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
             ", ".join(f"{name} is {describe(leaf)}" for name, leaf in leaves[i]) for i in (odd, 0)
         )
         other = f"in sample {indices[0]} of the same batch {first}"
-        raise DataError(f"data: sample {indices[odd]}: {this}, and {other}; all must be alike")
+        raise DataError(
+            f"data: sample {indices[odd]}: {this}, and {other}; shapes and dtypes must match"
+        )
     columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
     return tree_map(samples[0], lambda _: next(columns))
 
@@ -101,7 +103,7 @@ def _tensors(value: Any, key: str, index: int, place: int) -> Nest:
     except (TypeError, ValueError):
         tensor = value
     if not isinstance(tensor, Tensor):
-        fix = "return a tensor from __getitem__, float32 where it holds floats, such as x.float()"
+        fix = "return a tensor from __getitem__, such as x.float() for floats"
         problem = f"data: sample {index}: {key} is {describe(tensor)}"
         raise BadSample(place, problem, f"; {fix}")
     return tensor.detach()
@@ -158,9 +160,9 @@ def _stated_sizes(dataset: Any, name: str) -> dict[str, Any]:
     stated.update(sizes if isinstance(sizes, dict) else {})
     known, problem = [f.name for f in fields(Sizes)], ""
     if unknown := [str(key) for key in stated if key not in known]:
-        problem = f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], known, 'there are')}"
+        problem = f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], known, 'use one of')}"
     elif stated.get("task", TASKS[0]) not in TASKS:
-        problem = f"has no task {stated['task']!r}; one of {', '.join(TASKS)}"
+        problem = f"has an unknown task {stated['task']!r}; use one of {', '.join(TASKS)}"
     if problem:
         raise DataError(f"data: the attribute `sizes` of {name} {problem}")
     return stated
@@ -185,9 +187,9 @@ def _task(x: Tensor, target: Nest, name: str) -> str:
             return "classification"
         if not x.is_floating_point() and target.shape == x.shape:
             return "language_modelling"
-    kind = f"{target.dtype} {list(target.shape)}" if isinstance(target, Tensor) else "a nest"
-    problem = f"no task follows from inputs {x.dtype} {list(x.shape)} and a target {kind}"
-    fix = f"give {name} an attribute sizes = {{'task': …, 'classes': …}}, and name an objective"
+    kind = f"{target.dtype} {list(target.shape)}" if isinstance(target, Tensor) else "nested"
+    problem = f"cannot infer the task from inputs {x.dtype} {list(x.shape)}, target {kind}"
+    fix = f"give {name} an attribute sizes = {{'task': …, 'classes': …}}, and set objective"
     raise DataError(f"data: sample 0: {problem}; {fix}")
 
 
@@ -221,11 +223,14 @@ def _largest(
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
     whole = "all" if len(read) == n else f"{len(read):,} of"
-    return largest, f"from the largest in {whole} {n:,} samples; attributes of {name} go first"
+    return (
+        largest,
+        f"from the largest in {whole} {n:,} samples; attributes of {name} take precedence",
+    )
 
 
 def _check_label(label: int, index: int, name: str) -> None:
     if label < 0 and label != NO_LOSS:
         problem = f"data: sample {index}: the label {label} is negative; labels count from 0"
-        fix = f"for quantities (a regression) return float32 from {name}.__getitem__"
+        fix = f"for regression return float32 from {name}.__getitem__"
         raise DataError(f"{problem}; {fix}")

@@ -35,8 +35,7 @@ FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
 AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
 
 UNCOUNTED = (
-    "needs one class for each sample, known before it is read (a user's data set: an attribute "
-    "`targets`)"
+    "needs the class of each sample before it is read (your own data set: attribute `targets`)"
 )
 
 
@@ -115,11 +114,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "data")
         if self.sampler not in (None, "balanced"):
-            raise ConfigError(
-                "data.sampler", f"no sampler {self.sampler!r}", "use balanced or null"
-            )
+            raise ConfigError("data.sampler", f"must be balanced or null, got {self.sampler!r}")
         if self.sampler is not None and not self.shuffle:
-            problem = "draws samples in a random order, and data.shuffle=false"
+            problem = "needs a random order, but data.shuffle=false"
             raise ConfigError("data.sampler", f"{self.sampler} {problem}", "leave one of them out")
         self._check_split()
         self._check_folds()
@@ -131,7 +128,7 @@ class DataConfig:
 
     def _check_folds(self) -> None:
         if self.folds is None and self.fold is not None:
-            raise ConfigError("data.folds", f"data.fold={self.fold} needs it", "data.folds=5")
+            raise ConfigError("data.folds", f"is required by data.fold={self.fold}", "data.folds=5")
         if self.folds is not None and (self.fold is None or self.fold >= self.folds):
             problem = f"must be 0 to {self.folds - 1} with data.folds={self.folds}, got {self.fold}"
             every = ",".join(map(str, range(min(self.folds, 5)))) + ",…" * (self.folds > 5)
@@ -143,18 +140,18 @@ class DataConfig:
         kind = self.kind if self._target_ is None else "own"
         for key in ("split", "folds"):
             if kind in FIXED_SPLIT and getattr(self, key) is not None:
-                problem = f"data={kind} has parts of its own"
+                problem = f"data={kind} has its own split"
                 raise ConfigError(f"data.{key}", problem, "leave it out")
         if name in ("group", "time"):
             if kind not in ("tabular", "text"):
-                problem = f"{name} is for a column of a table"
+                problem = f"{name} needs a table with columns"
                 raise ConfigError("data.split", problem, "use stratified or random")
             if not by:
                 fix = f"data.split_by=COLUMN data.split={name}"
-                raise ConfigError("data.split_by", f"data.split={name} needs it", fix)
+                raise ConfigError("data.split_by", f"is required by data.split={name}", fix)
             if by == getattr(self, "target", None):
                 fix = "name another column"
-                raise ConfigError("data.split_by", f"{by!r} is what is predicted", fix)
+                raise ConfigError("data.split_by", f"{by!r} is the target", fix)
         elif by:
             problem = f"is for data.split=group or time, got {name or 'null'}"
             raise ConfigError("data.split_by", problem, "add data.split=group or data.split=time")
@@ -231,7 +228,7 @@ class FromFiles(DataConfig):
         if self.validation_path is not None:
             for key in ("split", "folds"):
                 if getattr(self, key) is not None:
-                    problem = "divides data.path, and data.validation_path is the validation set"
+                    problem = "splits data.path, but data.validation_path is set, too"
                     raise ConfigError(f"data.{key}", problem, "leave one of them out")
 
 
@@ -247,8 +244,8 @@ class CsvFormat(FromFiles):
         try:
             "".encode(self.encoding or "utf-8")
         except (LookupError, ValueError):
-            problem = f"no encoding of texts is called {self.encoding!r}"
-            raise ConfigError("data.encoding", problem, "such as cp1252 or utf-16") from None
+            problem = f"unknown text encoding {self.encoding!r}"
+            raise ConfigError("data.encoding", problem, "use e.g. cp1252 or utf-16") from None
         separator = sign_of(self.separator)
         if separator is not None and (len(separator) != 1 or not separator.isascii()):
             problem = f"must be one ASCII character, or {', '.join(SIGNS)}, got {separator!r}"

@@ -53,8 +53,8 @@ def synthetic(config: Synthetic) -> Tensors:
     tokens = config.form is SyntheticForm.tokens
     size = config.samples * (2 * config.sequence if tokens else prod(shape)) * 4
     if size > (available := memory.available_bytes()):
-        problem = f"{config.samples:,} of that size take {size / 1e9:,.1f} GB"
-        fix = f"use less than the {available / 1e9:,.1f} GB that are available"
+        problem = f"{config.samples:,} samples of this size need {size / 1e9:,.1f} GB"
+        fix = f"use less than the {available / 1e9:,.1f} GB available"
         raise ConfigError("data.samples", problem, fix)
     rng, vocab = np.random.default_rng(config.split_seed), config.vocab
     if tokens:

@@ -139,7 +139,7 @@ class ImageFolder(Dataset):
         files, labels, names, notes = labelled_files(root, opening, takes, f"images ({kinds})")
         self.sources, self.rows = files, relative_names(root, files)
         if others:
-            reason = f"left out: files that are no images: {len(others):,}"
+            reason = f"left out: files that are not images: {len(others):,}"
             notes = (Choice("data.path", str(root), reason), *notes)
         return labels, names, notes
 
@@ -152,7 +152,7 @@ class ImageFolder(Dataset):
         if not opening.labelled:
             return np.zeros(len(saved), np.int64), (), ()
         if saved.labels is None:
-            raise DataError(f"data.path: {root} has no column of classes (ClassLabel)")
+            raise DataError(f"data.path: {root} has no ClassLabel column")
         if opening.fitted is None:
             return saved.labels, names, ()
         trained = opening.fitted.sizes.class_names

@@ -24,7 +24,7 @@ FEW = 20  # integer targets with more distinct values than this are a regression
 def check_task(task: str, allowed: Sequence[str]) -> None:
     """Raise ConfigError if `data.task` is unknown."""
     if task not in ("auto", *allowed):
-        raise ConfigError("data.task", f"no task {task!r}", f"one of auto, {', '.join(allowed)}")
+        raise ConfigError("data.task", f"unknown task {task!r}", f"use auto, {', '.join(allowed)}")
 
 
 def guess_task(values: np.ndarray) -> tuple[str, str]:
@@ -39,7 +39,7 @@ def guess_task(values: np.ndarray) -> tuple[str, str]:
 def check_classes(names: Sequence[str], what: str) -> None:
     """Raise DataError for a classification with one class."""
     if len(names) < 2:
-        problem = f"every sample has the label {names[0][:40]!r}; nothing to tell apart"
+        problem = f"every sample has the label {names[0][:40]!r}; use two or more classes"
         raise DataError(f"{what}: {problem}")
 
 
@@ -78,7 +78,7 @@ def trained_labels(
         raise DataError(
             f"data.path: {what}: {int(at.sum()):,} of {len(labels):,} samples have a class that "
             f"the model was not trained on: {names_unknown}; its classes are {classes}; remove "
-            "those samples, or train with such ones, too"
+            "these samples, or add their classes to the training set"
         )
     trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]
     return trained_places
@@ -109,10 +109,10 @@ def labelled_files(
         else:
             skipped.append(f"{folder.name} (has no {what})")
     choices: tuple[Choice, ...] = ()
-    note = f"folders that are no classes: {', '.join(skipped)}" if skipped else ""
+    note = f"folders that are not classes: {', '.join(skipped)}" if skipped else ""
     if len(classes) < (2 if opening.fitted is None else 1):
-        fix = "put the files of each class into a folder with its name, two or more of them"
-        problem = f"{root} has {len(classes)} folders with {what} in it"
+        fix = "use two or more folders, one per class, named like it"
+        problem = f"{root} has {len(classes)} folders with {what}"
         raise ConfigError("data.path", f"{problem}; {note}" if note else problem, fix)
     if note:
         choices = (Choice("data.path", str(root), f"left out: {note}"),)

@@ -64,7 +64,7 @@ def make_loader(
         raise DataError(f"data: the {'training' if repeat else 'validation'} set is empty")
     batches = n // batch_size if config.drop_last and repeat else -(-n // batch_size)
     if batches == 0:
-        problem = f"{batch_size} is more than the {n} training samples, and data.drop_last=true"
+        problem = f"{batch_size} exceeds the {n} training samples, with data.drop_last=true"
         fix = "use a smaller batch or data.drop_last=false"
         raise ConfigError("training.batch_size", problem, fix)
     seeds = augment and source.augments
@@ -74,7 +74,7 @@ def make_loader(
     pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
     for key, honoured, reason in (
-        ("pin_memory", pin, "pinned memory is for CUDA"),
+        ("pin_memory", pin, "pinned memory needs CUDA"),
         ("device_prefetch", aside, "needs CUDA and pinned memory"),
         ("persistent_workers", workers > 0, "there are no workers"),
         ("prefetch", workers > 0, "there are no workers"),

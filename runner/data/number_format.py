@@ -123,7 +123,7 @@ def as_trained(config: Tabular, fitted: Preprocessing | None) -> tuple[Tabular, 
         return config, ()
     decimal, thousands = fitted.decimal or "point", fitted.thousands or None
     signs = {"data.decimal": decimal, "data.thousands": thousands}
-    reason = "as in the file of the training"
+    reason = "as in the training file"
     choices = tuple(Choice(key, word, reason) for key, word in signs.items() if word)
     return replace(config, decimal=decimal, thousands=thousands), choices
 

@@ -73,9 +73,9 @@ def open_data(
         return UserDataset(dataset, config._target_, config, opening)
     if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
         key = f"data.{missing[0]}"
-        raise ConfigError(key, f"data={config.kind} needs it", f"{key}=…")
+        raise ConfigError(key, f"is required by data={config.kind}", f"{key}=…")
     if config.kind not in OPENERS:
-        raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
+        raise ConfigError("data.kind", f"unknown data {config.kind!r}", f"use {', '.join(OPENERS)}")
     module, function = OPENERS[config.kind]
     opener = getattr(import_module(f"runner.data.{module}"), function)
     source: Dataset = opener(config, opening) if config.kind in FROM_FILES else opener(config)

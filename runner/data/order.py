@@ -60,7 +60,7 @@ def take_fold(
     """Hold out every k-th of the ranked samples; DataError for fewer samples than folds."""
     number, folds = fold
     if len(ranked) < folds:
-        raise DataError(f"{what}: {len(ranked)} samples make no data.folds={folds}; use fewer")
+        raise DataError(f"{what}: {len(ranked)} samples are too few for data.folds={folds}")
     within = np.arange(len(ranked)) % folds == number
     return np.sort(ranked[~within]), np.sort(ranked[within])
 

@@ -101,7 +101,7 @@ def _check_disjoint(places: dict[str, Path]) -> None:
         if inside or around:
             relation = "is" if inside and around else "lies in" if inside else "contains"
             problem = f"{places[part]} {relation} {PATHS.get(other, 'data.path')}"
-            raise ConfigError(PATHS[part], problem, "name other samples")
+            raise ConfigError(PATHS[part], problem, "use separate samples")
 
 
 def _saved_splits(root: Path, opening: Opening, config: DataConfig) -> Parts | None:
@@ -129,7 +129,7 @@ def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> Parts:
     test = root / "test.bin"
     if not test.is_file() or "test" in paths:
         return Parts()
-    reason = f"{test} is beside train.bin; another one: {PATHS['test']}"
+    reason = f"{test} is next to train.bin; to change it: {PATHS['test']}"
     check_link(test, root, opening.policy)
     return Parts(paths={"test": test}, choices=(Choice(PATHS["test"], str(test), reason),))
 
@@ -154,9 +154,9 @@ def _split_folders(root: Path, config: DataConfig, opening: Opening) -> Parts:
             raise ConfigError(PATHS[part], f"{root} has {names}", f"name one: {PATHS[part]}=…")
         if folders and _folders(folders[0]):
             used[part] = folders[0]
-    reason = f"parts of {root}, and no classes; {SPLIT_FOLDERS}=false makes classes of them"
+    reason = f"split folders of {root}; {SPLIT_FOLDERS}=false makes them classes"
     if skipped := [folder.name for folder in shown if folder not in used.values()]:
-        reason += f"; not used, as no part with a folder for each class: {', '.join(skipped)}"
+        reason += f"; not used (no split with class folders): {', '.join(skipped)}"
     return _checked_parts(root, used, SPLIT_FOLDERS, reason, opening)
 
 

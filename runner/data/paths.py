@@ -20,10 +20,10 @@ def existing(path: str, key: str = "data.path") -> Path:
         raise ConfigError(key, f"{path} is a pipe, a socket or a device", "name a file")
     folder = place.parent
     if not folder.is_dir():
-        raise ConfigError(key, f"{path} is not there, nor is its folder {folder.absolute()}")
+        raise ConfigError(key, f"{path} does not exist, nor does its folder {folder.absolute()}")
     names = (p.name for p in folder.iterdir())
     near = suggestion(place.name, names, f"{folder.absolute()} has")
-    raise ConfigError(key, f"{path} is not there", near)
+    raise ConfigError(key, f"{path} does not exist", near)
 
 
 def suggestion(name: str, known: Iterable[str], has: str) -> str:
@@ -39,6 +39,6 @@ def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:
     if policy is not None and policy.level is SecurityLevel.off:
         return path
     if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
-        problem = f"{path} is refused: it is a link to {path.resolve()}, outside of {root}"
+        problem = f"{path} is refused: symlink to {path.resolve()}, outside {root}"
         raise SecurityError(f"data.path: {problem}; copy the files there, or use security=off")
     return path

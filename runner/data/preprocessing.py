@@ -87,8 +87,8 @@ class Preprocessing:
     def check_kind(self, config: DataConfig) -> None:
         """Raise ConfigError for data of another kind than the fitted one."""
         if self.kind != kind_of(config):
-            problem = f"the model was trained on data={self.kind}, and this is {kind_of(config)}"
-            raise ConfigError("data", problem, "name data of that kind")
+            problem = f"the model was trained on data={self.kind}, got {kind_of(config)}"
+            raise ConfigError("data", problem, "use the same kind")
 
 
 def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:
@@ -96,10 +96,10 @@ def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:
     try:
         content = json.loads(data)
         if content.get("format") != FORMAT:
-            raise ValueError(f"has format {content.get('format')!r}, and {FORMAT} is read")
+            raise ValueError(f"has format {content.get('format')!r}, expected {FORMAT}")
         return dataclass_from_json(Preprocessing, content)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: is no preprocessing: {error}") from None
+        raise CheckpointError(f"{where}: not a preprocessing file: {error}") from None
 
 
 def check_predicts(fitted: Preprocessing | None) -> None:
@@ -108,7 +108,7 @@ def check_predicts(fitted: Preprocessing | None) -> None:
         problem = "predict needs a trained model with its preprocessing"
         raise ConfigError("job", problem, "name a run: checkpoint.resume=RUN")
     if fitted.sizes.task not in PREDICTED:
-        problem = f"predict is for {' and '.join(PREDICTED)}, and this is {fitted.sizes.task}"
+        problem = f"predict needs {' or '.join(PREDICTED)}, got {fitted.sizes.task}"
         raise ConfigError("job", problem, "use job=evaluate")
 
 

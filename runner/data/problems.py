@@ -62,7 +62,7 @@ class Problems:
         for name, count in Counter(names).items():
             if count > 1:
                 what = f"are called {name[:LONGEST]!r}" if name else "have no name"
-                fix = "each needs a name of its own in the first line"
+                fix = "give each a unique name in the first line"
                 raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
         names = [name for name in names if name]
         if trained:
@@ -159,7 +159,7 @@ class Problems:
     def _fix(self, rows: bool) -> str:
         changes = self._changes()
         ways = ["correct them"] if rows or self.unreadable else []
-        ways += [f"fill the missing with {GAPS}=mean"] if changes.get(GAPS) == "drop" else []
+        ways += [f"fill missing values with {GAPS}=mean"] if changes.get(GAPS) == "drop" else []
         ways += [f"leave out a column with {IGNORE}"] if rows and not self.fixed else []
         command = changed_command(changes) if self.avoidable else ""
         if command and len(command) <= COMMAND:

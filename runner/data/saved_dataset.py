@@ -46,7 +46,7 @@ def read_saved(path: Path, policy: FilePolicy | None = None) -> Any:
     try:
         names = [str(file["filename"]) for file in _read_json(path / STATE, "_data_files")]
         if not names or any(Path(name).name != name for name in names):
-            raise ValueError(f"{STATE} names no files beside it")
+            raise ValueError(f"{STATE} lists no files in its folder")
         parts = []
         for name in names:
             file = check_link(path / name, path, policy)
@@ -61,7 +61,7 @@ def read_saved(path: Path, policy: FilePolicy | None = None) -> Any:
                 table = table.set_column(number, column, named)
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise DataError(f"data.path: {path}: no dataset of save_to_disk: {reason}") from None
+        raise DataError(f"data.path: {path}: not a save_to_disk dataset: {reason}") from None
     return table
 
 
@@ -100,8 +100,8 @@ class SavedImages(Sequence[BytesIO]):
         """Return the encoded bytes of one image; DataError if only its path was saved."""
         content = (self.column[int(index)].as_py() or {}).get("bytes")
         if content is None:
-            problem = f"row {index} has no bytes, and names a file elsewhere"
-            raise DataError(f"data.path: {self.path}: {problem}; save the images with it")
+            problem = f"row {index} has no bytes, only the path of a file"
+            raise DataError(f"data.path: {self.path}: {problem}; embed the images")
         return BytesIO(content)
 
 

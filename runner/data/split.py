@@ -66,14 +66,14 @@ def _choose_rule(
     """Return the rule of the config, else of the resumed run, else one that fits the labels."""
     if config.split is not None:
         if config.split.name == "stratified" and labels is None:
-            problem = "stratified keeps the shares of classes, and there are none"
+            problem = "stratified needs classes, but there are none"
             raise ConfigError(KEY, problem, "use random")
         return config.split.name, []
     if resumed is not None:
-        return resumed, [Choice(KEY, resumed, "as before the run was resumed")]
+        return resumed, [Choice(KEY, resumed, "kept from the resumed run")]
     if labels is None:
         return "random", []
-    return "stratified", [Choice(KEY, "stratified", "each class has its share in both parts")]
+    return "stratified", [Choice(KEY, "stratified", "same class shares in both parts")]
 
 
 def _divide(
@@ -151,7 +151,7 @@ def split_groups(
 def _fold_groups(codes: np.ndarray, largest: np.ndarray, fold: Fold, what: str) -> Parts:
     number, folds = fold
     if len(largest) < folds:
-        raise DataError(f"{what}: {len(largest)} values make no data.folds={folds}; use fewer")
+        raise DataError(f"{what}: {len(largest)} values are too few for data.folds={folds}")
     sizes, place = np.bincount(codes), np.empty(len(largest), np.int64)
     smallest = [(0, which) for which in range(folds)]
     for group in largest.tolist():
@@ -186,5 +186,5 @@ def fold_times(times: np.ndarray, fold: Fold, what: str = "the data") -> Parts:
         late &= times < starts[number + 2]
     early = times < starts[number + 1]
     if not early.any() or not late.any():
-        raise DataError(f"{what}: has too few values for data.folds={folds}; use fewer")
+        raise DataError(f"{what}: has too few values for data.folds={folds}")
     return np.flatnonzero(early), np.flatnonzero(late)

@@ -36,7 +36,7 @@ def stdlib_text(config: StdlibText) -> TokenWindows:
 def stdlib_parts(config: StdlibParts) -> TextDataset:
     """Open passages of `config.sequence` bytes, labelled by the package they are from."""
     if len(config.parts) < 2 or len(set(config.parts)) < len(config.parts):
-        raise ConfigError("data.parts", f"{config.parts} are not two or more different parts")
+        raise ConfigError("data.parts", f"must be two or more different parts, got {config.parts}")
     files: dict[str, list[tuple[str, bytes]]] = {}
     for path, text in read_stdlib():
         files.setdefault(PurePosixPath(path).parts[0].removesuffix(".py"), []).append((path, text))
@@ -47,7 +47,7 @@ def stdlib_parts(config: StdlibParts) -> TextDataset:
         ranked = sorted(files.get(part, []), key=lambda f: _rank(f[0], config.split_seed))
         if len(ranked) < 2:
             near = suggestion(part, [n for n, several in files.items() if len(several) > 1], "e.g.")
-            problem = f"{part!r} has {len(ranked)} files in the standard library, two are needed"
+            problem = f"{part!r} has {len(ranked)} files in the standard library; 2 are needed"
             raise ConfigError("data.parts", problem, near)
         validation = min(max(round(len(ranked) * config.validation), 1), len(ranked) - 1)
         for number, (_, text) in enumerate(ranked):

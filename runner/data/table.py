@@ -209,9 +209,9 @@ def _take_index(content: Content, path: Path) -> tuple[Choice, ...]:
         return ()
     whole = pyarrow.types.is_integer(cells.type) and not cells.null_count
     if not whole or compute.min(cells).as_py() < 0 or len(cells.unique()) < len(cells):
-        problem = "a column has no name, and its cells are no numbers of rows"
+        problem = "a column has no name, and its cells are not row numbers"
         raise DataError(f"data.path: {path}: {problem}; name it in the first line")
-    return (Choice(IGNORE, "1 column left out", "it has no name, and numbers the rows"),)
+    return (Choice(IGNORE, "1 column left out", "unnamed row numbers"),)
 
 
 def _take_ids(
@@ -228,7 +228,7 @@ def _take_ids(
             if name not in declared and len(reasons) + 1 < len(names):
                 if reason := id_reason(name, content.columns[name]):
                     reasons[name] = reason
-    way = "it is no input, and stands beside predictions; another of data.types makes it one"
+    way = "not an input, but copied to predictions; to use it, set its data.types"
     choices = [
         Choice(TYPES, f"{n}: id", f"{reason}: {way}") for n, reason in reasons.items() if reason
     ]
@@ -286,7 +286,7 @@ def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iter
             kind, (how, effect) = "date" if column.form else "text", column.remedy
             advice = f"with +{TYPES}={{{name}: {how}}} {effect}"
             if column.form:
-                advice = f"{describe_form(column.form)} is taken"
+                advice = f"read as {describe_form(column.form)}"
             reason = f"{column.note}; {advice}"
             log.warning("%s: column %r is read as %ss: %s", TYPES, name, kind, reason)
             yield Choice(TYPES, f"{name}: {kind}", reason)

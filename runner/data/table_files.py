@@ -92,8 +92,8 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
     """Raise DataError if `size` bytes exceed the memory available to this process."""
     if size > (available := memory.available_bytes()):
         raise DataError(
-            f"data.path: {path}: refused: {what} take {size:,} bytes, and {available:,} are "
-            f"available; {fix}"
+            f"data.path: {path}: refused: {what} take {size:,} bytes, but only {available:,} "
+            f"are available; {fix}"
         )
 
 
@@ -123,7 +123,7 @@ def _read_csv(
     total = len(malformed) + len(table)
     one_line_each = rows.lines == total
     if rows.quotes % 2 and not one_line_each:
-        raise DataError(f"{path}: a quote is not closed, so a cell holds all lines after it")
+        raise DataError(f"{path}: unclosed quote, so one cell holds all lines after it")
     first = rows.first if one_line_each else 1
     numbers = np.delete(np.arange(total), list(malformed)) + first
     problems = {record + first: problem for record, problem in malformed.items()}
@@ -207,7 +207,7 @@ class _CsvRows(io.RawIOBase):
         header, stated = self._record().removeprefix(codecs.BOM_UTF8), None
         if match := re.fullmatch(rb'"?sep=([^"])"?', header.rstrip(b"\r\n")):
             stated, header = match[1].decode(), self._record()
-            self._choose("data.separator", stated, "the first line says so")
+            self._choose("data.separator", stated, "set by its first line")
         if b"\0" in header:
             problem = "holds NUL bytes; it may be UTF-16 without a byte order mark:"
             raise DataError(f"{path}: line 1 {problem} data.encoding=utf-16-le")
@@ -256,7 +256,7 @@ class _CsvRows(io.RawIOBase):
         while (quotes := quotes + lines[-1].count(b'"')) % 2:
             lines.append(self._line())
             if not lines[-1]:
-                raise DataError(f"{self.path}: a quote in the header is not closed")
+                raise DataError(f"{self.path}: unclosed quote in the header")
         self.first += len(lines)
         return b"".join(lines)
 
@@ -321,11 +321,11 @@ def _other_encoding(path: Path, encoding: str | None) -> Choice:
     """Fall back to cp1252 if it fits and no encoding is configured; DataError otherwise."""
     line = _undecodable_line(path, known := encoding or _encoding(path))
     if encoding is None and known == "utf-8" and not _undecodable_line(path, OTHER_ENCODING):
-        fix = "name data.encoding=… if letters look wrong"
+        fix = "set data.encoding=… if letters look wrong"
         choice = Choice("data.encoding", OTHER_ENCODING, f"not UTF-8 from line {line}; {fix}")
         log.warning("%s: read as %s: %s", path, OTHER_ENCODING, choice.reason)
         return choice
-    fix = f"name the encoding that it has, such as data.encoding={OTHER_ENCODING}"
+    fix = f"set its encoding, e.g. data.encoding={OTHER_ENCODING}"
     raise DataError(f"{path}: line {line} is not {known.upper()} text; {fix}")
 
 
@@ -351,7 +351,7 @@ def _read_parquet(path: Path, select: Select) -> Content:
     import pyarrow
     from pyarrow import parquet
 
-    fix = "leave out rows or columns when it is written"
+    fix = "write fewer rows or columns"
     try:
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows

@@ -48,7 +48,7 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     target = table.columns.pop(config.target) if opening.labelled else None
     train, validation, rule = _divide(table, target, config, opening)
     if not table.columns:
-        raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
+        raise ConfigError("data.target", f"{table.path} has no input column besides the target")
     if fitted is None:
         left_out = [*_take_unrepeated(table, train, config)]
         columns = fit_columns(table, train, config)
@@ -89,7 +89,7 @@ def _divide(
             del table.columns[column]
         elif config.split is SplitRule.group:
             del table.columns[column]
-            reason = "left out of the inputs: it says which rows belong together"
+            reason = "not an input: it defines the groups"
             choices = (Choice("data.split_by", column, reason),)
     labels = None
     if target is not None:
@@ -115,9 +115,9 @@ def _take_unrepeated(table: Table, train: np.ndarray, config: Tabular) -> Iterat
             table.ids[name] = pyarrow.array(values.words).take(pyarrow.array(values.codes))
             del table.columns[name]
             reason = (
-                f"{repeated:,} of {len(known):,} training rows have a text that occurs twice, so "
-                "there is little to learn from it: it is no input, and stands beside predictions; "
-                f"'+{TYPES}={{{name}: text}}' makes it one"
+                f"{repeated:,} of {len(known):,} training rows have a repeated text, too few to "
+                "learn from: not an input, but copied to predictions; to use it as an input: "
+                f"'+{TYPES}={{{name}: text}}'"
             )
             log.warning("%s: column %r is left out: %s", TYPES, name, reason)
             yield Choice(TYPES, f"{name}: left out", reason)
@@ -133,11 +133,11 @@ def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
     for column in columns:
         if column.others:
             kept, total = len(column.values), len(column.values) + column.others
-            reason = f"of {total:,} texts the {kept:,} most frequent have an input each"
+            reason = f"the {kept:,} most frequent of {total:,} texts have an input each"
             yield Choice(MOST, f"{column.name}: {kept:,}", f"{reason}; the others share one")
     for name, same in groupby(columns, key=lambda column: column.name):
         if parts := [column.part for column in same if column.part in PARTS]:
-            reason = "the numbers of a date that vary, in UTC; days since the first one"
+            reason = "varying date parts in UTC, and days since the first date"
             yield Choice(TYPES, f"{name}: {', '.join(parts)}", reason)
 
 
@@ -175,7 +175,7 @@ def encode(
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
     if total := sum(gaps.values()):
         filled = [f"{name!r} ({count:,})" for name, count in gaps.items() if count]
-        how = "numbers are filled in with what training rows gave, and texts are a category"
+        how = "numbers get the training rows' fill value, texts a category"
         yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed(filled)}: {how}")
 
 
@@ -220,7 +220,7 @@ def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndar
     if not unknown.any():
         return places, []
     words = [values.words[code][:LONGEST] for code in np.unique(values.codes[unknown]).tolist()]
-    those = "that no training row has" if not column.others else "unknown or rare in training"
+    those = "not in training" if not column.others else "unknown or rare in training"
     reason = f"column {column.name!r}: categories {those}: {listed(map(repr, words))}"
     value = f"{column.name}: {int(unknown.sum()):,} of {len(places):,} rows"
     return places, [Choice(UNKNOWN, value, reason)]
@@ -232,7 +232,7 @@ def _standardised(table: Table, column: Column, values: np.ndarray, fixed: bool)
         scaled = scale(np.where(np.isnan(values), fill, values), column.mean, column.deviation)
     if len(far := np.flatnonzero(~np.isfinite(scaled))):
         row = int(far[0])
-        problem = f"{values[row]:g} is too far from the rest, which differ by {column.deviation:g}"
+        problem = f"{values[row]:g} is an extreme outlier (standard deviation {column.deviation:g})"
         ways = [] if fixed else [f"leave the column out with data.ignore=[{column.name}]"]
         fix = ", or ".join(["correct it", *ways])
         where = f"{table.rows(row)}, column {column.title!r}"
@@ -267,7 +267,7 @@ def _trained_target(
     if sizes.task == "regression":
         if isinstance(target, Texts):
             problem = f"holds texts such as {target.words[0][:LONGEST]!r}"
-            raise DataError(f"{what} {problem}, and the model was trained on numbers")
+            raise DataError(f"{what} {problem}, but the model was trained on numbers")
         return target.astype(np.float32)
     names, labels = _classes(target)
     return trained_labels(names, labels, sizes.class_names, what)
@@ -277,14 +277,14 @@ def _task(target: Values, config: Tabular) -> tuple[str, str]:
     """Return the task and the reason."""
     if isinstance(target, np.ndarray) and target.dtype.kind == "M":
         problem = f"column {config.target!r} holds dates, which cannot be predicted"
-        raise ConfigError("data.target", problem, "name another column, or make numbers of it")
+        raise ConfigError("data.target", problem, "name another column, or convert it to numbers")
     if isinstance(target, Texts):
         if config.task == "regression":
             problem = f"column {config.target!r} holds texts such as {target.words[0][:LONGEST]!r}"
             raise ConfigError("data.task", problem, "use classification")
         return "classification", f"column {config.target!r} holds texts"
     task, reason = guess_task(target)
-    return (task, reason) if config.task == "auto" else (config.task, "asked for")
+    return (task, reason) if config.task == "auto" else (config.task, "requested")
 
 
 def _classes(target: Values) -> tuple[tuple[str, ...], np.ndarray]:

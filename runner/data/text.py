@@ -83,7 +83,7 @@ def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
     path, fitted = existing(config.path) / opening.folder, opening.fitted
     folder = path.is_dir() and not is_saved(path)
     if folder and config.split_by is not None and opening.divides(config):
-        problem = f"is for a column of a table, and {path} is a folder"
+        problem = f"needs a table column, but {path} is a folder"
         raise ConfigError("data.split", problem, "use data.split=stratified or random")
     passages = folder or (path.suffix == ".txt" and not opening.labelled)
     read = _from_folders(path, config, opening) if passages else _from_table(config, opening)
@@ -108,9 +108,9 @@ def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
     sizes = byte_sizes(classes, sequence, vocab, padding) if fitted is None else fitted.sizes
     data = TextDataset(ids, labels, sizes, (train, validation), choices, rows, digest)
     if (empty := np.flatnonzero(data.lengths == 0)).size:
-        raise DataError(f"data.path: {rows(int(empty[0]))}: the tokenizer makes nothing of it")
+        raise DataError(f"data.path: {rows(int(empty[0]))}: the tokenizer returns no tokens")
     if full := int((data.lengths == sequence).sum()):
-        reason = f"{full:,} of {len(texts):,} texts fill it; what is longer is cut off"
+        reason = f"{full:,} of {len(texts):,} texts reach it; longer ones are truncated"
         data.choices = (*choices, Choice("data.sequence", sequence, reason))
     return data
 

@@ -25,11 +25,11 @@ class Tokenizer:
     def __init__(self, path: str, fitted: Preprocessing | None = None) -> None:
         folder = existing(path, KEY)
         if not folder.is_dir():
-            raise ConfigError(KEY, f"{folder} is a file", "name the folder that it lies in")
+            raise ConfigError(KEY, f"{folder} is a file", "name its folder")
         self.digest = vocabulary_digest(folder)
         if fitted is not None and fitted.tokenizer not in ("", self.digest):
-            problem = f"{folder} has another vocabulary than the one that the model was trained on"
-            raise ConfigError(KEY, problem, "name the folder of that one")
+            problem = f"{folder} has a different vocabulary from the trained model's"
+            raise ConfigError(KEY, problem, "name the folder of its tokenizer")
         auto = import_transformers(KEY).AutoTokenizer
         self.of: Any = load_from(folder, KEY, auto.from_pretrained, use_fast=True)
         self.vocab = max(len(self.of), max(self.of.get_vocab().values()) + 1)
@@ -41,7 +41,7 @@ class Tokenizer:
         most = int(min(self.of.model_max_length, 1 << 30))
         if most >= sequence:
             return sequence, ()
-        return most, (Choice("data.sequence", most, "the tokenizer's model takes no more tokens"),)
+        return most, (Choice("data.sequence", most, "maximum length of the tokenizer's model"),)
 
     def encode(self, texts: Sequence[bytes], sequence: int) -> Iterator[np.ndarray]:
         """Yield the ids of each text, with special tokens, truncated to `sequence`."""

@@ -49,7 +49,7 @@ class TokenWindows(Dataset):
         counts = ((len(train.ids) - sequence) // sequence, (len(validation.ids) - 1) // sequence)
         for stream, count in zip(self.streams, counts, strict=True):
             if count < 1:
-                problem = f"{len(stream.ids):,} tokens hold no window of data.sequence={sequence}"
+                problem = f"{len(stream.ids):,} tokens are too few for data.sequence={sequence}"
                 fix = "use a shorter one (training needs twice its length)"
                 raise DataError(f"{stream.name}: {problem}; {fix}")
         self.train = np.arange(counts[0])
@@ -67,7 +67,7 @@ class TokenWindows(Dataset):
             row, column = np.argwhere((windows >= self.vocab) | (windows < 0))[0]
             position = stream.start + int(starts[row] + column)
             problem = f"the id at position {position:,} is {windows[row, column]}"
-            fix = f", and data.vocab={self.vocab}; is that right, and data.dtype?"
+            fix = f", but data.vocab={self.vocab}; check it and data.dtype"
             raise BadSample(int(row), f"{stream.name}: {problem}", fix)
         ids = torch.from_numpy(windows)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -85,13 +85,13 @@ def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
 
         tokenizer = Tokenizer(config.tokenizer, opening.fitted)
     elif texts:
-        problem = f"{path} is text, and data=tokens takes ids"
+        problem = f"{path} is text, but data=tokens takes ids"
         raise ConfigError("data.tokenizer", problem, "name the folder of a tokenizer")
     vocab = config.vocab if tokenizer is None else tokenizer.vocab
     if vocab is None:
-        raise ConfigError("data.vocab", "data=tokens needs it", "data.vocab=…")
+        raise ConfigError("data.vocab", "is required by data=tokens", "data.vocab=…")
     if vocab < 2:
-        raise ConfigError("data.vocab", f"{vocab} ids are too few", "use 2 or more")
+        raise ConfigError("data.vocab", f"must be ≥ 2, got {vocab}")
     if config.dtype not in DTYPES:
         raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
     if tokenizer is not None and texts:
@@ -123,6 +123,6 @@ def _streams(
 def _map(path: Path, kind: np.dtype) -> np.ndarray:
     size = path.stat().st_size
     if not size or size % kind.itemsize:
-        problem = f"{size:,} bytes are no whole number of {kind} ids" if size else "is empty"
-        raise DataError(f"{path}: {problem}; is data.dtype right, and the file complete?")
+        problem = f"{size:,} bytes are not a multiple of the {kind} size" if size else "is empty"
+        raise DataError(f"{path}: {problem}; check data.dtype and the file")
     return np.memmap(path, dtype=kind, mode="r")

@@ -51,7 +51,7 @@ class UserDataset(Dataset):
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
                 problem = f"{target} has no {method}, so its samples cannot be fetched by index"
-                fix = "give it __len__ and __getitem__ (a map-style data set)"
+                fix = "define __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset = dataset
         self.train, self.validation, choices = split_samples(opening, len(dataset), config, target)
@@ -125,7 +125,7 @@ class UserDataset(Dataset):
             limits.append(("target", target, "classes", self.sizes.classes))
         for what, values, size, below in limits:
             if below is not None and not values.is_floating_point():
-                fix = f"correct it, or give the data set an attribute `{size}` with the right one"
+                fix = f"correct it, or set the data set's attribute `{size}`"
                 check_range(values, below, indices, f"data: {what} of sample", fix)
         return inputs, target
 
@@ -140,13 +140,13 @@ class UserDataset(Dataset):
             raise
         except Exception as error:
             self._read_each(numbers, seeds)  # raises the error of a bad sample, if there is one
-            text = f"data: __getitems__ of {len(numbers)} samples that can be read one by one"
+            text = f"data: __getitems__ fails for {len(numbers)} samples that __getitem__ can read"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
         if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
             kind = type(samples).__name__
             size = f" of {len(samples)}" if isinstance(samples, list | tuple) else ""
             problem = f"data: __getitems__ of {len(numbers)} samples returns a {kind}{size}"
-            raise DataError(f"{problem}; return a list with each of them")
+            raise DataError(f"{problem}; return a list with one item per index")
         return [*samples]
 
     def _read_each(self, numbers: list[int], seeds: list[int]) -> list[Any]:

@@ -191,7 +191,7 @@ class Workers:
         """Replace a lost worker, and request again the batches that it owed."""
         if self.restarts >= self.most_restarts:
             problem, _, stack = str(lost).partition("\n")
-            problem += f"; data.worker_restarts={self.most_restarts} allows no more: raise it"
+            problem += f"; data.worker_restarts={self.most_restarts} is reached: raise it"
             raise WorkerLost(problem + ("\n" + stack if stack else ""))
         self.restarts += 1
         self.report_lost(lost)
@@ -209,14 +209,14 @@ class Workers:
         code = process.exitcode
         how = f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name} (as when memory is short)"
-        return WorkerLost(f"{process.name} {how} while it fetched {self._next_batch(worker)}")
+            how = f"was killed by {signal.Signals(-code).name} (possibly low memory)"
+        return WorkerLost(f"{process.name} {how} while fetching {self._next_batch(worker)}")
 
     def _hung(self, worker: int) -> WorkerLost:
         process = self.processes[worker]
         stack = self._python_stack(process.pid)
         where = stack.splitlines()[1].strip() if stack.count("\n") > 1 else ""
-        silent = f"has said nothing for data.timeout_s={self.timeout_s:g} s while it fetched"
+        silent = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
         problem = f"{process.name} {silent} {self._next_batch(worker)}"
         return WorkerLost(f"{problem} (at {where})\n{stack}" if where else problem)
 
@@ -294,7 +294,7 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: 
 
 def _failure(error: BaseException, key: Key) -> _Failure:
     trace = "".join(traceback.format_exception(error))[-20_000:]
-    hint = "; data.workers=0 needs none" if "shared memory" in str(error) else ""
+    hint = "; data.workers=0 avoids it" if "shared memory" in str(error) else ""
     return _Failure(
         f"data: batch {key[1]} of epoch {key[0]}: {type(error).__name__}: {error}{hint}\n{trace}"
     )

@@ -35,7 +35,7 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
     """
     serving = name()
     if serving != "glibc":
-        return f"{serving} serves malloc and is left as it is"
+        return f"{serving} provides malloc and is not tuned"
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if tuned or any(key in os.environ for key in ENVIRONMENT):
         return "the environment sets glibc's malloc"

@@ -37,7 +37,7 @@ def of_cpu(flags: frozenset[str]) -> Capabilities:
     fp16 was measured 20 to 30 times slower than fp32, on a CPU with AVX512-FP16.
     """
     fast = not BF16_FLAGS.isdisjoint(flags)
-    notes = () if fast else ("no bf16 instructions: 16-bit autocast is slower than fp32 here",)
+    notes = () if fast else ("no bf16 instructions: 16-bit autocast is slower than fp32",)
     return Capabilities(True, fast, True, False, False, True, notes)
 
 
@@ -50,7 +50,7 @@ def of_gpu(major: int, minor: int, nvidia: bool = True) -> Capabilities:
     ampere, volta = major >= 8, major >= 7
     notes = ["fp16 gradients need a loss scale; bf16 does not"]
     if not ampere:
-        notes.append(f"compute capability {major}.{minor}: bf16 is emulated, there is no TF32")
+        notes.append(f"compute capability {major}.{minor}: bf16 is emulated, no TF32")
     return Capabilities(ampere, ampere, True, volta, ampere and nvidia, True, tuple(notes))
 
 

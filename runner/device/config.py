@@ -53,6 +53,6 @@ class DeviceConfig:
         if self.deterministic and self.cudnn_benchmark:
             raise ConfigError(
                 "device.cudnn_benchmark",
-                "picks kernels by timing, so a deterministic run cannot have it",
-                "switch one of the two off",
+                "conflicts with device.deterministic: it picks kernels by timing",
+                "turn one of the two off",
             )

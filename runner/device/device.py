@@ -139,14 +139,16 @@ def pick(asked: DeviceKind) -> tuple[str, str]:
     if asked is DeviceKind.auto:
         kind = next(kind for kind, why_not in absent.items() if why_not is None)
         others = "; ".join(f"{kind}: {why_not}" for kind, why_not in absent.items() if why_not)
-        fastest = f"no accelerator is here ({others})" if kind == "cpu" else "the fastest here"
+        fastest = (
+            f"no accelerator available ({others})" if kind == "cpu" else "the fastest available"
+        )
         return kind, f"auto: {fastest}"
     if absent[kind] is not None:
         raise DeviceError(
-            f"device.kind={kind} is not here: {absent[kind]}; there is: {_present()}; "
-            "use device=auto to take the fastest that is there"
+            f"device.kind={kind} is not available: {absent[kind]}; available: {_present()}; "
+            "use device=auto for the fastest"
         )
-    return kind, "asked for"
+    return kind, "requested"
 
 
 def _why_no_cuda() -> str | None:
@@ -186,9 +188,7 @@ def _open(
     """Return device, name, memory and capabilities; a GPU becomes the current device."""
     count = torch.cuda.device_count() if kind == "cuda" else 1
     if index is not None and not 0 <= index < count:
-        raise DeviceError(
-            f"device.index: there is no {kind} device {index}; there is: {_present()}"
-        )
+        raise DeviceError(f"device.index: no {kind} device {index}; available: {_present()}")
     if kind == "cuda":
         before = torch.cuda.current_device()
         where = TorchDevice("cuda", before if index is None else index)

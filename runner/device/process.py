@@ -16,7 +16,7 @@ from runner.errors import ConfigError
 def set_affinity(cores: list[int], scope: ExitStack) -> None:
     """Restrict all threads, including later ones, to `cores`. Raises ConfigError."""
     if sys.platform != "linux":
-        raise ConfigError("device.affinity", f"{sys.platform} has no affinity", "leave it out")
+        raise ConfigError("device.affinity", f"is not supported on {sys.platform}", "leave it out")
     allowed = os.sched_getaffinity(0)
     absent = sorted(set(cores) - allowed)  # the kernel would silently drop them
     if not cores or absent:
@@ -36,7 +36,7 @@ def set_priority(niceness: int, scope: ExitStack) -> None:
     try:
         set_all(niceness)
     except PermissionError:
-        problem = f"{niceness} is before the present {before}, which needs a privilege"
+        problem = f"{niceness} is below the current {before}, which needs a privilege"
         fix = f"use {before} to 19, or start the runner with CAP_SYS_NICE"
         raise ConfigError("device.priority", problem, fix) from None
     scope.callback(_restore_priority, set_all, before)

@@ -114,7 +114,7 @@ class Machine:
     def open(self, device: Device) -> None:
         """Start measuring CPU time; ConfigError if GPU readings are required but unavailable."""
         if self.gpu and not gpu_readings(device):
-            problem = f"a {device.kind} device has no NVML, or it does not answer"
+            problem = f"NVML is missing or does not respond for {device.kind}"
             raise ConfigError(GPU_KEY, problem, f"pip install nvidia-ml-py, or set {GPU_KEY}=null")
         if self.device is None:
             psutil.cpu_percent(None)  # the next call returns the share since this one
@@ -140,6 +140,6 @@ def _disk_free(folder: Path | None) -> int | None:
     try:
         disk = os.statvfs(folder or ".")
     except OSError as error:
-        log.debug("no reading of the disk: %s", error)
+        log.debug("free disk space not read: %s", error)
         return None
     return disk.f_bavail * disk.f_frsize

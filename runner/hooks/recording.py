@@ -114,7 +114,7 @@ class Recording(Hook):
             paths = [self.settings.get(f"data.{key}") for key in DATA]
             provenance.record(folder, [str(path) for path in paths if path])
         except OSError as error:
-            log.warning("no provenance.json: %s", error)
+            log.warning("provenance.json not written: %s", error)
 
     def _write_system_row(self, run: Run) -> None:
         """Write rates over the steps since the last system row, memory, and load when due."""

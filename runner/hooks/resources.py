@@ -92,7 +92,7 @@ class Resources(Hook):
             memory.clean(run.device)
             self.cleaned_share = memory.used_share(run.device)
             message = (
-                f"{share:.0%} of the memory was taken (device.clean_above={self.clean_above:g}); "
+                f"{share:.0%} of the memory was in use (device.clean_above={self.clean_above:g}); "
                 f"{self.cleaned_share:.0%} after cleaning"
             )
             run.history.add(
@@ -121,11 +121,11 @@ class Resources(Hook):
         if room.used_share <= above:
             return None
         message = (
-            f"{room.used_share:.0%} of {room.name} ({room.limit / GIB:.1f} GiB) is taken, this "
+            f"{room.used_share:.0%} of {room.name} ({room.limit / GIB:.1f} GiB) is in use, this "
             f"process holds {self.process_bytes / GIB:.1f} GiB"
         )
         if self.process_bytes < OURS * room.limit and not room.own:
-            action = "the run continues: other processes fill it"
+            action = "the run continues: other processes use most of it"
             self._warn_once(run, "memory_short", message, step, action)
             return None
         message += f" ({KEY}.stop_above={above:g})"
@@ -150,7 +150,7 @@ class Resources(Hook):
             self.leaks[kind].last_step = step
             run.history.unwritten = True
             return
-        action = "" if run.settings.get("debug.memory.enabled") else "debug=memory names what grows"
+        action = "" if run.settings.get("debug.memory.enabled") else "debug=memory shows what grows"
         self.leaks[kind] = run.history.add(
             "leak", message, step=step, category="memory", action=action
         )
@@ -164,11 +164,11 @@ class Resources(Hook):
             yield "disk_low", f"{text} ({KEY}.disk_min_mb)"
         grown = 0 if swap is None or self.swap_before is None else swap - self.swap_before
         if grown > config.swap_mb * 1e6:
-            text = f"{grown / 1e6:,.0f} MB more are swapped out than at the start"
+            text = f"{grown / 1e6:,.0f} MB more swap in use than at the start"
             yield "swapping", f"{text} ({KEY}.swap_mb)"
         celsius = reading.gpu.get("gpu_celsius", 0.0)
         if celsius > config.gpu_temperature:
-            yield "gpu_hot", f"the GPU has {celsius:g} °C ({KEY}.gpu_temperature)"
+            yield "gpu_hot", f"the GPU is at {celsius:g} °C ({KEY}.gpu_temperature)"
 
     def _warn_once(self, run: Run, kind: str, message: str, step: int, action: str = "") -> None:
         if kind not in self.warned:
@@ -179,7 +179,7 @@ class Resources(Hook):
 def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, category: str) -> Verdict:
     """Record that a limit ends the run, with how to resume it; return STOP."""
     again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
-    run.stop_reason = f"{message}; go on{again}{way_out}"
+    run.stop_reason = f"{message}; resume{again}{way_out}"
     run.history.add(
         kind,
         message,

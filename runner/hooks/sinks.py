@@ -66,11 +66,11 @@ def _make(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Sink:
         sink = assembled(item, look_up, key)
         if not isinstance(sink, Sink):
             fix = "inherit from runner.record.sinks.base.Sink"
-            raise ConfigError(key, f"{type(sink).__name__} is no Sink", fix)
+            raise ConfigError(key, f"{type(sink).__name__} is not a Sink", fix)
         return sink
     missing = [name for name in PACKAGES[item] if find_spec(name) is None]
     if missing:
-        problem = f"{item} needs {', '.join(missing)}, not installed"
+        problem = f"{item} needs {', '.join(missing)}, which is not installed"
         raise ConfigError(KEY, problem, install_command(item))
     if item == "mlflow":
         from runner.record.sinks.mlflow_sink import MlflowSink

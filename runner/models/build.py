@@ -82,7 +82,7 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
             raise ConfigError("model._target_", problem, fix)
     if not any(p.requires_grad for p in model.parameters()):
         problem = f"{config._target_ or config.kind} has no parameter that needs a gradient"
-        fix = "there is nothing to train; leave requires_grad on for some"
+        fix = "set requires_grad on those to train"
         raise ConfigError("model", problem, fix)
     return model
 
@@ -112,11 +112,11 @@ def refuse_lazy(model: nn.Module) -> None:
 
 def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
     if config.kind not in FITS:
-        raise ConfigError("model.kind", f"no model {config.kind!r}", f"one of {', '.join(FITS)}")
+        raise ConfigError("model.kind", f"unknown model {config.kind!r}", f"use {', '.join(FITS)}")
     own_fields = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in COMMON}
     for name in config.arguments:
         problem = f"model={config.kind} has no such key"
-        raise ConfigError(f"model.{name}", problem, f"it has {', '.join(own_fields)}")
+        raise ConfigError(f"model.{name}", problem, f"use {', '.join(own_fields)}")
     fit = FITS[config.kind]
     if not fit.fits(sizes):
         raise ConfigError("model", *_misfit(config.kind, fit, sizes))
@@ -134,7 +134,7 @@ def _check_memory(build: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):
         size = sum(p.numel() * p.element_size() for p in build().parameters())
     if size > (available := memory.available_bytes()):
-        fix = f"use a model of less than the {available / 1e9:,.1f} GB that are available"
+        fix = f"use a model smaller than the available {available / 1e9:,.1f} GB"
         raise ConfigError("model.width", f"the weights take {size / 1e9:,.1f} GB", fix)
 
 
@@ -145,5 +145,5 @@ def _misfit(kind: str, fit: SizeFit, sizes: Sizes) -> tuple[str, str]:
     else:
         needs = f"is for {' or '.join(fit.tasks)}"
     options = [f"model={name}" for name, other in FITS.items() if other.fits(sizes)]
-    fix = f"use {' or '.join(options)}" if options else "name a model of your own by model._target_"
-    return f"{kind} {needs}, and the data is for {sizes.task} and gives {stated}", fix
+    fix = f"use {' or '.join(options)}" if options else "set your own model with model._target_"
+    return f"{kind} {needs}, but the data is for {sizes.task} and gives {stated}", fix

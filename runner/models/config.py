@@ -25,7 +25,7 @@ class ModelConfig:
         if self.weights == "":
             raise ConfigError("model.weights", "is empty", "name a file or a run's folder, or null")
         if self.weights_except and self.weights is None:
-            problem = "leaves out parts of no weights"
+            problem = "needs model.weights"
             raise ConfigError("model.weights_except", problem, "add model.weights=PATH")
         if not all(self.weights_except):
             raise ConfigError("model.weights_except", "has an empty name", "e.g. [head]")

@@ -38,7 +38,7 @@ def build_pretrained(
     """
     transformers = import_transformers(KEY)
     if sizes.vocab is None:
-        problem = "is for text: the data has no token ids"
+        problem = "needs token ids, which the data lacks"
         raise ConfigError("model", f"hf {problem}", "use data=text, data=tokens, or another model")
     settings = load_from(folder, KEY, transformers.AutoConfig.from_pretrained)
     _fit_settings(settings, sizes, str(folder))
@@ -64,7 +64,9 @@ def build_pretrained(
             )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(KEY, f"{weights.path}: the model does not load it: {reason}") from error
+        raise ConfigError(
+            KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
+        ) from error
     reason = "; ".join([weights.trust.name.lower(), *weights.notes, *_describe(model, info)])
     made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
     log.info("%s: %s: %s", KEY, made.value, made.reason)
@@ -96,7 +98,7 @@ def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:
         problem = f"{sizes.sequence} is more than the {most} positions of the model in {path}"
         raise ConfigError("data.sequence", problem, f"data.sequence={most}")
     if (sizes.vocab or 0) > settings.vocab_size:
-        problem = f"{path} has {settings.vocab_size} tokens, and the data's ids go up to "
+        problem = f"{path} has {settings.vocab_size} tokens, but the data's ids go up to "
         fix = f"leave out data.tokenizer: the one of {path} is used"
         raise ConfigError("data.tokenizer", f"{problem}{(sizes.vocab or 0) - 1}", fix)
     settings._attn_implementation = None  # not the folder's, which may name code on a server
@@ -115,8 +117,8 @@ def _fresh(auto: Any, settings: Any, path: str) -> nn.Module:
         model: nn.Module = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False)
     except (ValueError, ImportError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        problem = f"{path}: {auto.__name__} has no such model: {reason}"
-        raise ConfigError(KEY, problem, "name a model that is for the data's task") from error
+        problem = f"{path}: {auto.__name__} does not support it: {reason}"
+        raise ConfigError(KEY, problem, "name a model for the data's task") from error
     return model
 
 
@@ -127,11 +129,11 @@ def _describe(model: Any, info: dict[str, Any]) -> list[str]:
     fresh = sorted({*info["missing_keys"], *misfits})
     if inside := [name for name in misfits if name.startswith(body)]:
         stored, wanted = (list(shape) for shape in misfits[inside[0]][:2])
-        problem = f"{inside[0]} is {stored}, and the model's {wanted}"
-        raise ConfigError(KEY, problem, "its config.json is of another model")
+        problem = f"{inside[0]} has shape {stored}, expected {wanted}"
+        raise ConfigError(KEY, problem, "its config.json belongs to another model")
     if len(fresh) >= len(own):
-        problem = "none of its weights has a name of the model's"
-        raise ConfigError(KEY, problem, "name the folder of a model, or model.pretrained=false")
+        problem = "none of its weights is in the model"
+        raise ConfigError(KEY, problem, "name a model's folder, or use model.pretrained=false")
     parts = [f"{len(own) - len(fresh):,} of {len(own):,} tensors"]
     if fresh:
         parts.append(f"fresh: {some(fresh)}")

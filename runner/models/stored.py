@@ -150,9 +150,9 @@ def _read_index(index: Path) -> dict[str, str]:
             raise ValueError(f"it has more than {LARGEST_INDEX >> 20} MiB")
         by_name: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         if not by_name or any(file != Path(file).name for file in by_name.values()):
-            raise ValueError("its weight_map names no files beside it")
+            raise ValueError("its weight_map lists no files in its folder")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        text = f"{index} is no index of shards: {short(str(error))}"
+        text = f"{index} is not a shard index: {short(str(error))}"
         raise ConfigError(KEY, text, WHOLE_COPY) from error
     return by_name
 
@@ -172,7 +172,7 @@ def _of_ours(restored: folders.Restored) -> StoredWeights:
     for warning in restored.warnings:
         log.warning("%s: %s", KEY, warning)
     averaged = restored.state["update"]["average"]
-    notes = ["the weights themselves, not their average (optimizer.ema)"] if averaged else []
+    notes = ["the raw weights, not their average (optimizer.ema)"] if averaged else []
     return StoredWeights(
         restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes
     )
@@ -190,7 +190,7 @@ def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
     keys = f" with {some(map(str, content))}" if nested else ""
     raise ConfigError(
         KEY,
-        f"{path} ({kind}){keys} holds no tensors by name, plain or below {', '.join(BELOW)}",
+        f"{path} ({kind}){keys} holds no named tensors, at the top or under {', '.join(BELOW)}",
         "save model.state_dict(), with safetensors or torch.save",
     )
 

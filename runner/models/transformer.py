@@ -75,8 +75,9 @@ def first(positions: nn.Embedding, length: int) -> Tensor:
     """Return the embeddings of the first `length` positions; DataError if there are fewer."""
     if length > positions.num_embeddings:
         raise DataError(
-            f"a sequence of {length} tokens, but the model has positions for "
-            f"{positions.num_embeddings}: cut it, or train with data.sequence={length}"
+            f"a sequence has {length} tokens, but the model has only "
+            f"{positions.num_embeddings} positions: truncate it, or train with "
+            f"data.sequence={length}"
         )
     return positions.weight[:length]  # a slice's backward is a copy, a lookup's a scatter
 

@@ -65,7 +65,9 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FileP
             chosen.clear()  # before the next part is read
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = shorten(str(error), 300)
-        raise ConfigError(KEY, f"{weights.path}: the model does not load it: {reason}") from error
+        raise ConfigError(
+            KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
+        ) from error
     made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", _summary(weights, fit))
     log.info("%s: %s: %s", KEY, made.value, made.reason)
     return made
@@ -85,7 +87,7 @@ def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> We
         if not any(_matches(name, [pattern]) for name in (*fit.fresh, *fit.unused)):
             raise ConfigError(
                 EXCEPT,
-                f"nothing is called {short(pattern)}, in the model or in {weights.path}",
+                f"no parameter is named {short(pattern)} in the model or in {weights.path}",
                 f"the model has {some(own, 2 * SHOWN)}",
             )
     tensors = {name: value for name, value in tensors.items() if not _matches(name, fresh)}
@@ -99,7 +101,9 @@ def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> We
     if fit.misfits:
         raise _misfit(weights, fit)
     if not fit.sources:
-        raise ConfigError(EXCEPT, f"leaves nothing of {weights.path} to load", "name fewer parts")
+        raise ConfigError(
+            EXCEPT, f"leaves no weights in {weights.path} to load", "name fewer parts"
+        )
     return fit
 
 
@@ -121,7 +125,7 @@ def _fit_one(names: list[str], tensors: Mapping[str, Any], fit: WeightsFit) -> N
     if present and fresh:
         raise ConfigError(
             EXCEPT,
-            f"{fresh[0]} stays fresh, and is the same tensor as {present[0]}, which does not",
+            f"{fresh[0]} is left out, but is the same tensor as {present[0]}, which is loaded",
             "name both, or neither",
         )
     if not present:
@@ -144,11 +148,11 @@ def _wrong(value: Any, own: Any) -> str:
     if not isinstance(own, Tensor):  # extra state, which its module checks itself
         return ""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return f"is no plain tensor, and the model's is {list(own.shape)}"
+        return f"is not a dense tensor; the model's has shape {list(own.shape)}"
     if value.shape != own.shape:
-        return f"is {list(value.shape)}, and the model's {list(own.shape)}"
+        return f"has shape {list(value.shape)}, expected {list(own.shape)}"
     if value.dtype != own.dtype and not (value.is_floating_point() and own.is_floating_point()):
-        return f"is {_type(value.dtype)}, and the model's {_type(own.dtype)}"
+        return f"is {_type(value.dtype)}, expected {_type(own.dtype)}"
     return ""
 
 
@@ -157,7 +161,7 @@ def _convert(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.dtype != dtype and torch.finfo(dtype).max < torch.finfo(value.dtype).max:
         if bool((converted.float().isfinite() != value.isfinite()).any()):
             problem = f"{name} has values that are too large for {_type(dtype)}"
-            raise ConfigError(KEY, problem, "use a model of the file's own type")
+            raise ConfigError(KEY, problem, "use a model of the file's dtype")
     return converted
 
 
@@ -173,12 +177,12 @@ def _misfit(weights: StoredWeights, fit: WeightsFit) -> ConfigError:
     parts = [f"{name} {problem}" for name, problem in fit.misfits.items()]
     sound = [name for name in fit.sources if name not in fit.misfits]
     places = dict.fromkeys(_module_of(name, sound) for name in fit.misfits)
-    fix = f"name the model that it is of (model=…, its sizes), or what to leave out by {EXCEPT}"
+    fix = f"set the matching model (model=…, its sizes), or leave out parts with {EXCEPT}"
     if sound and len(places) <= SHOWN:
         fix = f"to start without these parts, add '{EXCEPT}=[{','.join(places)}]'"
     count = len(fit.misfits)
     return ConfigError(
-        KEY, f"{weights.path} does not fit the model, in {count} names: {some(parts)}", fix
+        KEY, f"{weights.path} does not fit the model in {count} tensors: {some(parts)}", fix
     )
 
 
@@ -197,7 +201,7 @@ def _summary(weights: StoredWeights, fit: WeightsFit) -> str:
     parts = [weights.trust.name.lower(), f"{len(fit.sources):,} tensors"]
     parts += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]
     if fit.prefix:
-        parts.append(f"{short(fit.prefix)} before their names left off")
+        parts.append(f"prefix {short(fit.prefix)} removed")
     if fit.fresh:
         parts.append(f"fresh: {some(fit.fresh)}")
     if left := [name for name in fit.unused if name not in fit.fresh]:

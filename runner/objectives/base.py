@@ -99,5 +99,5 @@ def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError
     shown = [name for name in names if name.count("/") < 2]  # without those of single classes
     guess = f"did you mean {MONITOR}={near}? " if near else ""
     return ConfigError(
-        MONITOR, f"there is no metric {asked!r}", f"{guess}there are {', '.join(shown)}{then}"
+        MONITOR, f"unknown metric {asked!r}", f"{guess}available: {', '.join(shown)}{then}"
     )

@@ -52,12 +52,12 @@ def build_objective(
     for knob, kinds in KNOBS.items():
         if getattr(config, knob) != getattr(ObjectiveConfig, knob) and kind not in kinds:
             fix = f"it is for {' and '.join(kinds)}"
-            raise ConfigError(f"objective.{knob}", f"means nothing to {kind}", fix)
+            raise ConfigError(f"objective.{knob}", f"is not used by {kind}", fix)
     if config._target_ is not None:
         return _custom(config, config._target_, sizes, resolve)
     if config.arguments:
         key = f"objective.{next(iter(config.arguments))}"
-        raise ConfigError(key, "there is no such key", f"only {KEY} takes others")
+        raise ConfigError(key, "no such key", f"only {KEY} takes more keys")
     if kind not in KINDS or kind != sizes.task:
         labels = (kind, sizes.task) == ("classification", "regression")
         fix = f"use objective=auto, other data, or name a loss by {KEY}"
@@ -74,8 +74,8 @@ def build_objective(
 
         return RegressionObjective(sizes.target_mean, sizes.target_deviation, loss, config.delta)
     if sizes.classes is None:
-        problem = "classification needs the number of classes, which the data does not state"
-        raise ConfigError("objective", problem, "give the data set a `classes`")
+        problem = "classification needs the number of classes"
+        raise ConfigError("objective", problem, "set the data set's attribute `classes`")
     from runner.objectives.classification import Classification
 
     smoothing, top_k, ignored = config.label_smoothing, config.top_k, config.ignore_index
@@ -89,12 +89,12 @@ def _loss(config: ObjectiveConfig, kind: str) -> str:
     names = LOSSES.get(kind, ("cross_entropy",))
     loss = config.loss or names[0]
     if loss not in names:
-        fix = f"there are {', '.join(names)}"
-        raise ConfigError("objective.loss", f"there is no {loss!r} for {kind}", fix)
+        fix = f"use {', '.join(names)}"
+        raise ConfigError("objective.loss", f"unknown loss {loss!r} for {kind}", fix)
     for knob, wanted in OF_LOSS.items():
         if getattr(config, knob) != getattr(ObjectiveConfig, knob) and loss != wanted:
             fix = f"it is for objective.loss={wanted}"
-            raise ConfigError(f"objective.{knob}", f"means nothing to {loss}", fix)
+            raise ConfigError(f"objective.{knob}", f"is not used by {loss}", fix)
     return loss
 
 
@@ -117,15 +117,15 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
             problem = f"{name} is for two classes, and the data has {sizes.classes}"
             raise ConfigError(KEY, problem, "use objective=auto")
         if name in PROBABILITIES:
-            problem = f"{name} takes probabilities, and predictions are made of logits"
+            problem = f"{name} takes probabilities, but the model returns logits"
             raise ConfigError(KEY, problem, f"use {KEY}=torch.nn.BCEWithLogitsLoss")
         reason = f"{config._target_} takes float targets, and one output for two classes"
         return sizes, [Choice(KEY, "float targets", reason)]
     if not own:
-        problem = f"{name} compares quantities, and the targets are classes"
-        fix = "use objective=auto; of quantities in a table or arrays: data.task=regression"
+        problem = f"{name} is for regression, but the targets are classes"
+        fix = "use objective=auto; for numbers in a table or arrays: data.task=regression"
         raise ConfigError(KEY, problem, fix)
-    reason = f"{config._target_} compares quantities; of classes: objective=auto"
+    reason = f"{config._target_} is for regression; for classes use objective=auto"
     quantities = replace(sizes, task="regression", classes=1, class_names=())
     return quantities, [Choice(KEY, "float targets", reason)]
 
@@ -146,7 +146,7 @@ def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):
-        raise ConfigError(KEY, f"{target} cannot be called", "give it __call__(output, target)")
+        raise ConfigError(KEY, f"{target} is not callable", "define __call__(output, target)")
     _check_call(loss, target, arguments)
     from runner.objectives.custom import Custom
 

@@ -125,9 +125,9 @@ class Classification(Objective):
         logits = model_output.logits(output)
         if logits.ndim > 1 and logits.shape[1] != self.classes:
             problem = (
-                f"returns {logits.shape[1]} outputs a sample, and the data has {self.classes} "
+                f"returns {logits.shape[1]} outputs a sample, but the data has {self.classes} "
             )
-            fix = "name `classes` in its constructor and size the last layer by it"
+            fix = "take `classes` in its constructor to size the last layer"
             raise ConfigError("model", f"{problem}classes", fix)
         return logits
 

@@ -34,7 +34,9 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError("objective.kind", f"no objective {self.kind!r}", f"one of {KINDS}")
+            raise ConfigError(
+                "objective.kind", f"unknown objective {self.kind!r}", f"use one of {KINDS}"
+            )
         check_bounds(self, "objective")
         weights = self.class_weights
         numbers = isinstance(weights, list) and all(

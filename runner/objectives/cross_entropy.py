@@ -128,19 +128,17 @@ class CrossEntropy:
     def problem(self, shape: torch.Size, target: Tensor) -> UsageError | None:
         """Return the error for shapes or values that torch refused, or None if they are valid."""
         if target.is_floating_point() or target.dtype is torch.bool:
-            return DataError(f"targets are {target.dtype}; classes are named by their index, int64")
+            return DataError(f"targets must be class indices (int64), got {target.dtype}")
         if len(shape) < 2 or shape[:1] + shape[2:] != target.shape:
             problem = f"returns {list(shape)} for targets of {list(target.shape)}"
             return ConfigError("model", problem, "return a row of logits per target")
         if target.dtype not in (torch.int64, torch.uint8):
-            return DataError(f"targets are {target.dtype}; hand them over as int64")
+            return DataError(f"targets must be int64, got {target.dtype}")
         if target.device.type != "cpu":  # unreadable after a failed device assertion
             return None
         wrong = target[self.counts(target) & ((target < 0) | (target >= shape[1]))]
         if not wrong.numel():
             return None
         value = int(wrong[0])
-        fix = f"; where it means 'no target', set objective.ignore_index={value}" * (value < 0)
-        return DataError(
-            f"target {value} is out of range: there are classes 0 to {shape[1] - 1}{fix}"
-        )
+        fix = f"; if it means 'no target', set objective.ignore_index={value}" * (value < 0)
+        return DataError(f"target {value} is out of range: classes are 0 to {shape[1] - 1}{fix}")

@@ -39,7 +39,7 @@ class Custom(Objective):
         self.name, self.key = name, key  # for messages
         self.module = loss if isinstance(loss, nn.Module) else None
         if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
-            problem = f"{name} has parameters, and only the model's are trained"
+            problem = f"{name} has parameters, but only the model's are trained"
             raise ConfigError(key, problem, "move them into the model, or freeze them")
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -65,12 +65,12 @@ class Custom(Objective):
         """Return the logits, and the target in their shape and dtype."""
         predicted = model_output.logits(output)
         if not isinstance(target, Tensor) or target.numel() != predicted.numel():
-            raise self._misfit(predicted, target, "it compares number by number")
+            raise self._misfit(predicted, target, "it compares element by element")
         return predicted, target.to(predicted.dtype).reshape(predicted.shape)
 
     def _misfit(self, output: Any, target: Any, reason: str) -> ConfigError:
         given = f"model outputs {_form(output)} with targets {_form(target)}"
-        fix = "return what it takes from the model and the data set, or use objective=auto"
+        fix = "return what it expects from model and data set, or use objective=auto"
         return ConfigError(self.key, f"{self.name} cannot compare {given}: {reason}", fix)
 
     def weight(self, target: Any) -> int:

@@ -77,8 +77,8 @@ def raw_logits(output: Any) -> Tensor:
     if isinstance(inside, DeferredLogits):
         inside = inside.whole()
     if not isinstance(inside, Tensor):
-        problem = f"returns a {type(output).__name__} in which there are no logits"
-        fix = "return a tensor, a tuple that starts with one, or something with `logits`"
+        problem = f"returns a {type(output).__name__} without logits"
+        fix = "return a tensor, a tuple that starts with one, or an object with `logits`"
         raise ConfigError("model", problem, fix)
     return inside
 
@@ -130,5 +130,5 @@ def require_count(totals: dict[str, Tensor]) -> int:
     """Return the number of items in the totals; DataError for none. Host sync."""
     count = int(totals["count"]) if "count" in totals else 0
     if count == 0:
-        raise DataError("no targets to measure: the validation set is empty, or all are ignored")
+        raise DataError("no targets to evaluate: the validation set is empty, or all are ignored")
     return count

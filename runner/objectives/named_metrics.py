@@ -116,14 +116,14 @@ def build_named_metrics(
     for name in names:
         if name not in known:
             near = nearest(name, known)
-            fix = f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
+            fix = f"did you mean {near}?" if near else f"available: {', '.join(sorted(known))}"
             raise ConfigError(KEY, f"torchmetrics has no {name!r} for {sizes.task}", fix)
         taken = inspect.signature(known[name]).parameters
         chosen = {key: value for key, value in arguments.items() if key in taken}
         if "average" in chosen:
             # the default, micro, of most metrics equals the accuracy
             chosen["average"] = "micro" if name == "Accuracy" else "macro"
-            over = "all samples" if name == "Accuracy" else "the classes, each counts the same"
+            over = "all samples" if name == "Accuracy" else "the classes, equally weighted"
             choices.append(Choice(KEY, f"{name}: {chosen['average']}", f"the mean over {over}"))
         metrics[name] = _made(name, known[name], chosen, sizes)
     if metrics and sizes.task == "classification" and sizes.classes == 2:
@@ -143,7 +143,7 @@ def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
         classes = {n: c for n, c in vars(regression).items() if _is_class(c, Metric)}
         return classes, {"num_outputs": sizes.classes or 1}
     if sizes.task != "classification" or not sizes.classes:
-        problem = f"are for classification and regression, and this is {sizes.task}"
+        problem = f"need classification or regression, got {sizes.task}"
         raise ConfigError(KEY, problem, "leave them out")
     prefix = "Binary" if sizes.classes == 2 else "Multiclass"
     classes = {
@@ -173,7 +173,7 @@ def _made(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -
             reason = str(error).partition("\n")[0]
             raise ConfigError(KEY, f"{name} does not fit: {reason}", "leave it out") from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ConfigError(KEY, f"{name} is no single number", "leave it out")
+        raise ConfigError(KEY, f"{name} is not a single number", "leave it out")
     return metric
 
 

@@ -109,6 +109,6 @@ def _misfit(shape: torch.Size, target: Tensor) -> UsageError:
     if not (a_row_each and target.is_floating_point()):
         return ConfigError("model", problem, fix)
     return DataError(
-        f"data: the targets are floats, so quantities (a regression), and the model {problem}; "
+        f"data: the targets are floats, so regression, but the model {problem}; "
         f"if they are classes, {AS_CLASSES}; if not, {fix}"
     )

@@ -38,19 +38,19 @@ class OptimizerConfig:
     def _check_group(self, key: str, group: dict[str, Any]) -> None:
         unknown = [name for name in group if name not in GROUP_KEYS]
         if unknown:
-            fix = f"there are {', '.join(GROUP_KEYS)}"
-            raise ConfigError(f"{key}.{unknown[0]}", "there is no such key", fix)
+            fix = f"use {', '.join(GROUP_KEYS)}"
+            raise ConfigError(f"{key}.{unknown[0]}", "no such key", fix)
         match = group.get("match")
         if not (match and isinstance(match, str)) or len(group) < 2:
-            problem = f"must name parameters and what is theirs, got {group}"
+            problem = f"needs match and an option, got {group}"
             raise ConfigError(key, problem, "e.g. {match: classifier.*, lr: 1e-3}")
         for name in GROUP_KEYS[1:]:
             value = group.get(name, 0.0)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ConfigError(f"{key}.{name}", f"must be a number ≥ 0, got {value!r}")
         if "lr" in group and not self.lr:
-            fix = "give the others a rate, or name them in optimizer.freeze"
-            raise ConfigError("optimizer.lr", f"is 0, and {key}.lr is a multiple of it", fix)
+            fix = "set it, or freeze the others with optimizer.freeze"
+            raise ConfigError("optimizer.lr", f"is 0, but {key}.lr is a multiple of it", fix)
 
 
 class ScheduleKind(Enum):

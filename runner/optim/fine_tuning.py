@@ -46,8 +46,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             still: Any = module
             still.train = MethodType(_stay_in_evaluation, module)
     if not any(p.requires_grad for p in own.values()):
-        problem = f"{', '.join(patterns)} leaves none of {len(own)} parameters to train"
-        raise ConfigError("optimizer.freeze", problem, "name fewer")
+        problem = f"{', '.join(patterns)} leaves none of {len(own)} parameters trainable"
+        raise ConfigError("optimizer.freeze", problem, "freeze fewer")
 
 
 def _stay_in_evaluation(self: nn.Module, mode: bool = True) -> nn.Module:
@@ -64,6 +64,6 @@ def match_names(pattern: str, names: Iterable[str], key: str, what: str) -> list
         places = tails | {tail.rpartition(".")[0] for tail in tails} - {""}
         near = difflib.get_close_matches(pattern.removesuffix(".*"), sorted(places), 3)
         some = ", ".join(near or known[:6]) + (", …" if not near and len(known) > 6 else "")
-        fix = f"did you mean {some}?" if near else f"there are {some}"
+        fix = f"did you mean {some}?" if near else f"available: {some}"
         raise ConfigError(key, f"{pattern!r} matches none of {len(known)} {what}", fix)
     return matched

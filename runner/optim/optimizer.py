@@ -35,8 +35,8 @@ def optimizer_class(
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise ConfigError(
                 key,
-                f"{config._target_} is no optimizer",
-                "name one made from torch.optim.Optimizer",
+                f"{config._target_} is not an optimizer",
+                "name a subclass of torch.optim.Optimizer",
             )
     if why := unfit(cls, model):
         raise ConfigError(key, why, "use AdamW")
@@ -51,7 +51,7 @@ def unfit(cls: type[Optimizer], model: nn.Module) -> str:
         sparse = {id(module.weight) for module in sparse_embeddings(model)}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in sparse:
-                return f"SparseAdam takes sparse gradients alone, and those of {name} are dense"
+                return f"SparseAdam needs sparse gradients, but those of {name} are dense"
     return ""
 
 
@@ -72,7 +72,7 @@ def find_optimizer(name: str) -> type[Optimizer]:
         near = nearest(name, known, 0.5)
         fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(known))}"
         if "." in name:
-            fix = f"for a class of your own write optimizer._target_={name}"
+            fix = f"for your own class use optimizer._target_={name}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
     return known[name]
 
@@ -100,13 +100,13 @@ def build_optimizer(
     if decays:
         arguments["weight_decay"] = config.weight_decay
     elif config.weight_decay:
-        log.info("optimizer.weight_decay is not used: %s takes none", cls.__name__)
+        log.info("optimizer.weight_decay is not used: %s has no weight decay", cls.__name__)
     groups = _parameter_groups(config, names or dict(model.named_parameters()), decays)
     try:
         with without_compiler():
             optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        problem = f"{cls.__name__} refuses: {error}"
+        problem = f"{cls.__name__}: {error}"
         raise ConfigError("optimizer", problem, "check its options") from error
     if cls is torch.optim.SGD:
         from runner.optim.optimizer_state import fill_momentum
@@ -146,9 +146,9 @@ def _check_options(config: OptimizerConfig, name: str, accepted: list[str]) -> N
     for option in config.options:
         key = f"optimizer.options.{option}"
         if option in OWN_KEYS:
-            raise ConfigError(key, "has a key of its own", f"optimizer.{option}")
+            raise ConfigError(key, "has its own key", f"use optimizer.{option}")
         if option not in accepted:
-            raise ConfigError(key, f"{name} has no such option", f"it has {', '.join(choices)}")
+            raise ConfigError(key, f"{name} has no such option", f"use {', '.join(choices)}")
 
 
 def _accepted(cls: type[Optimizer]) -> list[str]:

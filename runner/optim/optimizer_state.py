@@ -30,7 +30,7 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
         return dict(saved)
     numbers = [number for group in saved_groups for number in group["params"]]
     if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
-        raise ValueError("an optimizer's state must be keyed by the numbers of its weights")
+        raise ValueError("an optimizer's state must be keyed by parameter numbers")
     if is_torchs(type(optimizer)):
         _check_options(optimizer, saved_groups)
     state: dict[int, Any] = {}
@@ -62,9 +62,9 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
         if value is None or (own and (name not in MOMENTS or not isinstance(value, Tensor))):
             continue
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            raise ValueError(f"{name} is no dense tensor")
+            raise ValueError(f"{name} is not a dense tensor")
         if value.shape != weight.shape and (value.ndim or name in MOMENTS):
-            raise ValueError(f"{name} has not its weight's shape, {list(weight.shape)}")
+            raise ValueError(f"{name} must have its weight's shape, {list(weight.shape)}")
         kinds = [(t.is_floating_point(), t.is_complex()) for t in (value, weight)]
         if name in MOMENTS and (kinds[0] != kinds[1] or value.itemsize < 2):
             raise ValueError(f"{name} is of {value.dtype}")
@@ -84,7 +84,7 @@ def _check_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> 
         before, now = saved.keys() - {"initial_lr"}, group.keys() - {"initial_lr"}
         if not (before <= now or now <= before):
             theirs, name = ", ".join(sorted(before - now)), type(optimizer).__name__
-            raise ValueError(f"it was another optimizer: {name} has no {theirs}")
+            raise ValueError(f"saved by another optimizer: {name} has no {theirs}")
 
 
 def _select(

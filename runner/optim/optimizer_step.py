@@ -369,9 +369,9 @@ class OptimizerStep:
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state; raise ValueError or KeyError if it does not fit."""
         if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
-            raise ValueError("optimizer.ema or the loss scale was switched since")
+            raise ValueError("optimizer.ema or the loss scale was turned on or off")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
-            raise ValueError("an average has not its weight's shape")
+            raise ValueError("an average must have its weight's shape")
         from runner.optim.optimizer_state import align_state, compatible_state
 
         fits = compatible_state(self.optimizer, state["optimizer"])

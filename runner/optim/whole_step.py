@@ -65,7 +65,7 @@ class StepGraph:
         """Return why this optimizer's update cannot be part of the graph, or None."""
         if update.kernel is None:
             name = type(update.optimizer).__name__
-            return f"{name} has no fused kernel for these weights, with whose state the graph works"
+            return f"{name} has no fused kernel for these weights, which the graph needs"
         if not update.one_rate:
             return "its optimizer's parameter groups have different learning rates"
         return None
@@ -86,7 +86,7 @@ class StepGraph:
         if bool(self.targets.wrong):
             self.targets.wrong.zero_()  # raised once: a checkpoint saved afterwards is sound
             raise DataError(
-                f"target {int(self.targets.value)} is out of range: there are classes 0 to "
+                f"target {int(self.targets.value)} is out of range: classes are 0 to "
                 f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
             )
 
@@ -189,7 +189,7 @@ def _traced(
         before = [buffer.detach().clone() for buffer in update.buffers.now()]
         loss = objective(call(forward, inputs), target)
         if [buffer.shape for buffer in update.buffers.now()] != [old.shape for old in before]:
-            raise RuntimeError("its forward makes, drops or resizes a buffer")
+            raise RuntimeError("its forward adds, removes or resizes a buffer")
         scaled = loss if update.scale is None else loss * update.scale.value
         gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():

@@ -99,7 +99,7 @@ class StabilityController:
         rows = [i for i, rule in enumerate(self.table.rules) if rule.action is Action.rollback]
         left = self.table.can_roll_back(run.progress.rollbacks)
         row = (rows[0] if rows else -1) if left else None
-        self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
+        self.decision = Decision(row, "asked", run.progress.step, "a hook requested a rollback")
 
     def execute(self, run: Run) -> RecoveryRule | None:
         """Carry out the decision; return its rule if the loop has to roll back, else None.
@@ -158,7 +158,7 @@ class StabilityController:
         decision = self.decision
         if decision is None:
             return
-        decision.message += "; there is no good checkpoint to go back to"
+        decision.message += "; no good checkpoint to roll back to"
         decision.stuck = True
         row, decision.row = decision.row, None
         if decision.kind != "asked" and row is not None:
@@ -167,7 +167,7 @@ class StabilityController:
             from runner.stability.messages import describe_remedy
 
             then = describe_remedy(self._rule(decision))
-            log.warning("there is no good checkpoint to go back to; instead: %s", then)
+            log.warning("no good checkpoint to roll back to; instead: %s", then)
 
     def sound(self) -> bool:
         """Return whether weights, averages and buffers are finite (host sync); True unguarded."""
@@ -234,7 +234,7 @@ class StabilityController:
             self.streak = self.streak or step
         message = describe_fault(kind, anomaly, self.spikes)
         if (cause := run.history.causes.get(step)) is not None:
-            message += f", and it comes from the batch: {cause}"
+            message += f"; cause in the batch: {cause}"
         anomaly.action = action = self._decide(run, kind, anomaly, message)
         # skipped overflows are normal while the loss scale adapts
         if run.captures is not None and not (kind is BadStepKind.overflow and action == "skipped"):

@@ -62,14 +62,14 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
     if kind is BadStepKind.weights:
         return "the weights are not finite"
     if kind is BadStepKind.buffers:
-        return "a buffer, such as BatchNorm's statistics, came out not finite"
+        return "a buffer, such as BatchNorm's statistics, is not finite"
     if kind is BadStepKind.overflow:
         return "a gradient times the loss scale overflowed"
     if kind is BadStepKind.spike:
         name = "loss" if anomaly.loss > anomaly.loss_limit else "grad_norm"
         value = getattr(anomaly, name)
         usual = spikes.usual[name].centre if name in spikes.usual else 0.0
-        times = f", {value / usual:,.0f} times what is usual" if usual > 0 else ""
+        times = f", {value / usual:,.0f} times the usual value" if usual > 0 else ""
         return f"the {name.replace('grad_', 'gradient ')} was {value:.4g}{times}"
     if not math.isfinite(anomaly.loss):
         return f"the loss was {anomaly.loss}"
@@ -85,7 +85,7 @@ def describe_remedy(rule: RecoveryRule | None) -> str:
         Action.lower_lr: f"learning rate times {rule.factor:g} for {rule.for_steps} steps",
         Action.lower_scale: f"loss scale times {rule.factor:g}",
         Action.rollback: "rolling back",
-        Action.accept: "taken for the new normal",
+        Action.accept: "accepted as the new baseline",
     }[rule.action]
 
 
@@ -100,24 +100,24 @@ def describe_giving_up(
 
     `first` is the first bad step with a capture.
     """
-    see = "look at the data of these steps"
+    see = "inspect the data of these steps"
     for capture in (decision.capture, "" if first is None else first.capture):
         if folder is not None and capture and os.path.isdir(folder / capture):
             replay = shlex.quote(f"replay.path={folder / capture}")
-            see = f"to see where it comes from: python -m runner job=replay {replay}"
+            see = f"to find the cause: python -m runner job=replay {replay}"
             break
     if decision.raises:
         return f"step {decision.step}: {decision.message} (debug.on_anomaly=raise); {see}"
     many = f", {decision.in_a_row} bad steps in a row" if decision.in_a_row > 1 else ""
     fault = f"step {decision.step}: {decision.message}{many}"
     if decision.row is not None:
-        row = f"row {decision.row + 1} of stability.recovery says stop"
+        row = f"row {decision.row + 1} of stability.recovery is stop"
         return f"{fault}; {row}; tried before: {table.tried()}; {see}"
     if not table.rolls_back:  # a hand-written loop
-        more = ", or go back to a checkpoint of your own"
+        more = ", or load an earlier checkpoint"
     elif rollbacks >= table.max_rollbacks and not decision.stuck:
         more = ", or raise stability.max_rollbacks"
     else:
-        more = f", or give stability.recovery another row for kind: {decision.kind}"
-    left = f"no row of stability.recovery is left for it; tried: {table.tried()}"
+        more = f", or add a row for kind: {decision.kind} to stability.recovery"
+    left = f"no row of stability.recovery is left; tried: {table.tried()}"
     return f"{fault}; {left}; {see}; then lower optimizer.lr{more}"

@@ -15,7 +15,7 @@ WORDS = {
     Action.lower_lr: "lowered the learning rate",
     Action.lower_scale: "lowered the loss scale",
     Action.rollback: "rolled back",
-    Action.accept: "took a spike for the new normal",
+    Action.accept: "accepted a spike as the new baseline",
     Action.stop: "stopped",
 }
 

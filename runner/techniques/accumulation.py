@@ -47,7 +47,7 @@ def _decide(knobs: Accumulation, draft: RunBuilder) -> tuple[int, str]:
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
     size = next((size for size in sizes if fixed + size * per_sample <= most), 1)
     needed = fixed + size * per_sample
-    beyond = "" if needed <= most else ", and less cannot be"
+    beyond = "" if needed <= most else ", the smallest possible"
     sides = f"{needed / MIB:,.0f} MiB estimated, {free / MIB:,.0f} MiB free"
     return size, f"{sides} at {size} samples{beyond}"
 

@@ -33,7 +33,7 @@ def apply(knobs: Amp, draft: RunBuilder) -> str | None:
     """Enter autocast around forward and loss; fp16 also gets a loss scale."""
     complex_weights = [n for n, p in draft.model.named_parameters() if p.is_complex()]
     if complex_weights:
-        return f"there are no 16-bit complex numbers, and {complex_weights[0]} is complex"
+        return f"{complex_weights[0]} is complex, which has no 16-bit type"
     if knobs.min_mflop:
         cost = forward_cost(draft)
         mflop = cost.mflop / max(1, cost.products)
@@ -64,7 +64,7 @@ def _by_rule(knobs: Amp, draft: RunBuilder) -> str | None:
     if fast or not (draft.measures or ENABLED in draft.recorded):
         return None
     reason = f"{draft.device.name} has no fast {knobs.dtype.value} product, and "
-    reason += f"{draft.total_steps:,} steps are too few to measure what it gains"
+    reason += f"{draft.total_steps:,} steps are too few to measure the gain"
     draft.choose(ENABLED, lambda: (False, reason))
     return reason
 
@@ -74,10 +74,10 @@ def _choose_dtype(knobs: Amp, draft: RunBuilder) -> torch.dtype:
     slow_bf16 = automatic and not draft.device.capabilities.bf16_fast
     fp16 = knobs.dtype is Precision.fp16 or slow_bf16
     if automatic:
-        reason = "no fast bf16 here" if fp16 else "bf16 is fast here and needs no loss scale"
+        reason = "no fast bf16 here" if fp16 else "bf16 is fast and needs no loss scale"
         draft.choices.append(Choice(KEY, "fp16" if fp16 else "bf16", reason))
     elif fp16 and draft.device.kind == "cpu":
-        draft.choices.append(Choice(KEY, "fp16", "asked for; 20 to 30 times slower on a CPU"))
+        draft.choices.append(Choice(KEY, "fp16", "requested; 20 to 30 times slower on a CPU"))
     return torch.float16 if fp16 else torch.bfloat16
 
 

@@ -30,7 +30,7 @@ def apply_techniques(
     extra = [(target.rpartition(".")[2], _extra(target, given, look_up)) for target in asked.extra]
     for name, technique in [*asked.techniques(), *extra]:
         if not technique.enabled:
-            others.append(TechniqueStatus(name, False, False, "not asked for"))
+            others.append(TechniqueStatus(name, False, False, "not requested"))
             continue
         status, reason = "not applicable", technique.unavailable(draft.device)
         if draft.world is not None and reason is None:
@@ -39,7 +39,7 @@ def apply_techniques(
             if reason is None:
                 status, reason = "skipped", technique.apply(draft)
         except NotRestorable as error:
-            reason = f"it would call the model before training, and cannot: {error}"
+            reason = f"it cannot call the model before training: {error}"
         if reason is None:
             applied.append((name, technique))
         else:
@@ -60,7 +60,7 @@ def _extra(
 
         technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
     if not isinstance(technique, Technique):
-        raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")
+        raise ConfigError(EXTRA, f"{target} is not a Technique", "inherit from runner.Technique")
     if technique.enabled and not type(technique).__module__.startswith("runner."):
         from runner.techniques.fingerprint import MeasuredTechnique
 

@@ -47,7 +47,7 @@ def unavailable(knobs: Attention, device: Device) -> str | None:
     if knobs.kernel in (Kernel.efficient, Kernel.cudnn) and device.kind != "cuda":
         return f"{knobs.kernel.value} runs on NVIDIA GPUs only"
     if device.kind == "mps" and knobs.kernel not in (Kernel.math, Kernel.plain):
-        return "MPS has one kernel of its own (and math, plain)"
+        return "MPS has its own kernel, math and plain only"
     return None
 
 
@@ -95,7 +95,7 @@ def _refusal(name: str, forward: Callable[[], object], draft: RunBuilder) -> str
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             why = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
             gist = shorten(" ".join([*why, str(error).splitlines()[0]]), 300)
-            return f"{name} does not take the model's calls here: {gist}"
+            return f"{name} does not support the model's calls: {gist}"
     return None
 
 
@@ -103,7 +103,7 @@ def _choose(device: Device, dtypes: set[torch.dtype], matrix_mb: float) -> tuple
     """Choose `plain` for 16 bits on a CPU (0.85 of flash's time, 8 x 4 x 256 x 64), or default."""
     size = f"matrices of {matrix_mb:,.0f} MB"
     if device.kind != "cpu" or not dtypes <= {torch.float16, torch.bfloat16}:
-        return DEFAULT, "torch's choice is the fastest but for 16 bits on a CPU"
+        return DEFAULT, "torch's choice is fastest except 16 bits on a CPU"
     if matrix_mb > MATRIX_MB:
         return DEFAULT, f"torch's choice: {size} rule out math and plain"
     return "plain", f"the fastest for 16 bits on a CPU, with {size}"
@@ -130,11 +130,11 @@ def engaged(knobs: Attention, run: Run) -> Evidence:
     facts: dict[str, Any] = {"kernel": wanted, "ran": ran or ({"bmm": products} if apart else {})}
     others = [name for name in ran if name != wanted and wanted != DEFAULT]
     if others:
-        return Evidence(False, f"{' and '.join(others)} ran in its place", facts)
+        return Evidence(False, f"{' and '.join(others)} ran instead", facts)
     # share of the calls recorded at build time; recomputed ones run twice a step
     calls, took = int(run.remarks["attention"]["calls"]), sum(ran.values()) or apart
     shown = Evidence.of_share(min(took, calls), calls, "calls ran in an attention kernel", **facts)
-    return shown if took else replace(shown, reason="no attention kernel was seen")
+    return shown if took else replace(shown, reason="no attention kernel ran")
 
 
 def _step_calls(run: Run) -> int:

@@ -168,7 +168,7 @@ class RunBuilder(RunParts):
         if name not in known and not (self.measures and room and self.total_steps >= least):
             if self.measures and not room:
                 needed = math.ceil(trials * SHORTEST_TRIAL / TRIAL_SHARE)
-                reason = f"{self.total_steps:,} steps are too few; by rule below {needed:,}"
+                reason = f"{self.total_steps:,} steps are too few to measure ({needed:,} needed)"
                 self.choose("optimization.measure", lambda: (False, reason))
             return False
         self.switches.append(Switch(name, turn, first))
@@ -180,7 +180,7 @@ class RunBuilder(RunParts):
             if choice.key == key:  # already decided by another technique
                 return choice.value
         if key in self.recorded:
-            value, reason = self.recorded[key], "as before the run was resumed"
+            value, reason = self.recorded[key], "kept from the resumed run"
         else:
             value, reason = decide() if self.world is None else self.world.choose(decide)
         self.choices.append(Choice(key, value, reason))
@@ -196,5 +196,5 @@ class ForwardCost(NamedTuple):
 
     def __str__(self) -> str:
         if self.unknown:
-            return f"a forward is not counted, {self.unknown}"
+            return f"forward cost unknown: {self.unknown}"
         return f"a forward takes {self.mflop:,.1f} MFLOP"

@@ -30,29 +30,29 @@ CHUNK = 2048  # faster than longer ones; GPUs need long ones, as each chunk accu
 def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
     """Find the layer that computes the logits, and make it return DeferredLogits."""
     if not draft.objective.takes_deferred:
-        return f"{type(draft.objective).__name__} takes whole logits only"
+        return f"{type(draft.objective).__name__} needs full logits"
     inputs, target = probe.sample_batch(draft, min(draft.micro_batch, SAMPLES))
     with probe.untouched(draft), torch.no_grad():
         draft.model.eval()
         layer, shape = _last_layer(draft, inputs)
         if layer is None:
-            return "its logits do not come as they are out of a linear layer"
+            return "its logits are not the output of a linear layer"
         tokens = shape.numel() // shape[-1] * draft.micro_batch // count(target)
         size = tokens * shape[-1] * 4 / 2**20
         chunk = knobs.chunk or CHUNKS.get(draft.device.kind, CHUNK)
         if size < knobs.min_mb:
             return f"the logits take {size:,.1f} MB (min_mb={knobs.min_mb}), little to save"
         if tokens <= chunk:
-            return f"{tokens} tokens are one chunk (chunk={chunk})"
+            return f"{tokens} tokens fit in one chunk (chunk={chunk})"
         defer(layer, chunk)
         layer.training = True  # only this layer, so that the forward is otherwise unchanged
         try:
             output = find_logits(probe.forward(draft, inputs))
-            problem = "another tensor comes out"
+            problem = "the output is another tensor"
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             output, problem = None, f"{type(error).__name__}: {error}"
     if not isinstance(output, DeferredLogits):
-        return f"the model does more with its logits, for which it needs them whole: {problem}"
+        return f"the model needs its full logits after the last layer: {problem}"
     defer(layer, chunk)
     draft.scope.callback(undo, layer)
     return None
@@ -90,7 +90,7 @@ def engaged(knobs: ChunkedLoss, run: Run) -> Evidence:
     with probe.forward_hooks(layers, after=note_output), probe.OperatorObserver(note):
         probe.dry_run_step(run)
     if not deferred:
-        return Evidence(False, "no layer put off its logits")
+        return Evidence(False, "no layer deferred its logits")
     *rows, vocab = deferred[0].shape
     tokens = prod(rows)
     made, whole = elements.get(vocab, 0), tokens * vocab
@@ -101,4 +101,4 @@ def engaged(knobs: ChunkedLoss, run: Run) -> Evidence:
         "largest_mb": round(made * 4 / 2**20, 1),
         "whole_mb": round(whole * 4 / 2**20, 1),
     }
-    return Evidence(made < whole, "" if made < whole else "logits of all tokens were made", facts)
+    return Evidence(made < whole, "" if made < whole else "the full logits were computed", facts)

@@ -73,7 +73,7 @@ def too_short(draft: RunBuilder, asked: int | None = 0) -> str | None:
     least, steps = least_steps(draft, asked), draft.total_steps
     if steps >= least:
         return None
-    return f"run too short ({steps:,} steps; it is tried from {least:,} on)"
+    return f"run too short ({steps:,} steps; tried from {least:,} on)"
 
 
 def engaged(knobs: Compile, run: Run) -> Evidence:
@@ -85,7 +85,7 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     compilation = run.compilation
     if run.whole is not None:
         made = run.whole.steps > 0
-        reason = "" if made else compiler.graph_obstacle(run) or "no step was made in one graph"
+        reason = "" if made else compiler.graph_obstacle(run) or "no step ran as one graph"
         return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
     reason = run.fallen.get("compile", "")
     if compilation is None or not compilation.mode:

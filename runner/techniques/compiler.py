@@ -306,9 +306,9 @@ def graph_obstacle(run: Run, eager: bool = False) -> str:
         if hook.every == 1 and looks and (hook.eager or not eager):
             tool = getattr(hook, "name", "")  # debug tools have one, equal to their config key
             name = f"debug={tool}" if tool else type(hook).__name__
-            slower = f"; debug.{tool}.every=50 leaves most of it" if tool else ""
+            slower = f"; debug.{tool}.every=50 avoids most of it" if tool else ""
             how = "uncompiled" if hook.eager else "in more than one graph"
-            return f"{name} looks at every step, which is then made {how}{slower}"
+            return f"{name} observes every step, which then runs {how}{slower}"
     return ""
 
 
@@ -344,12 +344,12 @@ def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
     Cached code is executed, so only the user may have write access, unless the user named it.
     """
     if not os.access(folder, os.W_OK):
-        return "cannot be written"
+        return "is not writable"
     if str(folder) == environ.get(CACHE):
         return None
     status = folder.stat()
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return "can be written by other users" if status.st_uid != os.getuid() or shared else None
+    return "is writable by other users" if status.st_uid != os.getuid() or shared else None
 
 
 def _make_cache(folder: Path, scope: ExitStack) -> Path:
@@ -358,8 +358,8 @@ def _make_cache(folder: Path, scope: ExitStack) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = cache_problem(folder, os.environ)
     except OSError as error:
-        problem = f"cannot be made: {error.strerror}"
+        problem = f"cannot be created: {error.strerror}"
     if problem is None:
         return folder
-    log.warning("%s %s; what is compiled is not kept for later runs", folder, problem)
+    log.warning("%s %s; compiled code is not cached for later runs", folder, problem)
     return Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="runner-compiled-")))

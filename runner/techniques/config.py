@@ -211,8 +211,8 @@ class AutoConfig:
             if name not in known:
                 raise ConfigError(
                     "optimization.auto.without",
-                    f"there is no technique {name!r}",
-                    f"there are {', '.join(known)}",
+                    f"unknown technique {name!r}",
+                    f"use {', '.join(known)}",
                 )
 
 

@@ -85,11 +85,11 @@ def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
         return _compile_rule(draft)
     try:
         seconds = step_seconds(draft)
-        measured = f"forward and backward take some {1e3 * seconds:.3g} ms"
+        measured = f"forward and backward take about {1e3 * seconds:.3g} ms"
     except NotRestorable as error:
         seconds = ASSUMED_S
-        measured = f"the model is not timed, {error}; taken for {1e3 * seconds:.3g} ms a step"
-    share = f"{COLD_S:.0f} s of compiling are to be {TRY_SHARE:.0%} of the run"
+        measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
+    share = f"{COLD_S:.0f} s of compiling may take {TRY_SHARE:.0%} of the run"
     return _two_digits(COLD_S / TRY_SHARE / seconds), f"{measured}; {share}"
 
 

@@ -15,7 +15,7 @@ def unavailable(knobs: CudaGraphs, device: Device) -> str | None:
     """Return a reason on devices other than CUDA."""
     if device.kind == "cuda":
         return None
-    return f"CUDA graphs are for GPUs with CUDA, and the device is {device.kind}"
+    return f"CUDA graphs need a CUDA GPU, but the device is {device.kind}"
 
 
 def apply(knobs: CudaGraphs, draft: RunBuilder) -> None:

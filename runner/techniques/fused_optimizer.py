@@ -39,7 +39,7 @@ def engaged(knobs: FusedOptimizer, run: Run) -> Evidence:
     if weights["fused"]:
         return shown
     name = type(optimizer).__name__
-    reason = f"{name} has no fused kernel that fits how it is set and called: {ran}"
+    reason = f"{name} has no fused kernel for these options: {ran}"
     return replace(shown, reason=reason)
 
 
@@ -56,7 +56,7 @@ def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[O
         return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     if any(isinstance(m, embeddings) and m.sparse for m in model.modules()):
-        return {}, "fused kernels do not take the sparse gradients of its embeddings"
+        return {}, "fused kernels do not support the sparse gradients of its embeddings"
     accepted = inspect.signature(optimizer).parameters
     if "fused" in accepted and all(p.is_floating_point() for p in model.parameters()):
         return {"fused": True}, None

@@ -85,11 +85,11 @@ def engaged(knobs: Pipeline, run: Run) -> Evidence:
     }
     ready, asked = run.train.ready()
     if asked:
-        shown = Evidence.of_share(ready, asked, "batches ready when they were asked for", **facts)
+        shown = Evidence.of_share(ready, asked, "batches ready when requested", **facts)
         alone = facts.get("wait_share_without_workers", 1.0)
         return replace(shown, engaged=ready > 0 or facts["wait_share"] < alone)
     refused = any(c.key == "data.device_prefetch" and not c.value for c in run.choices)
     off = run.settings.get("data.device_prefetch") is False
     facts["copied_aside"] = aside = run.device.kind == "cuda" and not refused and not off
-    reason = "" if aside else "no worker fetches ahead: they would not pay for themselves"
+    reason = "" if aside else "no prefetching workers: they cost more than they save"
     return Evidence(aside, reason, facts)

@@ -32,7 +32,7 @@ MIN_CUDA_ROWS = 17  # the fewest that `torch._int_mm` takes on CUDA; other sizes
 def unavailable(knobs: Quantization, device: Device) -> str | None:
     """Return a reason for dynamic mode on MPS, which has no int8 product."""
     if knobs.mode is QuantizationMode.dynamic and device.kind == "mps":
-        return "there is no int8 product on MPS: use mode=weight_only"
+        return "MPS has no int8 matrix product: use mode=weight_only"
     return None
 
 
@@ -41,8 +41,8 @@ def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
     if candidates(knobs, draft.model, draft.device.kind):
         return None
     return (
-        f"no linear layer with {knobs.min_features} inputs and outputs or more "
-        "that shares its weights with none (min_features)"
+        f"no linear layer with {knobs.min_features} or more inputs and outputs "
+        "and unshared weights (min_features)"
     )
 
 
@@ -74,7 +74,7 @@ def engaged(knobs: Quantization, run: Run) -> Evidence:
     }
     compared = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
     if not drop <= knobs.max_drop:  # NaN too
-        reason = f"{compared}: more is lost than max_drop={knobs.max_drop:g}"
+        reason = f"{compared}: the drop exceeds max_drop={knobs.max_drop:g}"
         return Evidence(False, reason, facts)
     run.quantized = Quantized(model, evaluation)
     share, latency = facts["int8_bytes"] / float_bytes, facts["latency_ratio"]

@@ -102,7 +102,7 @@ def engaged(knobs: Recompute, run: Run) -> Evidence:
         facts["compiled_held_bytes"] = compiled = count_saved(None)
         # a graph without recomputation saves about as much as eager without it
         took = 0 < compiled < NOTABLY * without
-        return Evidence(took, "" if took else "the compiled graph holds no less", facts)
+        return Evidence(took, "" if took else "the compiled graph saves no memory", facts)
     facts["recomputed_blocks"] = again
     return Evidence.of_share(again, blocks, "blocks ran again in the backward", **facts)
 

@@ -30,7 +30,7 @@ SHARED_OUT = 1 << 20  # elements: enough for an operator to run in all threads
 
 def unavailable(knobs: System, device: Device) -> str | None:
     """Return a reason on MPS: it has no such switches, and does not use CPU threads."""
-    return "there is nothing to set on mps" if device.kind == "mps" else None
+    return "no settings apply on mps" if device.kind == "mps" else None
 
 
 def apply(knobs: System, draft: RunBuilder) -> str | None:
@@ -69,19 +69,19 @@ def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, s
 
     cost = forward_cost(draft)
     if cost.mflop < knobs.small_mflop:
-        return 1, f"{cost}, too little to share out"
-    reason = f"{cost}, enough to share out"
+        return 1, f"{cost}, too little for several threads"
+    reason = f"{cost}, enough for several threads"
     if torch.are_deterministic_algorithms_enabled():  # threads affect the last bits
         return most, f"{reason}; device.deterministic: other processes are not considered"
     if most == 1:
-        return 1, f"{reason}, but torch has only one thread here"
+        return 1, f"{reason}, but torch has only one thread"
     from runner.device import process
 
     busy = process.busy_cores()
     threads = process.free_threads(most, busy)
     if threads < most:
         cores = len(capabilities.allowed_cores() or ()) or most
-        reason += f"; there are {cores} cores, {busy:.1f} of them busy with other processes"
+        reason += f"; {cores} cores, {busy:.1f} of them busy with other processes"
     return threads, reason
 
 
@@ -100,7 +100,7 @@ def engaged(knobs: System, run: Run) -> Evidence:
             problems.append(f"{threads} threads, not the {chosen} chosen")
         facts["denormals_are_zero"] = denormals_flushed()
         if not facts["denormals_are_zero"] and "denormals_left_alone" not in facts:
-            problems.append("denormals are not zero in every thread")
+            problems.append("denormals are not flushed in every thread")
     else:
         facts |= {key: settings[key] for key in ("memory_fraction", "cudnn_benchmark")}
         facts["expandable_segments"], facts["segments"] = allocator.expandable_segments()
@@ -121,7 +121,7 @@ def flush_denormals(scope: ExitStack) -> str | None:
     loaded = [ctypes.CDLL(path) for path in names]
     teams = [library.GOMP_parallel for library in loaded if hasattr(library, "GOMP_parallel")]
     if not teams:
-        return "the threads that operators run in cannot be reached here"
+        return "operator threads are not accessible"
     for kind in (np.float32, np.float64):
         str(np.finfo(kind))  # fills NumPy's cache, which would warn of flushed denormals
     libc = ctypes.CDLL(None)
@@ -139,7 +139,7 @@ def flush_denormals(scope: ExitStack) -> str | None:
 
     earlier = environment()
     if not torch.set_flush_denormal(True):
-        return "this CPU has no such switch"
+        return "this CPU cannot flush denormals"
     scope.callback(set_threads, earlier)
     set_threads(environment())
     return None

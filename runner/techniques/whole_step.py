@@ -33,7 +33,7 @@ def apply(knobs: WholeStep, draft: RunBuilder) -> str | None:
     if draft.world is not None:
         return "gradients go to other processes in the middle of the step"
     if draft.recompute is not None:
-        return "recompute needs a boundary between forward and backward, one graph has none"
+        return "recompute needs separate forward and backward graphs"
     fused, reason = fastest(draft.optimizer_class, draft.model)
     reason = reason or compile_technique.too_short(draft)
     if reason is not None:
@@ -80,12 +80,12 @@ def engaged(knobs: WholeStep, run: Run) -> Evidence:
     """Return the share of steps that ran in one graph."""
     whole = run.whole
     if whole is None:
-        return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
+        return Evidence(False, run.fallen.get("whole_step", "no step ran as one graph"))
     made = max(run.watch.count, whole.steps)  # a user's own loop is not timed
     facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.compilation_facts()}
     if not whole.steps:
-        return Evidence(False, compiler.graph_obstacle(run) or "no full batch came", facts)
-    return Evidence.of_share(whole.steps, made, "steps made in one graph", **facts)
+        return Evidence(False, compiler.graph_obstacle(run) or "no full batch seen", facts)
+    return Evidence.of_share(whole.steps, made, "steps run as one graph", **facts)
 
 
 def _index_limit(draft: RunBuilder) -> int | None:

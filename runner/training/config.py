@@ -32,6 +32,5 @@ class TrainingConfig:
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
             raise ConfigError(
                 "training.micro_batch",
-                f"{self.micro_batch} is more than training.batch_size={self.batch_size}",
-                "use a part of it",
+                f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}",
             )

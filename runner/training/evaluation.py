@@ -35,7 +35,7 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     check_run("evaluate", run)
     loader, split_name = (run.test, "test") if test else (run.validation, "val")
     if loader is None:
-        raise UsageError("evaluate: the run has no test set; data.test_path names one")
+        raise UsageError("evaluate: the run has no test set; set data.test_path")
     totals: dict[str, Any] = {}
     if run.world is not None:
         run.world.share_buffers(run.model)
@@ -111,8 +111,10 @@ def standalone(run: Run) -> nn.Module:
     call the layers of the original. UsageError if no process has all of the weights.
     """
     if run.shards is not None:
-        fix = "runner.load(its folder) has the weights of its checkpoint"
-        raise UsageError(f"standalone: with distributed=fsdp no process has the whole model; {fix}")
+        fix = "use runner.load(its folder) for the full weights"
+        raise UsageError(
+            f"standalone: with distributed=fsdp no process holds the full model; {fix}"
+        )
     with run.update.averaged():
         copy = deepcopy(run.model)  # without the compiled forward
     for parameter in copy.parameters():

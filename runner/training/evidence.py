@@ -72,7 +72,7 @@ def build_summary(
         except StorageError as error:
             if must:
                 raise
-            log.warning("%s; the one before stays", error)
+            log.warning("%s; the previous one is kept", error)
             if status != "running":
                 summary.write_status(run.folder)
     return summary

@@ -86,7 +86,9 @@ class Hook:
     def __init_subclass__(cls) -> None:
         unknown = [n for n in vars(cls) if n.startswith("on_") and n not in Hook.EVENTS]
         if unknown:
-            raise TypeError(f"{cls.__name__}: no event {unknown[0]!r}; there are {Hook.EVENTS}")
+            raise TypeError(
+                f"{cls.__name__}: unknown event {unknown[0]!r}; use one of {Hook.EVENTS}"
+            )
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

@@ -27,14 +27,15 @@ def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
     if steps == 0:
         raise ConfigError(
             "training.batch_size",
-            f"{size} is more than the {samples} training samples and data.drop_last=true",
+            f"{size} exceeds the {samples} training samples, with data.drop_last=true",
             "use a smaller batch or data.drop_last=false",
         )
     if size > samples:
         log.warning(
-            "training.batch_size=%d is more than the %d training samples: each batch is all of "
-            "them", size, samples,
-        )  # fmt: skip
+            "training.batch_size=%d exceeds the %d training samples: each batch holds all of them",
+            size,
+            samples,
+        )
     return min(size, samples), steps
 
 

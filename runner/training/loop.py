@@ -58,7 +58,7 @@ def train(run: Run) -> Summary:
     find = partial(_ended, run)
     ended = None if not over else find() if run.world is None else run.world.choose(find)
     if ended is not None:
-        log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
+        log.info("this run already ended at step %d; to continue: training.steps=…", ended.steps)
         return ended  # its record stays as it is
     if run.folder is not None and run.writes:
         hydra_files.adopt_resumed_config(run.folder)
@@ -232,7 +232,7 @@ def _on_a_signal(run: Run) -> str:
     saved = without = ""
     if not run.checkpointer.in_memory:
         saved, without = ", with a checkpoint", ", without one"
-    text = f"stopping after the current step, or its compilation{saved}; once more to end at once"
+    text = f"stopping after the current step or compilation{saved}; again to stop at once"
     return text + without
 
 
@@ -245,7 +245,7 @@ def _resume_hint(run: Run) -> str:
     saved = "a checkpoint is written"
     if run.saved_step < run.progress.step:
         saved = f"the last checkpoint is {last}"
-    return f"{at}; {saved}; to go on: {resume_argument(run.folder)}"
+    return f"{at}; {saved}; to resume: {resume_argument(run.folder)}"
 
 
 def _limit_step(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
@@ -371,7 +371,7 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
 def _act_on(run: Run, verdict: Verdict) -> None:
     guardian = run.guardian
     if verdict is Verdict.STOP:
-        run.stop_reason = run.stop_reason or "a hook asked to stop"
+        run.stop_reason = run.stop_reason or "a hook requested a stop"
     elif guardian.decision is None:
         guardian.ask(run)
     while (rule := guardian.execute(run)) is not None:

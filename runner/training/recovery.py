@@ -27,8 +27,8 @@ SIGNS = re.compile(
 ONEDNN = re.compile(r"could not (create|execute) a primitive")
 SIZE = re.compile(r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.I)
 SMALLER_MODEL = (
-    "weights, gradients and optimizer state alone take the memory: make the model "
-    "smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null, "
+    "weights, gradients and optimizer state alone do not fit: use a smaller model, "
+    "or less state per weight (optimizer=sgd, optimizer.ema=null, "
     "checkpoint.enabled=false)"
 )
 NOTHING_SMALLER = (
@@ -77,7 +77,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     _release_step_memory(run, error)
     if starved:
         raise OutOfMemory(
-            f"{at}: out of memory with more than {size} samples at a time, and BatchNorm needs "
+            f"{at}: out of memory with more than {size} samples at a time, but BatchNorm needs "
             f"more; {FEWER_ACTIVATIONS}"
         ) from None
     if size == 1:
@@ -89,7 +89,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     # a new dict: a checkpoint of the old one may be in the making
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
     _note(run, f"ran out of memory{_missing(error)} with {size} samples at a time",
-          f"the same batch again, {run.micro_batch} at a time", error)  # fmt: skip
+          f"retrying the batch with {run.micro_batch} at a time", error)  # fmt: skip
     return True
 
 

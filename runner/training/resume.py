@@ -38,7 +38,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
     """
     if run.saved_step < run.progress.step or best:
         if run.world is not None and run.world.lost and run.shards is not None:
-            log.warning("step %d: not saved: shards of it are lost", run.progress.step)
+            log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
         if not final and not run.guardian.sound():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
@@ -139,15 +139,18 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]
         log.warning(
-            "the config is not the one of %s: %s", restored.path,
+            "the config differs from %s: %s", restored.path,
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed[:8]),
         )  # fmt: skip
     if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
-            "the data or the batch size changed: an epoch had %d steps", state["steps_per_epoch"]
+            "the data or the batch size changed: an epoch used to have %d steps",
+            state["steps_per_epoch"],
         )
     if (then := state["threads"]) != (now := run.device.threads):
-        log.warning("threads: %d then, %d now: last bits may differ; see device.threads", then, now)
+        log.warning(
+            "threads: %d before, %d now: last bits may differ; see device.threads", then, now
+        )
     how = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
     run.choices.append(Choice("checkpoint.resume", str(restored.path), how))
     if run.checkpointer.owns(restored.path):
@@ -265,7 +268,7 @@ def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> No
     others = [key for key in keys if before[key] != now[key]]
     if others or settings["job.kind"] == "predict":
         what = f", and {min(others)} differs" if others else ""
-        problem = f"{restored.path}: was written before preprocessing was kept{what}"
+        problem = f"{restored.path}: does not contain preprocessing{what}"
         raise CheckpointError(f"{problem}; train again or evaluate on its own data")
 
 
@@ -287,5 +290,5 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
     except MISFITS as error:
         raise CheckpointError(
             f"{path}: does not fit this run's model or optimizer ({_reason(error)}); resume with "
-            "the config it was written under"
+            "the config of its run"
         ) from error

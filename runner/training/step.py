@@ -92,8 +92,8 @@ class _StepContext:
         if self.context.__exit__(kind, error, trace) and error is not None:
             raise UsageError(
                 f"{self.name}.around swallowed an exception of the step "
-                f"({type(error).__name__}: {error}); without its step the run cannot go on: "
-                "let the error pass, or raise it again"
+                f"({type(error).__name__}: {error}); the run cannot continue without it: "
+                "let it propagate, or raise it again"
             ) from error
 
 
@@ -124,7 +124,7 @@ def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
     number = run.progress.step + 1
     run.device.reseed(step_seed(run, number))
     if not whole.steps:
-        log.info("compiling the step, which takes seconds, and up to a minute the first time")
+        log.info("compiling the step: seconds, or up to a minute the first time")
     try:
         loss, norm, skipped = whole(batch, None if run.inputs is None else run.inputs.veto)
     except Exception as error:

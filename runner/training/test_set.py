@@ -42,7 +42,7 @@ def _best_weights(run: Run) -> Iterator[int]:
         try:
             restored = run.checkpointer.restore(run.folder / best, check_state)
         except CheckpointError as error:
-            log.warning("the last weights are tested, and not the best: %s", error)
+            log.warning("testing the last weights, not the best: %s", error)
     if restored is None:
         yield step
         return

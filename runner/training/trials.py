@@ -271,7 +271,7 @@ def _read(row: Mapping[str, Any]) -> Trial:
             return trial
     except TypeError:
         pass
-    raise CheckpointError("the checkpoint's trials of techniques are damaged; start afresh")
+    raise CheckpointError("the checkpoint's technique trials are corrupt; start a new run")
 
 
 def choice_of(trial: Trial, outcome: GainEstimate) -> Choice:

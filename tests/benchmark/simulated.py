@@ -144,7 +144,7 @@ class Simulation:
         world.alive.discard(name)
         rows = [
             {"name": n, "requested": n in on, "engaged": n in engaged,
-             "reason": world.holds(n, on) if n in on else "not asked for", "evidence": {}}
+             "reason": world.holds(n, on) if n in on else "not requested", "evidence": {}}
             for n, _ in self.arms[name].config.optimization.techniques()
         ]  # fmt: skip
         peak = int((500 + sum(world.mib.get(n, 0.0) for n in engaged)) * MIB)

@@ -48,8 +48,8 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     shown = [record for record in caplog.records if not getattr(record, "live", False)]
     lines = [record.getMessage() for record in shown]
     fault = next(i for i, line in enumerate(lines) if "values that are NaN" in line)
-    assert "is kept; to look into it" in lines[fault + 1]  # after the line about the step
-    assert sum("is kept" in line for line in lines) == 1
+    assert "captured; to inspect it" in lines[fault + 1]  # after the line about the step
+    assert sum("captured; to" in line for line in lines) == 1
     assert summary.skipped_steps > 2
     kept = [fault["capture"] for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
     assert str(captures(tmp_path)[0].relative_to(tmp_path)) == kept[0]

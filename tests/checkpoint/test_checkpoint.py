@@ -85,7 +85,7 @@ def test_restore_takes_a_run_its_checkpoints_or_one_step(tmp_path):
     (root / "step_00000001").rename(tmp_path / "kept")
     assert reader.restore(tmp_path / "kept").step == 1
     assert reader.restore() is None
-    with pytest.raises(CheckpointError, match="no checkpoint there"):
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
         reader.restore(tmp_path / "elsewhere")
 
 
@@ -95,7 +95,7 @@ def test_another_torch_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9.0")
     restored = Checkpointer(tmp_path, keep=1).restore()
     assert restored.step == 1
-    assert any(f"torch {written}, and here it is 9.9.0" in text for text in restored.differences)
+    assert any(f"torch {written}, now 9.9.0" in text for text in restored.differences)
 
 
 def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):

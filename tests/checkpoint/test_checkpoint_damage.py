@@ -83,11 +83,11 @@ def test_a_missing_file_and_what_is_no_file_is_noticed(run, name):
 def test_two_checkpoints_that_changed_places_are_both_noticed(run):
     step_folder(run, 3).rename(run / "x")
     step_folder(run, 3).symlink_to(step_folder(run, 2).name)
-    assert_falls_back(run, "manifest.json: is that of step 2")
+    assert_falls_back(run, "manifest.json: belongs to step 2")
     step_folder(run, 3).unlink()
     step_folder(run, 2).rename(step_folder(run, 3))
     (run / "x").rename(step_folder(run, 2))
-    assert_falls_back(run, "manifest.json: is that of step 2", to=1)
+    assert_falls_back(run, "manifest.json: belongs to step 2", to=1)
 
 
 def test_when_all_are_bad_each_is_named_and_nothing_starts_from_scratch(run):

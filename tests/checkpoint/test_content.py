@@ -107,7 +107,7 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
     ("change", "problem"),
     [
         # a fused kernel would read on
-        (put_moment("exp_avg", torch.zeros(1)), "exp_avg has not its weight's shape"),
+        (put_moment("exp_avg", torch.zeros(1)), "exp_avg must have its weight's shape"),
         (put_moment("step", torch.tensor(float("nan"))), "step must be one number"),
         (put(stability__decision=ABOUT_NOTHING), "KeyError: 'zz'"),
         (put(progress__step=-5), "progress.step must be"),

@@ -55,7 +55,7 @@ def test_a_killed_owner_leaves_no_lock_though_its_workers_live_on(tmp_path, owne
 
 def test_the_same_process_is_refused_too_until_it_releases(tmp_path):
     with lock(tmp_path) as held:
-        with pytest.raises(UsageError, match="already runs in it"):
+        with pytest.raises(UsageError, match="already in use by this process"):
             lock(tmp_path)
         held.release()
         held.release()

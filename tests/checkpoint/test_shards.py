@@ -128,7 +128,7 @@ def test_shards_that_do_not_fit_each_other_are_no_checkpoint(
         save_file(content, tmp_path / "forged")
         forge_file(folder, SHARDS[1], (tmp_path / "forged").read_bytes())
         found = restored(tmp_path)
-        assert found.step == 1 and "do not fit each other" in found.warnings[0]
+        assert found.step == 1 and "shards are inconsistent" in found.warnings[0]
 
 
 def test_a_manifest_names_the_shards_of_every_process(

@@ -108,7 +108,7 @@ def test_the_finding_names_the_samples_and_is_counted(tmp_path: Path) -> None:
     assert skipped["action"] == "skipped"
     assert "in 2 of 16 samples (of the data set: 193,200)" in skipped["message"]
     loss = found["non_finite"]["message"]
-    assert loss.startswith("the loss was nan, and it comes from the batch: inputs: ")
+    assert loss.startswith("the loss was nan; cause in the batch: inputs: ")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["faults"]["input_not_finite"] == 2
     assert summary["skipped_steps"] == 2

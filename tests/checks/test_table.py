@@ -170,7 +170,7 @@ def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
     assert codes(looked) == [("table.shared", "")]
     said = looked.reasons[0].evidence
     assert "5 of 120 validation rows (4.2%)" in said
-    assert f"line {validation[0] + 2}, which is line {train[0] + 2}" in said  # below the header
+    assert f"line {validation[0] + 2}, equal to line {train[0] + 2}" in said  # below the header
     assert found.validation.tolist() == validation[5:].tolist()
     assert found.train.tolist() == train.tolist()
     warned, _ = looked_at(source)
@@ -199,10 +199,10 @@ def test_nothing_left_to_validate_with_is_an_error() -> None:
     sizes = Sizes("classification", 3, classes=2)
     halves = np.arange(100), np.arange(100, 200)
     source = Tensors(x, torch.arange(200) % 3 % 2, sizes, halves)
-    with pytest.raises(DataError, match="leaves nothing to validate with"):
+    with pytest.raises(DataError, match="leaves no validation rows"):
         looked_at(source, shared=CheckPolicy.drop)
     source = Tensors(torch.ones(200, 3), torch.arange(200) % 2, sizes, split(200, 0.2, 0))
-    with pytest.raises(DataError, match="nothing would be left to learn from"):
+    with pytest.raises(DataError, match="no input columns would be left"):
         looked_at(source, constant=CheckPolicy.drop)
 
 
@@ -218,7 +218,9 @@ def test_stop_names_every_finding_and_off_finds_nothing(tmp_path: Path) -> None:
     _, looked = looked_at(source, constant=CheckPolicy.off, leak=CheckPolicy.off)
     assert codes(looked) == []
     assert check_data_table(source, TableConfig(enabled=False)) == (source, [])
-    with pytest.raises(ConfigError, match=r"checks.table.leak: a table has no batch to skip"):
+    with pytest.raises(
+        ConfigError, match=r"checks.table.leak: cannot be skip: a table has no batches"
+    ):
         TableConfig(leak=CheckPolicy.skip)
 
 

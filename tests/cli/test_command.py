@@ -159,7 +159,7 @@ def test_ctrl_c_before_the_run_begins_is_130_and_says_so(
 
     monkeypatch.setattr(__main__, "_main", interrupted)
     assert __main__.main() == 130
-    assert "interrupted by Ctrl-C before anything was begun" in capsys.readouterr().err
+    assert "interrupted by Ctrl-C before the run started" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", [["job=doctor"], ["-m", "seed=0,1", "training.steps=1"]])

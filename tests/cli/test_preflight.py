@@ -62,7 +62,7 @@ def ask(*typed: str) -> Request:
         ("hydra.run.dirr=x", "did you mean hydra.run.dir=x?"),
         ("+model.width=64", "drop the +: model.width=64"),
         ("+model.wdith=64", "no key 'wdith' in model=mlp; did you mean model.width=64?"),
-        ("model.weights=conf/w.pt", "model.weights: conf/w.pt is not there, nor is its folder"),
+        ("model.weights=conf/w.pt", "model.weights: conf/w.pt does not exist, nor does its folder"),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_meant(typed: str, says: str, folder: Path) -> None:
@@ -182,7 +182,9 @@ def test_weights_that_are_not_there_are_missed_at_once_where_they_are_to_be_read
 ) -> None:
     (folder / "good.pt").write_bytes(b"")
     for typed in (["model.weights=god.pt"], ["-m", "model.weights=god.pt", "seed=0,1"]):
-        with pytest.raises(ConfigError, match=r"^model\.weights: god.pt is not .* mean 'good.pt'"):
+        with pytest.raises(
+            ConfigError, match=r"^model\.weights: god.pt does not .* mean 'good.pt'"
+        ):
             ask(*typed)
     (folder / "run" / "checkpoints").mkdir(parents=True)
     ask("model.weights=god.pt", "checkpoint.resume=run")  # which does without

@@ -73,11 +73,11 @@ WITHOUT_PATH = r"replay\.path: job=replay needs to know which step"
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
-        ("nowhere", CheckpointError, "no folder nowhere"),
+        ("nowhere", CheckpointError, "no such folder: nowhere"),
         ("", ConfigError, WITHOUT_PATH),
-        ("healthy", UsageError, "captured no step"),
+        ("healthy", UsageError, "contains no captured step"),
         ("healthy/checkpoints/step_00000003", UsageError, "is a checkpoint; name a run"),
-        ("photos", UsageError, "photos is no capture"),
+        ("photos", UsageError, "photos contains no captured step"),
         (f"{CAPTURE}0", CheckpointError, r"manifest\.json: damaged"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_capture_brings_no_trust() -> None:
         ({"model": {"kind": "../../theirs"}}, ConfigError, "theirs"),
         ({"model": {"kind": "mlp", "arguments": {"a=1,b": 2}}}, SecurityError, "is refused"),
         ({"name": "${oc.env:HOME}"}, SecurityError, "is refused"),
-        ({"data": {"kind": "gone"}}, ConfigError, "not one of this version's"),
+        ({"data": {"kind": "gone"}}, ConfigError, "does not fit this version's"),
     ],
     ids=["hydra", "trust", "path", "argument", "interpolation", "version"],
 )

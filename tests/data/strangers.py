@@ -322,7 +322,7 @@ STRANGERS = [
             "data=images", "data.image_size=8", "model=mlp", "model.width=16", "optimizer.lr=3e-2",
             "training.validate_every=12",  # the best is the last
         ),
-        photo_inputs, said="no classes: misty (has no images",
+        photo_inputs, said="not classes: misty (has no images",
         parts=lambda: {part: photos_rows(part) for part in ("val", "test")},
     ),
 ]  # fmt: skip

@@ -311,7 +311,7 @@ def test_dates_that_fit_two_forms_are_texts_unless_the_column_is_declared(
     declared = opened(path, types={"since": ColumnType.date})
     assert declared.columns[0].form == "%d/%m/%Y"
     assert [column.part for column in declared.columns[:2]] == ["month", "weekday"]
-    assert "day/month/year and month/day/year; day/month/year is taken" in caplog.text
+    assert "day/month/year and month/day/year; read as day/month/year" in caplog.text
     same = [f"{1 + i % 9:02}/{1 + i % 9:02}/2020" for i in range(ROWS)]  # the same dates in both
     assert opened(write(path, {"since": same})).columns[0].form
 
@@ -356,7 +356,7 @@ def test_ids_are_no_inputs_and_stay_beside_the_rows(tmp_path: Path, suffix: str)
     text = chosen(source, "data.types")
     assert "row: id: it counts the rows" in text
     assert "ticket: id: its texts are nearly all different" in text
-    assert "customer_id: id: its whole numbers are all different, and its name says so" in text
+    assert "customer_id: id: its integers are all different, and its name suggests ids" in text
     types = {"row": ColumnType.number, "group_id": ColumnType.id, "customer_id": ColumnType.text}
     declared = opened(path, types=types)
     assert [*declared.ids] == ["PassengerId", "ticket", "passport_id", "group_id"]
@@ -380,7 +380,7 @@ def test_texts_that_occur_once_teach_nothing(
     assert town.values == tuple(f"t{i}" for i in range(9))
     seen = {towns[i] for i in source.train.tolist()}
     assert town.others == len(seen) - 9 and source.inputs[:, 9].sum() == ROWS / 5
-    assert f"of {len(seen)} texts the 9 most frequent" in chosen(source, "data.categories")
+    assert f"the 9 most frequent of {len(seen)} texts" in chosen(source, "data.categories")
     assert [*source.ids] == ["note"] and source.ids["note"].to_pylist() == notes
     assert "column 'note' is left out" in caplog.text
     assert "note: left out: " in chosen(source, "data.types")
@@ -442,7 +442,7 @@ def test_the_most_frequent_categories_have_inputs_and_the_others_share_one(tmp_p
     place = {word: number for number, word in enumerate(column.values)}
     assert source.inputs[:, :11].argmax(1).tolist() == [place.get(word, 10) for word in cities]
     assert (source.inputs[:, :11].sum(1) == 1).all()
-    most = f"city: 10: of {len(counts)} texts the 10 most frequent have an input each"
+    most = f"city: 10: the 10 most frequent of {len(counts)} texts have an input each"
     assert most in chosen(source, "data.categories")
     assert not chosen(source, "data.unknown_categories")
     new: Columns = {"city": ["Rome", counts[0][1]], "age": [1, 2]}

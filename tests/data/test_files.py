@@ -40,11 +40,11 @@ def nothing(target: str, key: str) -> Any:
 
 def test_a_field_without_a_value_is_asked_for_and_an_unknown_kind_refused() -> None:
     assert set(OPENERS) == set(OPTIONS)
-    with pytest.raises(ConfigError, match="data.path: data=arrays needs it"):
+    with pytest.raises(ConfigError, match="data.path: is required by data=arrays"):
         open_data(Arrays(), nothing)
     with pytest.raises(ConfigError, match="data.target"):
         open_data(Tabular(path="people.csv"), nothing)
-    with pytest.raises(ConfigError, match="no data 'digit'"):
+    with pytest.raises(ConfigError, match="unknown data 'digit'"):
         open_data(DataConfig(kind="digit"), nothing)
 
 
@@ -108,7 +108,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.path: .*1 folders"):
         ImageFolder(Images(path=str(tmp_path)))
     (tmp_path / "blue").mkdir()
-    with pytest.raises(ConfigError, match=r"1 folders .*no classes: blue \(has no images"):
+    with pytest.raises(ConfigError, match=r"1 folders .*not classes: blue \(has no images"):
         ImageFolder(Images(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'blue'"):
         ImageFolder(Images(path=str(tmp_path / "bleu")))
@@ -121,7 +121,7 @@ def test_other_files_among_images_are_left_out_and_counted(tmp_path: Path) -> No
     (tmp_path / "red" / "notes.txt").write_text("red")
     source = red_and_blue(tmp_path)
     assert len(source.sources) == 8
-    assert "files that are no images: 1" in source.choices[0].reason
+    assert "files that are not images: 1" in source.choices[0].reason
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_labelled_text_is_read_from_a_csv(tmp_path: Path) -> None:
     assert inputs["input_ids"][1].tolist() == [*b"bad", 256, 256, 256, 256, 256]
     assert inputs["attention_mask"][2].tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
     reasons = {choice.key: choice.reason for choice in source.choices}
-    assert "1 of 3 texts fill it" in reasons["data.sequence"]
+    assert "1 of 3 texts reach it" in reasons["data.sequence"]
     numbers = text(Text(path=str(path), text="review", target="id"))
     assert numbers.sizes.class_names == ("1", "2", "3")
 
@@ -186,7 +186,7 @@ def test_one_token_file_is_split_at_its_tail(tmp_path: Path) -> None:
 def test_a_folder_of_token_files_is_split_already(tmp_path: Path) -> None:
     token_file(tmp_path / "train.bin", [1] * 50, "int32")
     config = Tokens(path=str(tmp_path), vocab=3, sequence=10, dtype="int32")
-    with pytest.raises(ConfigError, match="val.bin is not there"):
+    with pytest.raises(ConfigError, match="val.bin does not exist"):
         tokens(config)
     token_file(tmp_path / "val.bin", [2] * 21, "int32")
     source = tokens(config)
@@ -209,7 +209,7 @@ def test_an_id_out_of_range_is_named_by_its_position(
 def test_token_files_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "all.bin"
     for content, problem in (
-        (b"\0" * 101, "no whole number of uint16"),
+        (b"\0" * 101, "not a multiple of the uint16 size"),
         (b"", "all.bin: is empty"),
         (b"\0" * 100, "data.sequence=256"),
     ):
@@ -267,17 +267,17 @@ def test_floats_are_quantities_and_what_makes_classes_of_them_is_said(tmp_path: 
     ("content", "problem"),
     [
         ({"x": X, "y": np.arange(11)}, "'x' has 12 samples and 'y' 11"),
-        ({"x": X, "y": np.array(["a"] * 12)}, r"'y' is of type <U1.*np.unique"),
+        ({"x": X, "y": np.array(["a"] * 12)}, r"'y' has dtype <U1.*np.unique"),
         ({"x": X[:0], "y": np.arange(0)}, "'x' of shape .* holds no samples"),
-        ({"x": X, "y": np.zeros(12, int)}, "nothing to tell apart"),
+        ({"x": X, "y": np.zeros(12, int)}, "use two or more classes"),
         ({"x": X, "y": np.full(12, np.inf)}, "'y': sample 0 has inf, which is not finite"),
         ({"x": np.where(X == X[4, 1], np.nan, X), "y": X}, "'x': sample 4 has nan"),
         ({"x": X, "y": X[:, 0], "task": "classification"}, "one whole number"),
         ({"x": X, "y": X[:, 0], "task": "language_modelling"}, "token ids"),
-        ({"x": np.zeros((12, 8, 8, 3)), "y": np.arange(12) % 2}, "channels last"),
+        ({"x": np.zeros((12, 8, 8, 3)), "y": np.arange(12) % 2}, "channels-last"),
         (
             {"x": np.full((12, 5), -1), "y": np.arange(12) % 2},
-            "'x': sample 0 has -1, which is not in 0",
+            "'x': sample 0 has -1, which is outside 0",
         ),
         ({"x": X[:3], "y": np.array([0, 1, 3 * 10**9])}, "'y': sample 2 has 3000000000"),
         ({"x": np.full((3, 2), 10**9), "y": np.full((3, 2), 1)}, "'x': sample 0 has 1000000000"),

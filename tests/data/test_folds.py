@@ -50,7 +50,7 @@ def test_groups_of_all_sizes_make_folds_of_one_size() -> None:
     assert np.ptp([len(part) for part in held_out]) <= 2
     others = split_groups(groups, 0.2, 1, fold=(0, 5))[1]
     assert not np.array_equal(others, held_out[0]), "data.split_seed changes nothing"
-    with pytest.raises(DataError, match=r"3 values make no data\.folds=4; use fewer"):
+    with pytest.raises(DataError, match=r"3 values are too few for data\.folds=4"):
         split_groups(np.arange(9) % 3, 0.2, 0, fold=(0, 4))
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_holds_the_same_fold_out(tmp_path: Path) -> None:
     [
         (("data.folds=3", "data.fold=3"), r"data\.fold: must be 0 to 2 with data\.folds=3, got 3"),
         (("data.folds=3",), r"data\.fold: .*got null; to train with each: -m data\.fold=0,1,2$"),
-        (("data.fold=1",), r"data\.folds: data\.fold=1 needs it"),
+        (("data.fold=1",), r"data\.folds: is required by data\.fold=1"),
         (("data.folds=1", "data.fold=0"), r"data\.folds: must be ≥ 2, got 1"),
     ],
 )
@@ -103,7 +103,7 @@ def test_folds_of_other_data() -> None:
     with runs.opened("data=digits", "data.folds=5", "data.fold=4") as run:
         data = run.validation.fetch.source
     assert np.array_equal(data.validation, split(1797, 0.2, 0, fold=(4, 5))[1])
-    with pytest.raises(DataError, match=r"the data: 3 samples make no data\.folds=4"):
+    with pytest.raises(DataError, match=r"the data: 3 samples are too few for data\.folds=4"):
         split(3, 0.2, 0, fold=(0, 4))
-    with pytest.raises(ConfigError, match="has parts of its own"):
+    with pytest.raises(ConfigError, match="has its own split"):
         runs.config("data=stdlib_text", "model=gpt", "data.folds=2", "data.fold=0")

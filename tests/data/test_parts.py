@@ -151,8 +151,8 @@ def test_rows_of_training_in_a_validation_file_are_named(tmp_path: Path) -> None
     with runs.opened(*typed) as run:
         report = next(hook for hook in run.hooks if hasattr(hook, "findings"))
         (reason,) = report.findings.reasons
-    assert "12 of 72 validation rows (16.7%) are in training too" in reason.evidence
-    assert "such as line 62 of data.validation_path, which is line 5" in reason.evidence
+    assert "12 of 72 validation rows (16.7%) are also in training" in reason.evidence
+    assert "such as line 62 of data.validation_path, equal to line 5" in reason.evidence
     with runs.opened(*typed, "checks.table.shared=drop") as run:
         assert len(run.validation.fetch.order.indices) == 60 and run.test is not None
 
@@ -186,9 +186,9 @@ def test_a_part_that_does_not_fit_is_refused_with_its_key(tmp_path: Path, part: 
     key, other = f"data.{part}_path", tmp_path / "other.csv"
     write(tmp_path, "test.csv", 40)
     for name, message in (
-        ("tets.csv", r"tets.csv is not there; did you mean .test.csv."),
-        ("train.csv", "train.csv is data.path; name"),
-        ("", r".* contains data.path; name"),
+        ("tets.csv", r"tets.csv does not exist; did you mean .test.csv."),
+        ("train.csv", "train.csv is data.path; use"),
+        ("", r".* contains data.path; use"),
     ):
         with pytest.raises(ConfigError, match=f"^{key}: .*{message}"):
             opened(f"{key}={tmp_path / name}")
@@ -203,8 +203,8 @@ def test_a_part_that_does_not_fit_is_refused_with_its_key(tmp_path: Path, part: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("data.split=random", "data.validation_path=v"), "data.split: divides data.path"),
-        (("data.folds=2", "data.fold=0", "data.validation_path=v"), "data.folds: divides"),
+        (("data.split=random", "data.validation_path=v"), "data.split: splits data.path"),
+        (("data.folds=2", "data.fold=0", "data.validation_path=v"), "data.folds: splits"),
         (("data._target_=my_package.Noisy", "data.test_path=t"), "data.[a-z_]*: belongs to an"),
     ],
 )
@@ -236,7 +236,7 @@ def test_arrays_and_tokens_have_parts(tmp_path: Path) -> None:
         assert run.test is not None and len(run.test.fetch.order.indices) == (800 - 1) // 8
         assert [c.value for c in run.choices if c.key == "data.test_path"]
     for part, message in (
-        ("test", "bin is data.validation_path; name"),
+        ("test", "bin is data.validation_path; use"),
         ("validation", "has a val.bin; leave it out"),
     ):
         with pytest.raises(ConfigError, match=rf"data.{part}_path: .*{message}"):

@@ -109,15 +109,15 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     file = next((tmp_path / "texts").glob("*.arrow"))
     whole, state = file.read_bytes(), tmp_path / "texts/state.json"
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="no dataset of save_to_disk"):
+    with pytest.raises(DataError, match="not a save_to_disk dataset"):
         opened(*typed)
     file.unlink()
     (tmp_path / "elsewhere.arrow").write_bytes(whole)
     file.symlink_to(tmp_path / "elsewhere.arrow")
-    with pytest.raises(SecurityError, match="outside of"):
+    with pytest.raises(SecurityError, match="symlink to .* outside"):
         opened(*typed)
     content = json.loads(state.read_text())
     content["_data_files"] = [{"filename": "../elsewhere.arrow"}]
     state.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="names no files beside it"):
+    with pytest.raises(DataError, match="lists no files in its folder"):
         opened(*typed)

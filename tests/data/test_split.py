@@ -100,7 +100,7 @@ def test_classes_of_a_table_are_stratified_unless_told_otherwise(tmp_path: Path)
         share = (labels[data.validation] == label).sum() / (labels == label).sum()
         assert abs(share - 0.2) < 0.05
     chosen = next(choice for choice in choices if choice.key == "data.split")
-    assert chosen.value == "stratified" and "its share" in chosen.reason
+    assert chosen.value == "stratified" and "same class shares" in chosen.reason
     data, choices = opened(path, "data.split=random")
     assert np.array_equal(data.validation, split(N, 0.2, 0)[1])
     assert not [choice for choice in choices if choice.key == "data.split"]
@@ -140,9 +140,9 @@ def test_the_last_rows_by_time_are_held_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
-        (("data.split=group",), "data.split_by", "needs it"),
+        (("data.split=group",), "data.split_by", "is required by"),
         (("data.split_by=patient",), "data.split_by", "add data.split=group or data.split=time"),
-        (("data.split=time", "data.split_by=y"), "data.split_by", "is what is predicted"),
+        (("data.split=time", "data.split_by=y"), "data.split_by", "is the target"),
         (("data.split=group", "data.split_by=pat"), "data.split_by", "did you mean 'patient'"),
         (
             ("data.split=stratified", "data.target=x", "data.ignore=[y,day]"),
@@ -160,9 +160,9 @@ def test_a_split_that_cannot_be_made_is_refused(
 
 
 def test_other_data_refuse_a_split_by_column() -> None:
-    with pytest.raises(ConfigError, match="a column of a table; use stratified or random"):
+    with pytest.raises(ConfigError, match="a table with columns; use stratified or random"):
         runs.config("data=digits", "data.split=group")
-    with pytest.raises(ConfigError, match="has parts of its own"):
+    with pytest.raises(ConfigError, match="has its own split"):
         runs.config("data=stdlib_text", "model=gpt", "data.split=random")
 
 

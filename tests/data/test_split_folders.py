@@ -61,8 +61,10 @@ def test_folders_train_val_and_test_are_parts(tmp_path: Path, names: tuple[str, 
     run, chosen = opened(tmp_path, f"data.path={tmp_path}")
     assert sizes(run) == (10, 6, 4) and run.sizes.class_names == ("blue", "red")
     (line,) = [text for text in chosen if text.startswith("data.split_folders")]
-    assert line.startswith(f"data.split_folders={', '.join([names[0], *names[1:]])}: parts of ")
-    assert "no part with a folder for each class: texts" in line
+    assert line.startswith(
+        f"data.split_folders={', '.join([names[0], *names[1:]])}: split folders of "
+    )
+    assert "no split with class folders): texts" in line
     assert sizes(opened(tmp_path / "texts", kind=TEXTS)[0]) == (10, 6, 4)
 
 
@@ -88,7 +90,7 @@ def test_train_and_test_alone_leave_validation_to_the_split(tmp_path: Path) -> N
     Image.new("RGB", (4, 4)).save(tmp_path / "test/unlabelled.png")
     run, chosen = opened(tmp_path)
     assert sizes(run) == (16, 4, 0)
-    assert any("no part with a folder for each class: test" in line for line in chosen)
+    assert any("no split with class folders): test" in line for line in chosen)
     images(tmp_path / "test", 3)
     run, chosen = opened(tmp_path, "data.split=random")
     assert sizes(run) == (16, 4, 6)
@@ -125,7 +127,7 @@ def test_parts_that_are_not_clear_are_refused(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     for name in ("train", "val"):
         (tmp_path / "parts" / name).symlink_to(tmp_path / name)
-    with pytest.raises(SecurityError, match="is a link to"):
+    with pytest.raises(SecurityError, match="is refused: symlink to"):
         opened(tmp_path / "parts")
 
 
@@ -136,7 +138,7 @@ def test_hidden_and_empty_folders_are_no_classes_and_named(tmp_path: Path) -> No
     images(tmp_path / ".cache", 1)
     run, chosen = opened(tmp_path)
     assert run.sizes.class_names == ("blue", "red") and sizes(run)[0] == 8
-    note = "left out: folders that are no classes: .cache (hidden), green (has no images"
+    note = "left out: folders that are not classes: .cache (hidden), green (has no images"
     assert any(note in line for line in chosen), chosen
     root = texts(tmp_path / "texts", 3)
     (root / "neither").mkdir()

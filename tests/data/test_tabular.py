@@ -132,7 +132,7 @@ def test_more_bad_rows_than_the_stated_share_are_an_error(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("row", ['9,1,"red,yes', '9,1,red,"yes'])
 def test_a_quote_that_is_not_closed_is_an_error(tmp_path: Path, row: str) -> None:
-    with pytest.raises(DataError, match="a quote is not closed"):  # it takes all rows after it
+    with pytest.raises(DataError, match="unclosed quote"):  # it takes all rows after it
         dropped(write(tmp_path, *ROWS[:20], row, *ROWS[20:]))
     inches = [row.replace("red", '5" red') for row in ROWS[:-1]]  # 25 quotes
     assert opened(write(tmp_path, *inches)).sizes.in_features == 5
@@ -191,7 +191,7 @@ def test_a_wrong_name_brings_up_the_nearest(tmp_path: Path) -> None:
         opened(path, ignore=["color"])
     with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'people.csv'"):
         opened(tmp_path / "poeple.csv")
-    with pytest.raises(ConfigError, match="nor is its folder"):
+    with pytest.raises(ConfigError, match="nor does its folder"):
         opened(tmp_path / "nowhere" / "people.csv")
 
 
@@ -201,11 +201,11 @@ def test_a_table_without_rows_classes_or_names_is_refused(tmp_path: Path) -> Non
     (tmp_path / "nothing.csv").touch()
     with pytest.raises(DataError, match="data.path: .*nothing.csv is empty; it needs a header"):
         opened(tmp_path / "nothing.csv")
-    with pytest.raises(DataError, match="nothing to tell apart"):
+    with pytest.raises(DataError, match="use two or more classes"):
         opened(write(tmp_path, *("1,2,red,yes" for _ in range(9))))
     with pytest.raises(DataError, match="2 columns are called 'age'"):
         opened(write(tmp_path, *ROWS, header="age,age,colour,bought"))
-    with pytest.raises(ConfigError, match="no column beside it"):
+    with pytest.raises(ConfigError, match="no input column besides"):
         opened(write(tmp_path, "yes", "no", header="bought"))
 
 
@@ -214,7 +214,7 @@ def test_a_task_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.task") as told:
         opened(path, task="regression")
     assert f"'{'x' * 40}'" in str(told.value) and "x" * 41 not in str(told.value)
-    with pytest.raises(ConfigError, match="data.task: no task 'clasification'"):
+    with pytest.raises(ConfigError, match="data.task: unknown task 'clasification'"):
         opened(path, task="clasification")
 
 
@@ -236,7 +236,7 @@ def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(
         opened(path)
     small = tmp_path / "numbers.parquet"
     parquet.write_table(pyarrow.table({"a": range(30), "bought": ["y", "n"] * 15}), small)
-    with pytest.raises(DataError, match=r"data.path: .* 30 rows take 480 bytes.*leave out rows"):
+    with pytest.raises(DataError, match=r"data.path: .* 30 rows take 480 bytes.*write fewer rows"):
         opened(small)
 
 
@@ -248,7 +248,9 @@ def test_what_a_parquet_file_decodes_to_is_counted_whatever_its_footer_says(
     table = pyarrow.table({"text": texts, "bought": ["y", "n"] * 15})
     parquet.write_table(table, path, compression="zstd")
     monkeypatch.setattr(memory, "available_bytes", lambda: next(left))
-    with pytest.raises(DataError, match=r"bytes of decoded rows take 4,194,\d+ bytes, and 1,024"):
+    with pytest.raises(
+        DataError, match=r"bytes of decoded rows take 4,194,\d+ bytes, but only 1,024"
+    ):
         opened(path)
 
 
@@ -260,5 +262,7 @@ def test_a_number_too_far_from_the_training_rows_is_named(tmp_path: Path) -> Non
 
     row = int(opened(write(tmp_path, *rows())).validation[0])
     values[row] = 1e30
-    with pytest.raises(DataError, match=rf"line {row + 2}, column 'income': 1e\+30 is too far"):
+    with pytest.raises(
+        DataError, match=rf"line {row + 2}, column 'income': 1e\+30 is an extreme outlier"
+    ):
         opened(write(tmp_path, *rows()))

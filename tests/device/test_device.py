@@ -49,13 +49,13 @@ def test_a_device_that_is_absent_is_an_error_that_says_what_is_there(kind, scope
         select(DeviceConfig(kind=kind), scope)
     text = str(error.value)
     assert f"device.kind={kind.value}" in text and "built without" in text
-    assert "there is: cpu (" in text and "device=auto" in text
+    assert "available: cpu (" in text and "device=auto" in text
     assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize("index", [1, -1])
 def test_an_index_out_of_range_is_an_error_that_says_what_is_there(index, scope):
-    with pytest.raises(DeviceError, match=rf"device.index: .*cpu device {index}.*there is: cpu"):
+    with pytest.raises(DeviceError, match=rf"device.index: .*cpu device {index}.*available: cpu"):
         cpu(scope, index=index)
 
 

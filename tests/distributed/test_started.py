@@ -148,7 +148,7 @@ def test_a_start_that_does_not_fit_is_refused_and_leaves_nothing(
 
 
 def test_processes_on_gpus_that_are_not_there_are_a_mistake_about_the_device():
-    with pytest.raises(DeviceError, match="device.kind=cuda is not here: .* use device=auto"):
+    with pytest.raises(DeviceError, match="device.kind=cuda is not available: .* use device=auto"):
         count_processes(runs.config("distributed=ddp", "distributed.processes=2", "device=cuda"))
 
 

@@ -65,7 +65,7 @@ def test_a_hook_needs_trust_before_anything_is_imported_and_has_to_be_one() -> N
         compose(["debug.hooks=[torch.nn.Linear,{_target_: subprocess.Popen, args: ls}]"])
     with pytest.raises(ConfigError, match=r"debug.hooks.0: _target_ is missing"):
         build(compose(["debug.hooks=[{target: x}]"]))
-    with pytest.raises(ConfigError, match=r"debug.hooks.0.*Identity is no Hook"):
+    with pytest.raises(ConfigError, match=r"debug.hooks.0.*Identity is not a Hook"):
         build(compose(["debug.hooks=[torch.nn.Identity]"]))
 
 

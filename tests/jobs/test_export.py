@@ -164,7 +164,7 @@ def test_int8_weights_that_there_are_not_are_no_file(mlp: Path, tmp_path: Path) 
     ("typed", "says"),
     [
         (["evaluate.export=onnx"], "train first"),
-        (["job=evaluate", "checkpoint.resume=x", "evaluate.export=quantized"], "no quantised"),
+        (["job=evaluate", "checkpoint.resume=x", "evaluate.export=quantized"], "needs a quantised"),
         (["job=evaluate", "checkpoint.resume=x", "evaluate.export=onxx"], "onxx"),
     ],
 )

@@ -127,7 +127,7 @@ class Pairs:
         ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension of all"),
         ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "got a str"),
         ({"data": torch.zeros(4, 64)}, UsageError, "data"),
-        ({"data": Pairs()}, DataError, "no task follows"),
+        ({"data": Pairs()}, DataError, "cannot infer the task"),
         ({"model": nn.ReLU()}, UsageError, "nothing to train"),
         ({"model": "net"}, UsageError, "model must be"),
         ({"loss_fn": "mse"}, UsageError, "loss_fn must be"),

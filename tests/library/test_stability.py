@@ -84,12 +84,12 @@ def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
             loop(net, optimizer, [poisoned(b) for b in batches], stability, kept=True)
         assert same(before, state(net, optimizer))
     assert caught.value.exit_code == 4 and "replay_step(" in str(caught.value)
-    assert "go back to a checkpoint of your own" in str(caught.value)
+    assert "load an earlier checkpoint" in str(caught.value)
     history = json.loads((tmp_path / "debug/history.json").read_text())
     assert history["counts"] == {"non_finite": 4}
     assert [row["action"] for row in history["faults"]] == ["skipped", "the run gives up"]
     assert json.loads((tmp_path / "debug/anomalies.json").read_text())["count"] == 4
-    with pytest.raises(GaveUp, match="row 2 of stability.recovery says stop"):
+    with pytest.raises(GaveUp, match="row 2 of stability.recovery is stop"):
         loop(net, torch.optim.AdamW(net.parameters()), [poisoned(batches[0])], Stability("strict"))
 
 

@@ -79,7 +79,7 @@ def test_sizes_come_from_the_data(
         (Cnn(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
         (Mlp(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
         (Mlp(), Sizes("classification", 4), r"mlp needs classes.*in_features=4; .*model\._target_"),
-        (Mlp(), Sizes("segmentation"), r"gives no sizes; name a model of your own"),
+        (Mlp(), Sizes("segmentation"), r"gives no sizes; set your own model"),
     ],
 )
 def test_data_that_does_not_fit_is_an_error_that_names_what_does(

@@ -213,9 +213,9 @@ def broken(place: Path, tmp_path: Path) -> Path:
             "code of its own .* never run",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
-        ({"hidden_size": 16}, "its config.json is of another model"),
+        ({"hidden_size": 16}, "its config.json belongs to another model"),
         ({"max_position_embeddings": 32}, "data.sequence: 64 is more than the 32 positions"),
-        ({"vocab_size": 20}, "has 20 tokens, and the data's ids go up to"),
+        ({"vocab_size": 20}, "has 20 tokens, but the data's ids go up to"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_an_error_with_its_key(
@@ -239,11 +239,13 @@ def test_pickled_weights_and_another_vocabulary_are_refused(
     vocabulary = broken / "tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace("great", "grear"))
     asked = [f"checkpoint.resume={place}/run", "job=predict", f"data.tokenizer={broken}"]
-    with pytest.raises(ConfigError, match="another vocabulary than the one that the model"):
+    with pytest.raises(ConfigError, match="a different vocabulary from the trained model"):
         predict.main(runs.config(*overrides(place), *asked), tmp_path / "out")
 
 
 @pytest.mark.parametrize("data", ["digits", "stdlib_parts", "stdlib_text"])
 def test_data_without_tokens_of_the_model_are_refused(data: str) -> None:
-    with pytest.raises(ConfigError, match=f"data={data} has none; use data=text or data=tokens"):
+    with pytest.raises(
+        ConfigError, match=f"data={data} does not have; use data=text or data=tokens"
+    ):
         runs.config("model=hf", "model.path=somewhere", f"data={data}")

@@ -116,16 +116,16 @@ def test_what_does_not_fit_is_one_error_with_names_shapes_count_and_the_way_out(
     with pytest.raises(ConfigError, match=r"^model\.weights: x\.pt does not fit") as caught:
         fitted(model, held)
     said = str(caught.value)
-    assert "in 4 names" in said and "\n" not in said
+    assert "in 4 tensors" in said and "\n" not in said
     assert "body.0.bias [5] is not in the file" in said
-    assert "head.weight is [3, 5], and the model's [2, 5]" in said
+    assert "head.weight has shape [3, 5], expected [2, 5]" in said
     assert "model.weights_except=[body.0.bias,head,fc]" in said
     assert equal(model.state_dict(), before)
-    with pytest.raises(ConfigError, match=r"and \d+ more.*name the model that it is of"):
+    with pytest.raises(ConfigError, match=r"and \d+ more.*set the matching model"):
         fitted(Net(), {"a.b": torch.ones(1)})
-    with pytest.raises(ConfigError, match=r"^model\.weights_except: nothing is called haed"):
+    with pytest.raises(ConfigError, match=r"^model\.weights_except: no parameter is named haed"):
         fitted(model, held, "haed")
-    with pytest.raises(ConfigError, match=r"^model\.weights_except: leaves nothing"):
+    with pytest.raises(ConfigError, match=r"^model\.weights_except: leaves no weights"):
         fitted(model, held, "*")
     fit = fitted(model, held, *re.findall(r"except=\[(.*)\]", said)[0].split(","))
     assert fit.fresh == ["body.0.bias", "head.weight", "head.bias"]
@@ -145,7 +145,7 @@ def test_floats_are_converted_and_said_and_nothing_else_is() -> None:
     fit = fitted(Net(), half)
     assert fit.converted == {"bfloat16 to float32": 8}
     assert torch.equal(fit.select(half)["head.weight"], half["head.weight"].float())
-    with pytest.raises(ConfigError, match="head.bias is int64, and the model's float32"):
+    with pytest.raises(ConfigError, match="head.bias is int64, expected float32"):
         fitted(Net(), {**held, "head.bias": torch.ones(3, dtype=torch.long)})
     with pytest.raises(ConfigError, match="head.bias has values that are too large for float16"):
         large = {**held, "head.bias": torch.full((3,), 1e6)}
@@ -167,7 +167,7 @@ def test_tied_weights_are_loaded_by_either_name_and_are_tied_still() -> None:
 
 def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
     digest = saved(tmp_path / "x.pt", {"epoch": 3})
-    with pytest.raises(ConfigError, match=r"with epoch holds no tensors.*state_dict\(\)"):
+    with pytest.raises(ConfigError, match=r"with epoch holds no named tensors.*state_dict\(\)"):
         start_from(Net(), tmp_path / "x.pt", [], pinned(digest))
     with pytest.raises(ConfigError, match="has no checkpoint and none of model.safetensors.*x.pt"):
         start_from(Net(), tmp_path, [], FilePolicy())
@@ -244,7 +244,7 @@ def test_checkpoint_resume_wins_and_weights_alone_are_evaluated(
     config = [*QUIET, "model.weights=nowhere.pt", f"checkpoint.resume={first}"]
     with build(compose(config)) as run:
         assert run.progress.step == 6
-    assert "model.weights: not read: checkpoint.resume brings weights of its own" in caplog.text
+    assert "model.weights: not read: weights come from checkpoint.resume" in caplog.text
     asked = compose([*QUIET, "job=evaluate", f"model.weights={first}"])
     metrics = evaluate(asked, Path("outputs/runs/eval")).metrics
     assert metrics["val/loss"] == Summary.read(first).metrics["val/loss"]
@@ -285,7 +285,7 @@ def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
 
 
 def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.weights: .*w\.pt is not there"):
+    with pytest.raises(ConfigError, match=r"^model\.weights: .*w\.pt does not exist"):
         build(compose([*QUIET, f"model.weights={tmp_path / 'w.pt'}"]))
     with pytest.raises(ConfigError, match=r"^model\.weights_except: .*add model\.weights="):
         compose(["model.weights_except=[head]"])
@@ -357,7 +357,7 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     assert most == 3  # of the nine
     other = Net(classes=2)
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(ConfigError, match=r"head.weight is \[3, 5\], and the model's \[2, 5\]"):
+    with pytest.raises(ConfigError, match=r"head.weight has shape \[3, 5\], expected \[2, 5\]"):
         start_from(other, snapshot, [], FilePolicy(pinned=tuple(digests)))
     assert equal(other.state_dict(), before)
 
@@ -368,9 +368,9 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> Non
     by_name = json.loads(path.read_text())["weight_map"]
     path.unlink()
     for index, says in (
-        ("[", "is no index of shards"),
-        ('{"weight_map": {"a": "../../secret.pt"}}', "names no files beside it"),
-        ('{"weight_map": {}}', "names no files beside it"),
+        ("[", "is not a shard index"),
+        ('{"weight_map": {"a": "../../secret.pt"}}', "lists no files in its folder"),
+        ('{"weight_map": {}}', "lists no files in its folder"),
         (json.dumps({"weight_map": by_name | {"z": min(by_name.values())}}), "no shard has z"),
     ):
         path.write_text(index)

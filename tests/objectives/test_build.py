@@ -95,9 +95,13 @@ def test_the_options_keys_reach_the_objective() -> None:
         (ObjectiveConfig(kind="regression"), LABELS, r"does not fit .*; use objective=auto"),
         (ObjectiveConfig(), Sizes("ranking"), r"task is 'ranking'.*a loss by objective\._target_"),
         (ObjectiveConfig(), Sizes("classification", 4), r"needs the number of classes"),
-        (ObjectiveConfig(label_smoothing=0.1), NUMBERS, r"nothing to regression; .*classification"),
-        (ObjectiveConfig(label_smoothing=0.1, _target_="mine.loss"), LABELS, "nothing to custom"),
-        (ObjectiveConfig(arguments={"gamma": 2}), LABELS, r"e\.gamma: there is no such key"),
+        (
+            ObjectiveConfig(label_smoothing=0.1),
+            NUMBERS,
+            r"not used by regression; .*classification",
+        ),
+        (ObjectiveConfig(label_smoothing=0.1, _target_="mine.loss"), LABELS, "not used by custom"),
+        (ObjectiveConfig(arguments={"gamma": 2}), LABELS, r"e\.gamma: no such key"),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_names_the_way_out(
@@ -146,8 +150,8 @@ def test_samples_are_counted_in_whatever_the_target_is(target: Any) -> None:
         (power, {"gamma": 2}, r"loss\(output, target, gamma=…\).*unexpected keyword argument"),
         (lambda output: output, {}, r"loss\(output, target\): too many positional arguments"),
         (Power, {}, r"objective\.exponent: Power needs a value"),
-        (Sizes, {"task": "x"}, "cannot be called; give it __call__"),
-        (Learned, {}, "has parameters, and only the model's are trained"),
+        (Sizes, {"task": "x"}, "is not callable; define __call__"),
+        (Learned, {}, "has parameters, but only the model's are trained"),
     ],
 )
 def test_what_cannot_be_a_loss_is_refused(found: Any, arguments: dict[str, Any], says: str) -> None:

@@ -183,17 +183,17 @@ def test_logits_are_found_in_what_the_model_returns() -> None:
 
 @pytest.mark.parametrize("output", [None, {"scores": torch.zeros(2, 6)}, (1, 2)])
 def test_an_output_without_logits_is_an_error(output: Any) -> None:
-    with pytest.raises(ConfigError, match="no logits; return a tensor"):
+    with pytest.raises(ConfigError, match="without logits; return a tensor"):
         Classification(6)(output, torch.zeros(2, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
     ("logits", "target", "error", "says"),
     [
-        ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample, and the data has 6 classes"),
+        ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample, but the data has 6 classes"),
         ((4,), [0, 1, 2, 3], ConfigError, r"model: returns \[4\] for targets of \[4\]"),
-        ((4, 6), [0.0, 1.0, 2.0, 3.0], DataError, r"torch\.float32; classes are named by .*int64"),
-        ((4, 6), [0, 1, 6, 3], DataError, r"target 6 is out of range: there are classes 0 to 5$"),
+        ((4, 6), [0.0, 1.0, 2.0, 3.0], DataError, r"class indices \(int64\), got torch\.float32"),
+        ((4, 6), [0, 1, 6, 3], DataError, r"target 6 is out of range: classes are 0 to 5$"),
         ((4, 6), [0, -1, 2, 3], DataError, r"target -1 .*set objective\.ignore_index=-1"),
     ],
 )
@@ -208,5 +208,5 @@ def test_what_torch_refuses_is_explained(
 def test_metrics_of_nothing_are_an_error(ignored: bool) -> None:
     objective = Classification(6)
     sums = objective.tally(torch.randn(2, 6), torch.full((2,), -100)) if ignored else {}
-    with pytest.raises(DataError, match="no targets to measure"):
+    with pytest.raises(DataError, match="no targets to evaluate"):
         objective.metrics(sums)

@@ -99,13 +99,13 @@ def test_losses_of_a_regression_are_those_of_numpy(cuts: list[int], loss: str) -
 @pytest.mark.parametrize(
     ("task", "asked", "says"),
     [
-        ("classification", {"kind": "ranking"}, r"objective\.kind: no objective 'ranking'"),
+        ("classification", {"kind": "ranking"}, r"objective\.kind: unknown objective 'ranking'"),
         ("classification", {"loss": "hubr"}, r"objective\.loss: .* 'hubr' .*cross_entropy, focal"),
-        ("regression", {"loss": "focal"}, r"'focal' for regression; there are mse, mae, huber"),
-        ("language_modelling", {"loss": "focal"}, r"objective\.loss: means nothing to language"),
+        ("regression", {"loss": "focal"}, r"'focal' for regression; use mse, mae, huber"),
+        ("language_modelling", {"loss": "focal"}, r"objective\.loss: is not used by language"),
         ("classification", {"gamma": 1.0}, r"objective\.gamma: .* for objective\.loss=focal"),
         ("regression", {"delta": 2.0}, r"objective\.delta: .* for objective\.loss=huber"),
-        ("regression", {"class_weights": "balanced"}, r"class_weights: means nothing to regress"),
+        ("regression", {"class_weights": "balanced"}, r"class_weights: is not used by regress"),
         ("classification", {"loss": "focal", "label_smoothing": 0.1}, r"loss=cross_entropy"),
         ("classification", {"class_weights": "even"}, r"cannot be 'even'; use balanced, null"),
         ("classification", {"class_weights": [1.0, 0.0, 1.0]}, r"a number above 0 for each class"),
@@ -180,7 +180,7 @@ def test_a_balanced_run_resumes_with_the_weights_of_one_never_stopped(tmp_path: 
 def test_weights_and_sampler_are_refused_where_they_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="has 3 weights for 2 classes"):
         rare("objective.class_weights=[1,2,3]").__enter__()
-    with pytest.raises(ConfigError, match=r"data\.sampler: needs one class"):
+    with pytest.raises(ConfigError, match=r"data\.sampler: needs the class"):
         opened("data=stdlib_text", "model=gpt", "data.sampler=balanced").__enter__()
     with pytest.raises(ConfigError, match=r"data\.sampler: .* data\.shuffle=false"):
         rare("data.sampler=balanced", "data.shuffle=false").__enter__()

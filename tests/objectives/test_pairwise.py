@@ -84,7 +84,7 @@ def test_what_torch_cannot_compare_is_one_line_that_names_the_key() -> None:
         made("torch.nn.MSELoss")(torch.zeros(9, 2), labels)
     message = str(raised.value)
     assert message.startswith("objective._target_: torch.nn.MSELoss cannot compare model outputs ")
-    assert "float32 [9, 2] with targets int64 [9]: it compares number by number" in message
+    assert "float32 [9, 2] with targets int64 [9]: it compares element by element" in message
     for name, output in (("NLLLoss", torch.zeros(9, 1)), ("CrossEntropyLoss", torch.zeros(8, 2))):
         with pytest.raises(ConfigError, match=f"^objective._target_: torch.nn.{name} cannot"):
             made(f"torch.nn.{name}")(output, labels)
@@ -109,9 +109,9 @@ def test_two_classes_get_one_logit_and_are_predicted_by_it() -> None:
     [
         (("data=digits", BCE), "BCEWithLogitsLoss is for two classes, and the data has 10"),
         (("data=cancer", "objective._target_=torch.nn.BCELoss"), "use .*BCEWithLogitsLoss"),
-        (("data=digits", MSE), "MSELoss compares quantities, and the targets are classes; use "),
-        (("data=cancer", BCE, "objective.loss=focal"), "objective.loss: means nothing to custom"),
-        (("data=cancer", BCE, "objective.class_weights=balanced"), "nothing to custom"),
+        (("data=digits", MSE), "MSELoss is for regression, but the targets are classes; use "),
+        (("data=cancer", BCE, "objective.loss=focal"), "objective.loss: is not used by custom"),
+        (("data=cancer", BCE, "objective.class_weights=balanced"), "not used by custom"),
     ],
 )
 def test_a_loss_that_is_not_for_the_classes_is_one_line(

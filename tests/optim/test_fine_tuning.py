@@ -146,9 +146,9 @@ def test_names_that_match_nothing_are_errors_with_the_near_ones() -> None:
 @pytest.mark.parametrize(
     ("group", "problem"),
     [
-        ("{lr: 1}", "optimizer.groups.0: must name parameters"),
-        ("{match: a}", "optimizer.groups.0: must name parameters"),
-        ("{match: a, rate: 1}", "optimizer.groups.0.rate: there is no such key"),
+        ("{lr: 1}", "optimizer.groups.0: needs match and an option"),
+        ("{match: a}", "optimizer.groups.0: needs match and an option"),
+        ("{match: a, rate: 1}", "optimizer.groups.0.rate: no such key"),
         ("{match: a, lr: -1}", "optimizer.groups.0.lr: must be a number ≥ 0"),
         ("{match: a, lr: 1}", "optimizer.lr: is 0"),
     ],

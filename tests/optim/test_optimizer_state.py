@@ -127,14 +127,14 @@ def by_text(state: dict[Any, Any]) -> None:
         ("RMSprop", lambda state: state[1].pop("square_avg"), "square_avg is missing"),
         ("AdamW", lambda state: state[1].pop("step"), "step is missing"),
         ("AdamW", put("exp_avg", None), "exp_avg is missing"),
-        ("AdamW", put("exp_avg", torch.zeros(1)), r"exp_avg has not its weight's shape, \[3\]"),
-        ("AdamW", put("exp_avg", torch.zeros(3).to_sparse()), "exp_avg is no dense tensor"),
+        ("AdamW", put("exp_avg", torch.zeros(1)), r"exp_avg must have its weight's shape, \[3\]"),
+        ("AdamW", put("exp_avg", torch.zeros(3).to_sparse()), "exp_avg is not a dense tensor"),
         ("AdamW", put("exp_avg", torch.zeros(3, dtype=torch.int8)), "exp_avg is of torch.int8"),
-        ("AdamW", put("step", "2"), "step is no dense tensor"),
+        ("AdamW", put("step", "2"), "step is not a dense tensor"),
         ("AdamW", put("step", torch.tensor(float("nan"))), "step must be one number ≥ 0"),
-        ("AdamW", by_text, "keyed by the numbers of its weights"),
+        ("AdamW", by_text, "keyed by parameter numbers"),
         ("AdamW", lambda state: state.update({1: [1, 2]}), "the state of a weight is a list"),
-        ("AdamW", lambda state: state.update({99: {}}), "keyed by the numbers of its weights"),
+        ("AdamW", lambda state: state.update({99: {}}), "keyed by parameter numbers"),
     ],
 )
 def test_what_no_update_leaves_is_refused_by_name(name: str, change: Change, message: str) -> None:
@@ -156,10 +156,10 @@ def test_moments_of_a_class_made_from_torchs_have_their_weights_shape() -> None:
     saved = optimizer.state_dict()
     assert compatible_state(optimizer, saved)["state"].keys() == {0}
     saved["state"][0] |= {"exp_avg": torch.ones(1, 1), "mine": torch.ones(3)}
-    with pytest.raises(ValueError, match="exp_avg has not its weight's shape"):
+    with pytest.raises(ValueError, match="exp_avg must have its weight's shape"):
         compatible_state(optimizer, saved)
     optimizer.load_state_dict(saved)
-    with pytest.raises(ValueError, match="exp_avg has not its weight's shape"):
+    with pytest.raises(ValueError, match="exp_avg must have its weight's shape"):
         check_optimizer_state(optimizer)
 
 
@@ -194,6 +194,6 @@ def test_averages_of_another_shape_are_refused_before_anything_is_loaded() -> No
     state = deepcopy(update.state())
     before = deepcopy(update.optimizer.state_dict()["state"])
     state["average"] = [torch.zeros(1) for _ in state["average"]]
-    with pytest.raises(ValueError, match="an average has not its weight's shape"):
+    with pytest.raises(ValueError, match="an average must have its weight's shape"):
         update.load(state)
     assert same(update.optimizer.state_dict()["state"], before)

@@ -111,10 +111,13 @@ def test_decay_is_kept_off_norms_and_biases() -> None:
     ("config", "message"),
     [
         ({"name": "AdmaW"}, "optimizer.name: .* did you mean AdamW"),
-        ({"name": "mine.Lion"}, "write optimizer._target_=mine.Lion"),
+        ({"name": "mine.Lion"}, "use optimizer._target_=mine.Lion"),
         ({"name": "LBFGS"}, "several times a step"),
-        ({"name": "SparseAdam"}, "sparse gradients alone, and those of 0.weight are dense"),
-        ({"_target_": "torch.nn.Linear"}, "optimizer._target_: torch.nn.Linear is no optimizer"),
+        ({"name": "SparseAdam"}, "sparse gradients, but those of 0.weight are dense"),
+        (
+            {"_target_": "torch.nn.Linear"},
+            "optimizer._target_: torch.nn.Linear is not an optimizer",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_answered_with_a_way_out(
@@ -137,7 +140,7 @@ def test_options_are_handed_on_to_the_class_that_it_is_made_from(
     assert made.param_groups[0]["momentum"] == 0.9
     caplog.set_level("INFO", "runner")
     build_optimizer(OptimizerConfig("Rprop"), torch.optim.Rprop, model(), {})
-    assert "optimizer.weight_decay is not used: Rprop takes none" in caplog.text
+    assert "optimizer.weight_decay is not used: Rprop has no weight decay" in caplog.text
 
 
 def test_an_unknown_optimizer_option_is_named() -> None:

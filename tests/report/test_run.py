@@ -33,7 +33,7 @@ SUMMARY = Summary(
     ),
     memory=MemoryPeaks(612 * 2**20, 3 * 2**30),
     techniques=[
-        TechniqueStatus("tf32", False, False, "not asked for"),
+        TechniqueStatus("tf32", False, False, "not requested"),
         TechniqueStatus("fused_optimizer", True, True, "AdamW runs in one kernel"),
         TechniqueStatus("compile", True, False, NO_COMPILER),
     ],

@@ -275,7 +275,7 @@ def test_an_error_that_ends_a_run_shows_the_name_of_a_short_value_too(
     assert launch(check(read_arguments(typed_in))) == 2
     log, reason = (folder / "run.log").read_text(), Summary.read(folder).reason
     for text in (log, reason, capsys.readouterr().err):
-        assert "there is no metric '${oc.env:SHORT}'" in text and "p@ss" not in text
+        assert "unknown metric '${oc.env:SHORT}'" in text and "p@ss" not in text
 
 
 @pytest.mark.parametrize("part", [[], ["-p", "seed"]])

@@ -169,7 +169,7 @@ def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_takes_hold(
     again = ["optimization=none", *GPT, *more, "checkpoint.resume=auto"]
     with runs.opened(*again, folder=tmp_path) as run:
         (choice,) = [c for c in run.choices if c.key == attention.KEY]
-    assert (choice.value, choice.reason) == (chosen, "as before the run was resumed")
+    assert (choice.value, choice.reason) == (chosen, "kept from the resumed run")
 
 
 def test_a_kernel_that_cannot_be_had_here_has_a_reason() -> None:
@@ -205,7 +205,7 @@ def test_what_a_kernel_cannot_take_is_detected_by_trying() -> None:
     asked = [*TABLE, ON, f"{KERNEL}flash"]
     with runs.opened(*asked, given=Components(Dropping())) as run:
         row = next(row for row in run.engagements if row.name == "attention")
-    assert "flash does not take the model's calls here" in row.reason and "dropout" in row.reason
+    assert "flash does not support the model's calls" in row.reason and "dropout" in row.reason
 
 
 class WrittenByHand(nn.Module):
@@ -246,7 +246,7 @@ def test_products_of_matrices_are_no_attention(model: type[nn.Module], level: li
     assert row.requested and not row.engaged
     if model is OnlyOfFew:
         assert row.status == "failed"
-        assert row.reason == "no attention kernel was seen" and row.evidence["ran"] == {}
+        assert row.reason == "no attention kernel ran" and row.evidence["ran"] == {}
     else:
         assert row.status == "skipped"
         assert row.reason == "the model does not call scaled_dot_product_attention"

@@ -173,9 +173,12 @@ def test_the_evidence_is_the_largest_slice_and_evaluation_and_a_closed_run_know_
     ("overrides", "reason"),
     [
         ([*GPT, "optimization.chunked_loss.min_mb=64"], r"take 0\.2 MB \(min_mb=64\)"),
-        ([*GPT, "optimization.chunked_loss.chunk=192"], "192 tokens are one chunk"),
-        (["model._target_=techniques.test_chunked_loss.Capped"], "as they are out of a linear"),
-        (["model._target_=techniques.test_chunked_loss.Warmed"], "does more .* TypeError"),
+        ([*GPT, "optimization.chunked_loss.chunk=192"], "192 tokens fit in one chunk"),
+        (["model._target_=techniques.test_chunked_loss.Capped"], "not the output of a linear"),
+        (
+            ["model._target_=techniques.test_chunked_loss.Warmed"],
+            "needs its full logits .* TypeError",
+        ),
     ],
     ids=["small", "one chunk", "capped", "warmed"],
 )

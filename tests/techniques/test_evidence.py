@@ -309,7 +309,7 @@ def test_anomaly_mode_at_every_step_is_reported_to_keep_it_from_being_compiled(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     summary = runs.trained(*QUICK, *on("compile"), *on(name), "debug=anomaly")
-    reason = "debug=anomaly looks at every step"
+    reason = "debug=anomaly observes every step"
     assert f"optimization.{name}: {reason}" in caplog.text
     assert "debug.anomaly.every=50" in caplog.text
     for technique in {name, "compile"}:

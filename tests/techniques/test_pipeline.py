@@ -52,7 +52,7 @@ def test_workers_are_chosen_from_times_recorded_and_kept_and_ready_batches_are_c
     again = [*SLOW, "checkpoint.resume=auto", "training.steps=8"]
     with runs.opened(*again, folder=tmp_path) as run:
         (kept,) = [c for c in run.choices if c.key == "data.workers"]
-    assert (kept.value, kept.reason) == (choice.value, "as before the run was resumed")
+    assert (kept.value, kept.reason) == (choice.value, "kept from the resumed run")
 
 
 def test_a_loop_that_waits_as_long_as_without_workers_is_not_engaged() -> None:
@@ -64,7 +64,7 @@ def test_a_loop_that_waits_as_long_as_without_workers_is_not_engaged() -> None:
         run.remarks["pipeline"] = {"wait_share_without_workers": waited}
         evidence = Pipeline(True).engaged(run)
     assert not evidence.engaged
-    assert evidence.reason == "0 of 4 batches ready when they were asked for"
+    assert evidence.reason == "0 of 4 batches ready when requested"
 
 
 def test_data_in_memory_needs_no_worker_and_the_reason_is_given() -> None:
@@ -72,7 +72,7 @@ def test_data_in_memory_needs_no_worker_and_the_reason_is_given() -> None:
         row = runs.status(train(run), "pipeline")
         evidence = Pipeline(True).engaged(run)
     assert not row.engaged and "in memory" in row.reason
-    assert evidence.reason == "no worker fetches ahead: they would not pay for themselves"
+    assert evidence.reason == "no prefetching workers: they cost more than they save"
     assert not evidence.engaged
 
 

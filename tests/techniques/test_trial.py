@@ -213,7 +213,7 @@ def test_a_model_that_cannot_be_restored_is_not_called_and_the_reason_is_given(
         assert "cannot be restored" in choice.reason
         assert calls == first
         threads = next(c.reason for c in run.choices if c.key == "device.threads")
-        assert "a forward is not counted, it holds" in threads
+        assert "forward cost unknown: it holds" in threads
         assert train(run).status == "done"
 
 

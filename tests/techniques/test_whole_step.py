@@ -118,7 +118,7 @@ def test_a_skipped_step_leaves_weights_state_and_buffers_bit_equal_and_compiles_
         wrong = target.clone()
         wrong[7] = 1000
         skipped(inputs, wrong)
-        with pytest.raises(DataError, match="target 1000 is out of range: there are classes 0 to"):
+        with pytest.raises(DataError, match="target 1000 is out of range: classes are 0 to"):
             run.whole.check()
         wrong[7] = -100  # stands for no target
         assert make_step(run, (inputs, wrong))[0].skipped.item() == 0
