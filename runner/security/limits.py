@@ -30,7 +30,7 @@ def over_memory(limit_mb: float) -> Exceeded | None:
     used = memory_bytes()
     if used <= limit_mb * MB:
         return None
-    taken = f"this process and its workers hold {used / MB:,.0f} MB of {limit_mb:,.0f}"
+    taken = f"this process and its workers use {used / MB:,.0f} MB of {limit_mb:,.0f}"
     return Exceeded("memory_mb", taken, "a smaller training.batch_size, fewer data.workers")
 
 
@@ -46,7 +46,7 @@ def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
         return None
     size = f"{grown / MB:,.1f} MB of {limit_mb:,.1f}, and a checkpoint takes {last / MB:,.1f}"
     taken = f"the run's folder has grown by {size}"
-    return Exceeded("disk_mb", taken, "a smaller checkpoint.keep, less to debug")
+    return Exceeded("disk_mb", taken, "a smaller checkpoint.keep, fewer debug tools")
 
 
 def over_time(limit_hours: float, seconds: float) -> Exceeded | None:
@@ -54,14 +54,14 @@ def over_time(limit_hours: float, seconds: float) -> Exceeded | None:
     if seconds < limit_hours * 3600:
         return None
     taken = f"{seconds / 3600:.3g} hours have passed of {limit_hours:.3g}"
-    return Exceeded("hours", taken, "nothing else: it has as much time again")
+    return Exceeded("hours", taken, "no change: the time counts from 0 again")
 
 
 def over_device(limit_mb: float, used: int) -> Exceeded | None:
     """Check the allocator's bytes on the accelerator."""
     if used <= limit_mb * MB:
         return None
-    taken = f"{used / MB:,.0f} MB of the device's memory are held, of {limit_mb:,.0f}"
+    taken = f"the process uses {used / MB:,.0f} MB of device memory of {limit_mb:,.0f}"
     return Exceeded("device_memory_mb", taken, "a smaller training.batch_size")
 
 
