@@ -92,8 +92,8 @@ def _check_together(arms: Sequence[Arm], settings: BenchmarkConfig, others: int)
     if settings.attribute and not asks(arms[-1].config):
         raise ConfigError(
             "benchmark.attribute",
-            f"the last arm, {escape(arms[-1].name)}, asks for no technique",
-            "put the level whose techniques are to be measured last",
+            f"the last arm, {escape(arms[-1].name)}, enables no technique",
+            "make the level to attribute the last arm",
         )
 
 
@@ -112,7 +112,7 @@ def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
     if reference not in by_name:
         near = nearest(reference, list(by_name))
         fix = f"did you mean {near}?" if near else f"there are {', '.join(by_name)}"
-        text = f"{escape(reference)} is none of the arms"
+        text = f"{escape(reference)} is not an arm"
         raise ConfigError("benchmark.reference", text, escape(fix))
     return by_name[reference]
 
@@ -155,9 +155,9 @@ def _check_override(word: str, levels: Sequence[str]) -> None:
         problem = "is neither a level nor an override"
         fix = f"did you mean {near}?" if near else f"levels are {', '.join(levels)}"
     elif sweep_overrides([word]):
-        problem, fix = "names several values", "write an arm for each of them"
+        problem, fix = "names several values", "write one arm per value"
     elif _part(word) in (*NOT_OF_ARMS, "security"):  # one answer to what is trusted
-        problem, fix = "is about the benchmark, not one arm", "write it on the command line"
+        problem, fix = "applies to the whole benchmark", "set it on the command line"
     if problem:
         raise ConfigError(KEY, f"{escape(word)} {problem}", fix)
 
@@ -183,22 +183,22 @@ def _folder(name: str, taken: Sequence[str]) -> str:
 
 def _check_new(arm: Arm, before: Sequence[Arm]) -> None:
     if arm.config.checkpoint.resume != "none":
-        raise ConfigError("checkpoint.resume", "must be none: a benchmark starts every arm afresh")
+        raise ConfigError("checkpoint.resume", "must be none: benchmark arms start at step 0")
     for other in before:
         both = escape(f"{other.name} and {arm.name}")
         if other.name == arm.name:
-            raise ConfigError(KEY, f"{escape(arm.name)} comes twice")
+            raise ConfigError(KEY, f"{escape(arm.name)} is listed twice")
         if _work(other.config) == _work(arm.config):
             raise ConfigError(
                 KEY,
                 f"{both} are the same (optimization level {arm.config.optimization.level})",
-                "leave one away, or name another level in it, such as optimization=none",
+                "remove one, or give it another level, such as optimization=none",
             )
         if different := _different_data(other.config, arm.config):
             raise ConfigError(
                 KEY,
-                f"{both} read other data: {different}",
-                "compare ways to train on the same samples; for the rest, sweep: -m data=…",
+                f"{both} train on different data: {different}",
+                "arms need the same samples; to compare data, sweep: -m data=…",
             )
 
 

@@ -20,7 +20,7 @@ from runner.config import RunConfig
 
 INTERVALS = 3  # intervals of each technique: alone, within the level, and their ratio
 EACH = 2  # techniques per round, which makes six processes of 0.5 GB or more
-AFTERWARDS = {"quantization": "is for inference: training never sees it"}
+AFTERWARDS = {"quantization": "applies to inference only"}
 Interval = tuple[float, float] | None
 
 
@@ -171,7 +171,7 @@ def _explain_untried(
     if _find_technique(level.config, name) == _find_technique(reference.config, name):
         return f"is in {reference.name} too"
     if others := (row.get("evidence") or {}).get("part_of"):
-        return f"did nothing of its own in {level.name}: part of {others}"
+        return f"had no separate effect in {level.name}: part of {others}"
     return ""
 
 
@@ -230,7 +230,7 @@ def summarize(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
 def _describe_harm(effect: Effect, level: str) -> str:
     removed, (low, high) = effect.removed or 1.0, effect.removed_interval or (1.0, 1.0)
     return (
-        f"left out of {level}, {effect.name} makes it {100 / removed - 100:.1f} % faster here "
+        f"{level} is {100 / removed - 100:.1f} % faster without {effect.name} here "
         f"(95 %: {100 / high - 100:.1f} to {100 / low - 100:.1f} %): drop it"
     )
 
@@ -239,7 +239,7 @@ def _describe_worth(ratio: float | None, interval: Interval, what: str) -> str:
     if ratio is None or interval is None:
         return "not known"
     worth = f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
-    return {"same": "nothing", "": "nothing that can be told"}.get(what, worth)
+    return {"same": "nothing", "": "inconclusive"}.get(what, worth)
 
 
 def _claim(ratio: float | None, interval: Interval, processes: int, floor: float) -> str:

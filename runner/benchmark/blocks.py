@@ -215,7 +215,7 @@ class _Blocks:
             self._look(last=not further)
         if further and (launches == 1 or not self._is_precise()):
             if self._launch():
-                return "" if self.active else "every arm has ended"
+                return "" if self.active else "every arm ended early"
             self._look(last=True)
         return self._describe_end(spent)
 
@@ -226,18 +226,18 @@ class _Blocks:
         measured, rule = self.measured, self.rule
         measured.precise = self._is_precise()
         if measured.precise:
-            left = " of the arms that are left" if measured.ended else ""
+            left = " of the remaining arms" if measured.ended else ""
             return f"every ratio{left} is known to within {100 * rule.target_half_width:g} %"
         if self.overdrawn:
             return (
                 f"the budget of {rule.budget_s:g} s was too small for the {self.least} blocks that "
-                f"an interval takes: they took {measured.seconds:.1f} s"
+                f"an interval needs; they took {measured.seconds:.1f} s"
             )
         if spent or len(measured.starts) < rule.processes:
             return f"the budget of {rule.budget_s:g} s is spent"
         if rule.processes > 1:
             return f"all {rule.processes} processes of each arm are measured"
-        return f"all {measured.blocks} blocks of the plan are made"
+        return f"all {measured.blocks} planned blocks are measured"
 
     # -- launches --------------------------------------------------------------------------------
 
@@ -350,11 +350,11 @@ class _Blocks:
 
     def _without_ratios(self, spent: bool) -> str:
         if not self.active:
-            return "every arm has ended"
+            return "every arm ended early"
         self.measured.alphas |= {name: self._alpha_left(name) for name in self.active}
         self.measured.between |= dict.fromkeys(self.active, self.between)
         if not spent and self.measured.blocks < min(self.rule.looks):
             return ""
         if self.reference in self.measured.ended:
-            return f"the reference, {self.reference}, ended: there are no ratios"
-        return f"there is no arm to compare with {self.reference}"
+            return f"the reference, {self.reference}, ended early: no ratios"
+        return f"no arm to compare with {self.reference}"

@@ -53,9 +53,9 @@ ROUNDS, SETTLING = 9, 2  # timed forward passes, and warm-up passes before them
 READINGS = 6  # the range of six readings covers the median with 97 %
 LOADED = 0.1  # share of the CPUs used by other processes above which the page mentions it
 METHOD = (
-    "An interval is of 95 %; of memory and latency it is the range of six readings. A claim holds "
-    "or does not where all of the interval, with the noise at both ends, is on one side of what is "
-    "claimed at least; else it is undecided."
+    "Intervals are 95 %; for memory and latency they are the range of six readings. A claim is "
+    "decided if its interval, widened by the noise at both ends, lies on one side of the claimed "
+    "minimum; otherwise it is undecided."
 )
 
 
@@ -220,10 +220,10 @@ def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
         row.noise = noise if math.isfinite(noise) else None
     estimate = _estimate(claim, round_)
     if estimate is None:
-        row.reason = "too few blocks, or no reading of the memory"
+        row.reason = "too few blocks, or memory was not measured"
         return row
     row.ratio, row.interval = estimate.ratio, estimate.interval
-    row.reason = "the plain run against itself has no interval: the noise is not known"
+    row.reason = "no interval for the plain run against itself: the noise is unknown"
     if math.isfinite(noise):
         row.verdict, row.reason = verdict(claim, estimate, noise)
     return row
@@ -242,7 +242,7 @@ def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
         reached, missed, past = high <= bar, low > bar, end is not None and high < end
     if past or reached or missed:
         return BETTER if past else HOLDS if reached else FAILS, ""
-    return UNDECIDED, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"
+    return UNDECIDED, f"{low:.2f} to {high:.2f} with noise: the interval contains {bar:g}"
 
 
 def _estimate(claim: Claim, round_: Round) -> Estimate | None:
@@ -374,7 +374,7 @@ def markdown(claims: Claims) -> str:
         where.append(str(machine.get("device_name")))
     where += [f"{n} {claims.versions[n]}" for n in ("torch", "python") if n in claims.versions]
     others = claims.load.get("others") or 0
-    load = f"Other processes took {others:.0%} of the CPUs meanwhile: intervals are wider for it."
+    load = f"Other processes used {others:.0%} of the CPUs, which widens the intervals."
     items = [
         f"- **{escape(row.name)}** ({escape(row.work)}): "
         + escape(". ".join(filter(None, (row.reason, row.note))))
@@ -382,14 +382,14 @@ def markdown(claims: Claims) -> str:
     ]
     commands = dict.fromkeys(row.command for row in rows if row.command)
     parts = [
-        "# Claims, and what holds here",
+        "# Claims, checked on this machine",
         escape(f"{', '.join(where)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
         code(claims.command, "sh"),
         table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
         METHOD,
         *([load] if others > LOADED else []),
         "\n".join(items),
-        "Each of these trains like the arm in question:",
+        "Commands that train like each arm:",
         code("\n".join(commands), "sh"),
     ]
     return "\n\n".join(parts) + "\n"

@@ -267,20 +267,20 @@ class _Benchmark:
         notes, name, ends = [], self.reference.name, self.round.ended
         if self._compared == MEAN:
             notes.append(
-                "data workers hand over several batches at a time: what is compared, and the step "
-                "that is shown, is the mean step of each turn, not the median one"
+                "data workers deliver several batches at a time, so the mean step of each turn is "
+                "compared and shown, not the median one"
             )
         if (ended := ends.get(name)) is not None:
             notes.append(
-                f"the reference, {name}, ended ({ended.status}: {ended}): the others have times "
-                "and no speed-ups; benchmark.reference=… names another"
+                f"the reference, {name}, ended early ({ended.status}: {ended}): the others have "
+                "times but no speed-ups; set benchmark.reference to another arm"
             )
         if (ended := ends.get(self.control)) is not None:
-            notes.append(f"the control ended ({ended.status}: {ended})")
+            notes.append(f"the control ended early ({ended.status}: {ended})")
         if self.round.measured.estimates and math.isinf(self._noise_floor()):
             notes.append(
-                f"{self.control} has no interval: the noise floor is not known, "
-                "so nothing is claimed"
+                f"{self.control} has no interval: the noise floor is unknown, "
+                "so no difference is claimed"
             )
         return notes
 
@@ -289,12 +289,12 @@ class _Benchmark:
         measured = self.round.measured
         if measured.processes > 1 or not measured.estimates:
             return []
-        fix = "a larger benchmark.budget_s, or fewer arms, allows several"
+        fix = "raise benchmark.budget_s or use fewer arms to measure several"
         if self.settings.processes == 1:
-            fix = "benchmark.processes=5 measures several"
+            fix = "set benchmark.processes=5 to measure several"
         return [
-            "each arm was measured in one process, and how processes differ is in no interval: "
-            f"nothing within {ONE_PROCESS:.0%} is claimed; {fix}"
+            "each arm was measured in one process, so intervals omit variation between processes: "
+            f"no difference within {ONE_PROCESS:.0%} is claimed; {fix}"
         ]
 
 
@@ -357,12 +357,12 @@ def _describe_noise(load: Load, control: Control | None) -> list[str]:
     """Return notes on load or noise that hides small differences."""
     notes = []
     if load.others is not None and load.others > NOISY:
-        notes.append(f"noisy machine: other processes took {load.others:.0%} of the CPUs")
+        notes.append(f"noisy machine: other processes used {load.others:.0%} of the CPUs")
     if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
         low, high = control.interval
         notes.append(
-            f"the reference against itself came out at {control.ratio:.3f} ({low:.3f} to "
-            f"{high:.3f}), which should be 1: no difference as small as that is claimed"
+            f"the reference against itself measured {control.ratio:.3f} ({low:.3f} to "
+            f"{high:.3f}) instead of 1: differences this small are not claimed"
         )
     return notes
 
@@ -383,15 +383,15 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
         parts = [part for part in other_work(arm, reference) if part != "batch size"]
         if parts:
             notes.append(
-                f"{escape(arm.name)}: another {', '.join(parts)} than {escape(reference.name)}, "
-                "so only times can be compared"
+                f"{escape(arm.name)}: different {', '.join(parts)} from {escape(reference.name)}, "
+                "so only times are compared"
             )
     sizes = {escape(arm.name): arm.config.training.batch_size for arm in arms}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         notes.append(
-            f"steps are of different sizes ({listed} samples): times are compared per sample, and "
-            "after as many samples a larger batch has made fewer updates, so losses are not alike"
+            f"steps have different sizes ({listed} samples): times are compared per sample; a "
+            "larger batch makes fewer updates with the same samples, so losses differ"
         )
     return notes
 

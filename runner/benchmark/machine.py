@@ -40,7 +40,7 @@ def machine(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
 def machine_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     """Return the facts that differ, as text; keys that only one of them has are skipped."""
     return [
-        f"{key.replace('_', ' ')} is {now[key]} and was {then[key]}"
+        f"{key.replace('_', ' ')} is {now[key]}, was {then[key]}"
         for key in CLASS
         if key in now and key in then and now[key] != then[key]
     ]

@@ -19,7 +19,7 @@ from runner.security.pickle_transfer import opened, packed
 if TYPE_CHECKING:
     from runner.parity.reference import ParityReference
 
-PLAIN = "is the plain run: no technique was asked for"
+PLAIN = "is the plain run: no technique is enabled"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ParityChecker:
             self._end()
             if ended.status == "timeout":
                 return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
-            return ParityVerdict(None, f"the process that judged it: {ended.reason}")
+            return ParityVerdict(None, f"the parity process: {ended.reason}")
         except UsageError as error:
             return ParityVerdict(None, str(error))
 

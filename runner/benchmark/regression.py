@@ -43,7 +43,7 @@ class BaselineComparison:
             "path": self.path,
             "started": escape(self.started),
             "regressed": bool(self.regressions),
-            "sentences": [*(self.regressions or ["nothing got worse"]), *self.notes],
+            "sentences": [*(self.regressions or ["no regressions"]), *self.notes],
             "regressions": self.regressions,
             "compared": self.compared,
         }
@@ -63,12 +63,12 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
         raise ConfigError(KEY, escape(str(error)), "name a benchmark.json or its folder") from error
     for number, arm in enumerate(baseline.arms):
         if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
-            damage = f"arms[{number}].per_sample_ms has a time that is not above 0"
+            damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
             raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
     _check_machine(baseline, machine())
     theirs = [arm.name for arm in baseline.arms]
     if not set(theirs) & set(names):
-        text = f"has none of the arms that are measured now, but {escape(', '.join(theirs))}"
+        text = f"has none of the measured arms, only {escape(', '.join(theirs))}"
         raise ConfigError(KEY, text)
     return baseline
 
@@ -76,7 +76,7 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
 def _check_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
     differing = machine_differences(now, then.machine)
     if differing:
-        what = f"is of another machine: {escape('; '.join(differing))}"
+        what = f"was measured on another machine: {escape('; '.join(differing))}"
         raise ConfigError(KEY, what, "measure a new baseline on this machine")
 
 
@@ -89,7 +89,7 @@ def against(
     pairs = _pair_arms(now, then, result)
     torch, was = now.machine.get("torch"), then.machine.get("torch")
     if torch != was:
-        result.notes.append(escape(f"torch is {torch} and was {was}"))
+        result.notes.append(escape(f"torch is {torch}, was {was}"))
     for arm, old in pairs:
         if arm.status != DONE and old.status == DONE:
             ended = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
@@ -99,7 +99,7 @@ def against(
         result.regressions += _compare_memory(arm, old, settings.tolerance)
         known = arm.parity in PARITY and old.parity in PARITY
         if known and PARITY.index(arm.parity or "") > PARITY.index(old.parity or ""):
-            text = f"{arm.name}: parity is {arm.parity} and was {old.parity} ({arm.parity_reason})"
+            text = f"{arm.name}: parity is {arm.parity}, was {old.parity} ({arm.parity_reason})"
             result.regressions.append(escape(text))
     return result
 
@@ -113,22 +113,22 @@ def _pair_arms(
     for arm in now.arms:
         old = before.pop(arm.name, None)
         if old is None:
-            result.notes.append(escape(f"{arm.name} is not in the stored result"))
+            result.notes.append(escape(f"{arm.name} is not in the baseline"))
         elif differing := _different_work(arm, old):
             result.notes.append(escape(f"{arm.name} is not compared: {differing}"))
         else:
             pairs.append((arm, old))
-    result.notes += [escape(f"{name} was not measured now") for name in before]
+    result.notes += [escape(f"{name} is only in the baseline") for name in before]
     return pairs
 
 
 def _different_work(now: ArmResult, then: ArmResult) -> str:
     """Return how overrides or config differ; "" if not. Keys that only one has are ignored."""
     if now.overrides != then.overrides:
-        return f"it stands for {' '.join(now.overrides)} and stood for {' '.join(then.overrides)}"
+        return f"its overrides are {' '.join(now.overrides)}, were {' '.join(then.overrides)}"
     for key in now.config.keys() & then.config.keys():
         if now.config[key] != then.config[key]:
-            return f"{key} is {now.config[key]} and was {then.config[key]}"
+            return f"{key} is {now.config[key]}, was {then.config[key]}"
     return ""
 
 
@@ -150,11 +150,11 @@ def _compare_times(
     """
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
     if now.compared != then.compared:  # an arm with data workers came or went
-        text = f"times are not compared: they are of the {now.compared}"
-        result.notes.append(escape(f"{text}, and were of the {then.compared}"))
+        text = f"times are not compared: this result has the {now.compared}"
+        result.notes.append(escape(f"{text}, the baseline the {then.compared}"))
         return
     if now.noise_floor is None or then.noise_floor is None:
-        result.notes.append("times are not compared: a noise floor of the two is not known")
+        result.notes.append("times are not compared: one of the two noise floors is unknown")
         return
     if not timed:
         return
@@ -173,7 +173,7 @@ def _compare_times(
         )
         excuse = ""
         if not disturbance and own[arm.name].ratio >= 1 / (1 + changes.limit):
-            excuse = "by itself it is within the limit"
+            excuse = "its own time is within the limit"
         changes.note(arm.name, unpaired(before, speedups, alpha), excuse, beside=plain[0].name)
 
 
@@ -186,9 +186,9 @@ def _floor(result: BenchmarkResult) -> float:
 def _describe_disturbance(now: Load, then: Load) -> str:
     """Return why times of the two sessions cannot be compared directly; "" if they can."""
     if now.others is None or then.others is None:
-        return "how busy the machine was is not known"
+        return "the machine's load is unknown"
     if max(now.others, then.others) > QUIET:
-        return f"other processes took {now.others:.0%} of the CPUs, and {then.others:.0%} then"
+        return f"other processes used {now.others:.0%} of the CPUs (baseline: {then.others:.0%})"
     return ""
 
 
@@ -230,7 +230,7 @@ class _Changes:
         if len(everything) > 1 and all(self.sign(one) == sign for one in everything):
             text = (
                 f"all arms took {factor:.2f} times as long per sample ({least:.2f} to {most:.2f}, "
-                "by the reference); the machine changed, or code that they share"
+                "by the reference); the machine or shared code changed"
             )
         if sign > 0 and not excuse:
             self.result.regressions.append(text)
@@ -249,6 +249,6 @@ def _compare_memory(now: ArmResult, then: ArmResult, tolerance: float) -> Iterat
         ours, theirs = getattr(now, key), getattr(then, key)
         if ours and theirs and ours - theirs > max(LEAST_BYTES, theirs * tolerance):
             yield (
-                f"{escape(now.name)} holds {(ours - theirs) / 2**20:,.0f} MiB more "
-                f"memory of the {owner} at its peak ({ours / theirs - 1:.0%})"
+                f"{escape(now.name)} uses {(ours - theirs) / 2**20:,.0f} MiB more "
+                f"peak {owner} memory ({ours / theirs - 1:.0%})"
             )

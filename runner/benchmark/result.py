@@ -158,7 +158,7 @@ class BenchmarkResult:
         try:
             values = json.loads(read_record(path))
             if not isinstance(values, dict) or not {"arms", "reference", "schema"} <= set(values):
-                raise StorageError(f"{path}: is no result of job=benchmark")
+                raise StorageError(f"{path}: not a result of job=benchmark")
             if isinstance(values["schema"], int) and values["schema"] > SCHEMA:
                 raise StorageError(f"{path}: was written by a newer version of the runner")
             return dataclass_from_json(cls, values)

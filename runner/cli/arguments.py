@@ -72,11 +72,11 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     typed = Arguments(**vars(parser.parse_intermixed_args(arguments)))
     if typed.experimental_rerun is not None:
         raise SecurityError(
-            "--experimental-rerun: unpickles a file, which can run anything; "
+            "--experimental-rerun: unpickles a file, which can run any code; "
             "use checkpoint.resume=<run folder>, or the command in that run's summary.json"
         )
     if typed.cfg is not None and typed.sweeps:
-        raise UsageError("--cfg shows one run's config: leave -m away, name one value a key")
+        raise UsageError("--cfg shows one run's config: remove -m and give one value per key")
     if typed.config_dir is not None and not Path(typed.config_dir).is_dir():
         raise UsageError(f"--config-dir: there is no folder {typed.config_dir}")
     return typed

@@ -10,14 +10,14 @@ from runner import __version__
 from runner.overrides.groups import ALIASES, default_options, options
 
 ABOUT = """\
-Trains a PyTorch model on real data, from a config that is put together on the command line:
-group=option picks a file of conf/, key=value sets one key. All that happens in a run lies in
-its folder under outputs/runs/; `python -m runner.report --tensorboard` shows them all.
+Trains a PyTorch model on real data, from a config composed on the command line:
+group=option selects a file of conf/, key=value sets one key. Each run writes to its own
+folder under outputs/runs/; `python -m runner.report --tensorboard` shows all runs.
 """
 KEYS = {
     "name": "the runs' folder under outputs/runs/ (default: data-model)",
     "seed": "initial weights, order of samples, augmentation, dropout",
-    "training.steps, .epochs": "how long; one of the two",
+    "training.steps, .epochs": "length of the run; set one of them",
     "training.batch_size": "samples per update",
     "training.validate_every": "steps between validations",
     "optimizer.lr": "the peak of the learning rate",
@@ -28,7 +28,7 @@ KEYS = {
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
     "distributed.processes": "with distributed=ddp: how many train one model together",
-    "scan.path": "job=scan: a file or folder to look at before it is used",
+    "scan.path": "job=scan: a file or folder to check before use",
     "replay.path": "job=replay: a bad step of a run, in its debug/captures",
     "security.environment": "[NAME]: variables that a config may read as ${oc.env:NAME}",
     "optimization.strict": "true: a technique that does not engage is an error",
@@ -40,11 +40,11 @@ EXAMPLES = {
     "data=images data.path=photos model._target_=my_package.Net \\\n"
     "    security.trusted=[my_package] +model.width=64": "your own model; + hands it an argument",
     "-m optimizer=adamw,sgd seed=0,1,2": "a sweep of six jobs, each in a process of its own",
-    "job=benchmark": "which optimisation level is faster here, and how sure that is",
+    "job=benchmark": "which optimisation level is faster here, with intervals",
 }
 CODES = {
     "0": "done",
-    "1": "a fault of ours or in your code; the traceback is in run.log",
+    "1": "a bug in the runner or in your code; the traceback is in run.log",
     "2": "a mistake in the config, a missing file, an unavailable device",
     "3": "refused by security",
     "4": "gave up: the stability policy is exhausted",
@@ -56,7 +56,7 @@ CODES = {
 FLAGS = {
     "--cfg job|hydra|all": "show the composed config and run nothing; -p model shows one part",
     "-m": "run every combination of comma-separated values",
-    "-cd FOLDER": "look for groups and experiments of your own in FOLDER too",
+    "-cd FOLDER": "also search FOLDER for groups and experiments",
     "--version": "versions",
 }
 

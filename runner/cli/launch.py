@@ -131,7 +131,7 @@ def _translated_errors(request: Request, results: Results) -> Iterator[None]:
     except OSError as error:  # before a job began
         key = "hydra.run.dir" if request.session is None else "hydra.sweep.dir"
         reason = error.strerror or str(error)
-        fix = f"name another place: {key}=/path/to/folder"
+        fix = f"set another folder: {key}=/path/to/folder"
         raise StorageError(f"{key}: {error.filename}: {reason}; {fix}") from error
 
 
@@ -174,7 +174,7 @@ def _sweep_failed(results: Results) -> SweepFailed:
     if not results.failures:  # they ran in their own processes
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
     lines = "".join(f"\n  {escape_control_chars(failure)}" for failure in results.failures)
-    again = "\nthe same command again runs what is missing" if results.resumable else ""
+    again = "\nrun the same command again for the missing jobs" if results.resumable else ""
     return SweepFailed(f"{len(results.failures)} of {results.jobs} jobs failed:{lines}{again}")
 
 

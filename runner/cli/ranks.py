@@ -65,7 +65,7 @@ def _find_rank(config: DictConfig | None) -> Place | None:
         apart = f"type job={job.name} without {place.by}"
         trains = job is JobKind.train
         fix = "add distributed=ddp, or start one process" if trains else apart
-        problem = f"is {kind.value}: {started}, and each would do all of it by itself"
+        problem = f"is {kind.value}: {started}, and each would run the whole job"
         raise ConfigError("distributed", problem, fix)
     return None
 

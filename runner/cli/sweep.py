@@ -67,7 +67,7 @@ def prepare(
         raise failures[0]
     if any(composed.job.kind is JobKind.benchmark for composed in configs):
         fix = "leave -m out and name the arms: benchmark.arms=[none,basic]"
-        raise ConfigError("job", "a benchmark runs its arms in turn, a sweep one by one", fix)
+        raise ConfigError("job", "a benchmark cannot be swept: its arms take turns", fix)
     config, launcher = configs[0], configs[0].hydra.launcher
     isolated = OmegaConf.get_type(launcher) is LauncherConfig
     if isolated:
@@ -86,7 +86,7 @@ def prepare(
     if searches:
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
-            raise ConfigError("hydra/launcher", "a search runs its trials by itself", fix)
+            raise ConfigError("hydra/launcher", "a search starts its trials itself", fix)
         session.search = plan_search(overrides, checked[0], session.hash)
     _find_earlier(session, config, overrides, isolated)
     return session
@@ -96,7 +96,7 @@ def _check_ranges(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an empty range: the sweep would have no jobs, and succeed."""
     for override in map(parse_override, overrides):
         if override.parsed.is_range_sweep() and not override.values():
-            fix = "its end is not in it: range(0,3) is 0, 1, 2"
+            fix = "a range excludes its end: range(0,3) is 0, 1, 2"
             raise ConfigError(override.key, f"{override.value} has no value", fix)
 
 
@@ -142,11 +142,11 @@ def _find_earlier(
     resume = str(config.sweep.resume)
     if not isolated:
         if resume not in ("auto", "none"):
-            raise ConfigError("sweep.resume", "is for hydra/launcher=isolated", "leave it out")
+            raise ConfigError("sweep.resume", "needs hydra/launcher=isolated", "remove it")
         return
     if config.checkpoint.resume == "auto":
-        fix = "leave it out: the same command again continues a sweep that was cut off"
-        raise ConfigError("checkpoint.resume", "auto is for one run", fix)
+        fix = "remove it: the same command again continues an interrupted sweep"
+        raise ConfigError("checkpoint.resume", "auto works for a single run only", fix)
     named = any(text.startswith("hydra.sweep.dir=") for text in overrides)
     shared = session.search is not None and config.search.storage is not None
     earlier = plan.find_sweep(session.folder, named, resume, session.hash, shared)

@@ -131,7 +131,7 @@ class AnomalyTool(Tool):
         else:
             name = _bad_parameter(run)
             culprit = f"the gradient of {name}" if name else "the loss"
-            return f"{culprit} is not finite, and backward made no NaN of it", culprit
+            return f"{culprit} is not finite, but backward produced no NaN", culprit
         place = place_in_text(text)
         message = f"{operation} gave {kind} in backward, in {module}"
         if place is None:
@@ -177,7 +177,7 @@ class AnomalyTool(Tool):
     def cost(self, run: Run) -> Cost | None:
         """Return the findings, and the slowdown of its steps."""
         times, self.seconds = self._slowdown(run)
-        finding = self.finding or "no NaN or Inf" if self.looks else "no step was looked at"
+        finding = self.finding or "no NaN or Inf" if self.looks else "no step was checked"
         finding += "; every step" if self.every == 1 else f"; every {self.every} steps"
         if run.whole is not None or (run.compilation is not None and run.compilation.mode):
             finding += ", uncompiled"

@@ -196,7 +196,7 @@ def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, Arguments
                 return calls, _detached(_record_calls(model, inputs, calls)), target
         except Exception as error:  # e.g. of a model that needs the full batch
             problem = summarize_error(error)
-    raise Inconclusive(f"the model does not run on a float64 copy of its own: {problem}")
+    raise Inconclusive(f"the float64 copy of the model does not run: {problem}")
 
 
 def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, Arguments]) -> Any:
@@ -256,7 +256,7 @@ def _check(
 ) -> GradientCheck:
     start, check = time.monotonic(), GradientCheck(name, of, UNCHECKED)
     if start > deadline:
-        return replace(check, reason=f"{config.budget_s:g} s were over (budget_s)")
+        return replace(check, reason=f"budget_s={config.budget_s:g} was used up")
     try:
         where, reason = _mismatch(module, arguments, config.tolerance)
     except Inconclusive as error:
@@ -383,9 +383,9 @@ class Gradcheck(Tool):
         if wrong and ends:
             raise NotVerified(
                 f"debug.gradcheck: {'; '.join(check.sentence for check in wrong)}; "
-                "where that is meant (a detach, a straight-through estimator): "
+                "if intended (a detach, a straight-through estimator): "
                 f"debug.gradcheck.skip=[{wrong[0].name}]; "
-                "debug.on_anomaly=record trains all the same"
+                "debug.on_anomaly=record trains anyway"
             )
 
     def _summary(self, wrong: list[GradientCheck]) -> str:

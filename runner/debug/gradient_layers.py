@@ -220,7 +220,7 @@ def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
         name, (gone, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
         parts.append(f"{name}{more}: {gone} of {units} units dead")
-    return "; ".join(parts) or "nothing amiss"
+    return "; ".join(parts) or "no problems found"
 
 
 # -- user loops -------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class Gradients(Tool):
         for name, (gone, units) in self.dead.items():
             self.unit_rows.append({"step": step, "layer": name, "dead": gone, "units": units})
         for name, (gone, units) in self._dead_layers().items():
-            text = f"{name}: {gone} of {units} units gave 0 for every sample of several looks"
+            text = f"{name}: {gone} of {units} units gave 0 for every sample in several checks"
             run.history.add("dead_units", text, step=step, category="numerics")
         untrained = [layer.name for layer in self.layers if layer.state is LayerState.NO_GRADIENT]
         self.never = [name for name in untrained if first or name in self.never]
@@ -193,7 +193,7 @@ class Gradients(Tool):
     def _report_untrained(self, run: Run, looks: int) -> None:
         """Report once the parameters that never had a gradient."""
         if self.never:
-            text = f"no gradient at any of {looks} looks: {listed(self.never)}"
+            text = f"no gradient in any of {looks} checks: {listed(self.never)}"
             run.history.add("no_gradient", text, step=run.progress.step, category="numerics")
 
     def _sum_up(self, looks: int = 0) -> str:
@@ -203,8 +203,8 @@ class Gradients(Tool):
             return summarize(names, self._dead_layers())
         remedy = f"lower debug.{'gradients.' if self.knobs.every else ''}every"
         remedy = "train longer" if self.every == 1 else remedy
-        count = "1 look" if looks == 1 else f"{looks} looks"
-        return f"{count}, and {CONFIRMED} are needed for a verdict: {remedy}"
+        count = "1 check" if looks == 1 else f"{looks} checks"
+        return f"{count}, but a verdict needs {CONFIRMED}: {remedy}"
 
     # -- pictures and files --------------------------------------------------------------------
 

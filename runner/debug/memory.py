@@ -128,7 +128,7 @@ class MemoryTool(Tool):
             with self.timed():
                 self._name_leak(run, report.last)
         if self._is_new(run, "out_of_memory"):
-            reason = "A step did not fit; it was cut smaller and the run continues."
+            reason = "A step ran out of memory; its micro-batch was reduced and the run continues."
             with self.timed():
                 write_oom_report(run, reason, self.breakdown)
 
@@ -145,9 +145,9 @@ class MemoryTool(Tool):
             return
         gc.collect()
         self.grown = find_growth(self.objects, count_objects())
-        text = "no Python object became more: it is in a library, or the heap has holes"
+        text = "no Python object count grew: a library leaks, or the heap is fragmented"
         if self.grown:
-            text = "what grew: " + "; ".join(map(str, self.grown[:2]))
+            text = "growing objects: " + "; ".join(map(str, self.grown[:2]))
         fault = _last_leak(run)
         if fault is not None:
             fault.action = text
@@ -194,7 +194,7 @@ def _describe(run: Run, breakdown: Breakdown) -> str:
         text += f" (most in {most.name})"
     samples, full = run.train.samples(breakdown.step - 1), run.train.samples(0)
     if samples < full:
-        text += f" of a partial batch, {samples} of {full} samples: no full one was looked at"
+        text += f" of a partial batch, {samples} of {full} samples: no full one was measured"
     return text
 
 

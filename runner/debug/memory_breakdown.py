@@ -195,8 +195,8 @@ def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) 
 def _oom_page(run: Run, reason: str, breakdown: Breakdown | None) -> str:
     room = resources.room()
     left = (
-        f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.name)}, "
-        f"{room.left / MIB:,.0f} of them free after the step was given up."
+        f"Limit: {room.limit / MIB:,.0f} MiB ({markdown.escape(room.name)}); "
+        f"{room.left / MIB:,.0f} MiB free after the step was aborted."
     )
     if run.device.kind != "cpu":
         left += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."

@@ -79,7 +79,7 @@ def verdicts(facts: Facts) -> list[str]:
     parts = sorted(facts.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
     many = f"{facts.operators:,.0f} operators a step, " if facts.operators else ""
-    return [f"nothing stands out: {many}{shares}" if shares else "too few steps to say anything"]
+    return [f"no bottleneck: {many}{shares}" if shares else "too few steps for a result"]
 
 
 def _operators(facts: Facts) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _phases(facts: Facts, split: dict[str, float]) -> Iterator[str]:
         if facts.workers >= facts.cores:
             fix = f"all {facts.cores} cores fetch already; make samples cheaper to read"
         if facts.in_memory:
-            fix = "it is in memory, so a larger training.batch_size is what helps"
+            fix = "the data is in memory; use a larger training.batch_size"
         yield f"{share:.0%} of step time waits for data: {fix}"
     if (share := split.get("other", 0.0)) > LONG:
         fix = "raise monitoring.every and debug.every"
@@ -342,7 +342,7 @@ class Window:
     def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
         """Start a window of `steps` steps; RuntimeError if another profiler is active."""
         if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("another profiler is at work already")
+            raise RuntimeError("another profiler is already active")
         self.run, self.totals, self.steps = run, totals, steps
         self.first = run.progress.step + config.warmup + 1  # first step in the trace
         self.left = config.warmup + steps

@@ -98,7 +98,7 @@ class Tool(Hook):
             f"debug tool {self.name}: {self.broken}",
             step=run.progress.step,
             category="code",
-            action="it rests, the run continues",
+            action="tool disabled, the run continues",
             error=error,
         )
 

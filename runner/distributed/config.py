@@ -59,11 +59,11 @@ class DistributedConfig:
             problem = f"must be host:port, got {self.rendezvous!r}"
             raise ConfigError("distributed.rendezvous", problem, "for example node1:29500")
         if self.nodes > 1 and self.rendezvous is None:
-            problem = "is not set, so that the machines do not find each other"
+            problem = "is not set, so the machines cannot find each other"
             fix = "set it to host:port of the first machine, the same on each"
             raise ConfigError("distributed.rendezvous", problem, fix)
         if self.kind is DistributedKind.none and self.processes not in (None, 1):
-            problem = f"is {self.processes}, and distributed=none trains in one process"
+            problem = f"is {self.processes}, but distributed=none trains in one process"
             raise ConfigError("distributed.processes", problem, "use distributed=ddp or fsdp")
         if self.kind is DistributedKind.fsdp and self.compression is not Compression.none:
             problem = "is for distributed=ddp"

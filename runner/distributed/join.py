@@ -44,7 +44,7 @@ def find_others(
     if place is None:
         kind = config.distributed.kind.value
         raise UsageError(
-            f"distributed={kind}: this is not one of several processes; start the program by "
+            f"distributed={kind}: this process was not launched as one of several; start with "
             "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
         )
     place.check(config.distributed.processes, config.distributed.nodes)

@@ -76,7 +76,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
                 raise _lost(folder, losses, _written(folder) != before) from None
             given = again.apply_to(given)
             last = folders.link_target(folder / folders.FOLDER, "last")
-            log.warning("%s; all processes start again from %s", again, last or "the beginning")
+            log.warning("%s; all processes restart from %s", again, last or "the beginning")
         # continue from checkpoints of the lost attempt; without any, start as before
         if any(folder.glob("checkpoints/step_*")):
             resumed = replace(config.checkpoint, resume="auto")
@@ -102,7 +102,7 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
         return run_rank(config, folder, None, place)
     except ProcessLost as error:
         if folders.link_target(folder / folders.FOLDER, "last"):
-            error.args = (f"{error}; to go on: {resume_argument(folder)}",)
+            error.args = (f"{error}; to resume: {resume_argument(folder)}",)
         _end(folder, "failed", str(error))
         raise error from None
     except UsageError:
@@ -231,7 +231,7 @@ def _leave_nothing(folder: Path) -> None:
 
 
 def _lost(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
-    fix = "distributed.restarts=N starts all again from the last checkpoint, as does"
+    fix = "distributed.restarts=N restarts all from the last checkpoint, as does"
     error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(Path(losses[-1].folder or folder))}")
     if trained:
         _end(folder, "failed", str(error), losses)
@@ -247,7 +247,7 @@ def _describe_interruption(folder: Path, number: int) -> str:
             return summary.reason
         where = f" at step {summary.steps}"
         if any(folder.glob("checkpoints/step_*")):
-            where += f"; to go on: {resume_argument(folder)}"
+            where += f"; to resume: {resume_argument(folder)}"
     return str(Interrupted(number, where))
 
 
@@ -287,6 +287,6 @@ def count_processes(config: RunConfig) -> int:
     if config.device.kind is DeviceKind.cuda and asked > gpus:
         if not gpus:
             pick(config.device.kind)
-        problem = f"is {asked}, and there are {gpus} GPUs"
+        problem = f"is {asked}, but there are {gpus} GPUs"
         raise ConfigError("distributed.processes", problem, f"use {gpus} or less")
     return asked

@@ -111,13 +111,13 @@ class SharedOutcomes:
         try:
             others, cause = self._read(REPORT_S)
         except RuntimeError:  # rank 0, which has the store, has ended
-            return ProcessLost("process 0, which had the store of all, has ended", error.hung)
+            return ProcessLost("process 0, which hosts the store, has ended", error.hung)
         if cause is not None:
             return _lost_by(cause, error.hung)
         silent = [rank for rank in range(self.size) if rank not in {*others, self.rank}]
         if len(silent) != 1 or error.hung:
             return error
-        return ProcessLost(f"process {silent[0]} was killed, or has ended in the midst of it")
+        return ProcessLost(f"process {silent[0]} was killed or ended during the run")
 
     def _read(self, wait_s: float) -> tuple[dict[int, RankOutcome], RankOutcome | None]:
         """Return the others' outcomes by rank, and the outcome that is the cause, if any."""
@@ -205,13 +205,13 @@ def _cause(ends: Sequence[RankEnd]) -> str:
     """Name the lost process: one that was killed from outside before one that hung."""
     for end in ends:
         if end.code < 0 and not end.killed:
-            memory = ", as the kernel does when memory runs out"
+            memory = ", probably by the kernel: out of memory"
             more = memory if end.code == -signal.SIGKILL else ""
             return f"{end.name} was killed by {signal.Signals(-end.code).name}{more}"
     for end in ends:
         if end.code and not end.killed and end.kind in ("", "running"):
-            return f"{end.name} ended with exit code {end.code}, in the midst of the run"
+            return f"{end.name} ended with exit code {end.code} during the run"
     for end in ends:
         if end.killed:
-            return f"{end.name} did not answer within distributed.timeout_s, and was killed"
+            return f"{end.name} was killed: no answer within distributed.timeout_s"
     return next(end.outcome.message for end in ends if end.outcome and end.outcome.exit_code)

@@ -43,7 +43,7 @@ def parallelise(world: World, draft: RunBuilder) -> Named:
     """Set up the model for training by all processes; return the techniques by name."""
     draft.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if draft.forward is not draft.model:
-        raise UsageError("distributed: a technique has replaced the model's call; leave it out")
+        raise UsageError("distributed: a technique has replaced the model's forward; disable it")
     world.shards, world.alone, world.no_sync, world.trained = None, None, nullcontext, []
     world.sample_flop = _sample_flop(draft)
     if world.config.kind is DistributedKind.ddp:
@@ -89,7 +89,7 @@ def restart_uncompiled(run: Run, error: Exception) -> bool:
     if not compiler.is_at_fault(error):
         return False
     reason = f"the compiler failed: {compiler.summarize_error(error)}"
-    raise RestartAll(f"{reason}; {compile.ENABLED}=false does without", {compile.ENABLED: False})
+    raise RestartAll(f"{reason}; set {compile.ENABLED}=false", {compile.ENABLED: False})
 
 
 @dataclass

@@ -39,7 +39,7 @@ class Place:
         ):
             if number not in actual:
                 started = f"{self.size} processes, {self.local_size} of them on this machine"
-                problem = f"is {number}, and {self.by} has started {started}"
+                problem = f"is {number}, but {self.by} has started {started}"
                 raise ConfigError(f"distributed.{key}", problem, "leave it out")
 
     def environ(self) -> dict[str, str]:
@@ -66,7 +66,9 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
         if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
             return _of_slurm(env)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"the environment of a distributed run is not complete: {error}") from None
+        raise UsageError(
+            f"environment variables of a distributed run are incomplete: {error}"
+        ) from None
     return None
 
 

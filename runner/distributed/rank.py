@@ -123,7 +123,7 @@ def run_rank(
         world = join(config, place, stack)
         named, resume = world.choose(lambda: (folder, config.checkpoint.resume))
         if named is None:
-            raise UsageError("distributed: rank 0 has named no folder")
+            raise UsageError("distributed: rank 0 sent no run folder")
         if folder != named:
             _set_up_logging(config, named, place)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))

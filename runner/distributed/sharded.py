@@ -40,7 +40,7 @@ T = TypeVar("T")
 KEY = "distributed"
 REFUSED = {
     "channels_last": "fsdp shards weights that are contiguous",
-    "chunked_loss": "fsdp gathers the output layer's weight for that layer's own forward alone",
+    "chunked_loss": "fsdp gathers the output layer's weight only for its own forward",
     "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
     "quantization": "with fsdp no process has the whole model",
 }
@@ -76,7 +76,7 @@ class Extent:
             return tensor[self.start : self.start + self.rows]
         if tensor.shape == (self.rows, *self.shape[1:]):
             return tensor
-        raise ValueError(f"a tensor of {list(tensor.shape)}, and a weight of {list(self.shape)}")
+        raise ValueError(f"a tensor of {list(tensor.shape)} for a weight of {list(self.shape)}")
 
 
 class Shards:
@@ -129,7 +129,7 @@ class Shards:
         state = self.model.state_dict(keep_vars=True)
         if model.keys() != state.keys():
             differing = sorted(model.keys() ^ state.keys())
-            raise KeyError(f"the model's weights are others: {differing[0]}")
+            raise KeyError(f"the model's weights differ: {differing[0]}")
         self.model.load_state_dict(
             {name: value for name, value in model.items() if name not in self.names}, strict=False
         )
@@ -289,10 +289,10 @@ def _check(draft: RunBuilder) -> None:
     """Raise ConfigError for models and optimizers that cannot be sharded."""
     cls = draft.optimizer_class
     if cls.__name__ not in ELEMENTWISE or not is_torchs(cls):
-        problem = f"{cls.__name__} may look at a weight as a whole, and fsdp has a part of it"
+        problem = f"{cls.__name__} may need whole weights, but fsdp shards them"
         raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
     if draft.forward is not draft.model:
-        raise UsageError("distributed: a technique has replaced the model's call; leave it out")
+        raise UsageError("distributed: a technique has replaced the model's forward; disable it")
     for name, weight in draft.model.named_parameters():
         if weight.ndim == 0 or weight.dtype not in DTYPES:
             problem = f"fsdp cannot shard {name}, {list(weight.shape)} of {weight.dtype}"

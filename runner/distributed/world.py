@@ -48,7 +48,7 @@ class World:
         own = config.backend.value if config.backend is not None else None
         self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
         if device.type != "cuda" and self.backend == "nccl":
-            problem = "nccl is between GPUs, and there is none"
+            problem = "nccl needs GPUs, and there are none"
             raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # of the run, once set
         self.lost = False  # another process has ended: no more collectives
@@ -69,7 +69,9 @@ class World:
         timeout = timedelta(seconds=config.timeout_s)
         both = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
         if dist.is_initialized():
-            raise UsageError("distributed: this process has a process group; let build make it")
+            raise UsageError(
+                "distributed: this process already has a process group; let build create it"
+            )
         with self._waiting():
             self.store = open_store(place, timeout)
             # separate from earlier attempts, and from earlier runs of this process
@@ -140,7 +142,7 @@ class World:
         """Raise ConfigError if a training batch has fewer samples than there are processes."""
         last = samples % batch_size
         if batch_size < self.size:
-            problem = f"is {batch_size}, and {self.size} processes take their part of each batch"
+            problem = f"is {batch_size}, fewer than one sample for each of {self.size} processes"
             raise ConfigError("training.batch_size", problem, f"use {self.size} or more")
         if 0 < last < self.size and not drop_last:
             problem = f"leaves a last batch of {last}, fewer than the {self.size} processes"
@@ -206,7 +208,7 @@ class World:
         if missing:
             more = ", …" if len(missing) > NAMED else ""
             problem = (
-                f"is false, and the loss does not depend on {', '.join(missing[:NAMED])}{more}"
+                f"is false, but the loss does not depend on {', '.join(missing[:NAMED])}{more}"
             )
             fix = "set it to true, or leave them out of the model"
             raise ConfigError("distributed.unused_parameters", problem, fix)

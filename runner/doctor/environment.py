@@ -133,14 +133,14 @@ def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
     """Check torch.compile's needs: a C++ compiler, Python's headers, triton on a GPU."""
     name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
-    fix = "install g++ (Debian: apt install g++), or name a compiler that works in CXX"
+    fix = "install g++ (Debian: apt install g++), or set CXX to a working compiler"
     yield DoctorCheck.of("C++ compiler", *_compiler(path) if path else (False, f"no {name}"), fix)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     fix = "install them (Debian: apt install python3-dev); torch.compile includes them"
     yield DoctorCheck.of("Python headers", header.is_file(), str(header.parent), fix)
     if kind == "cuda":
         installed = importlib.util.find_spec("triton") is not None
-        fix = "install torch's CUDA build, which brings it; torch.compile on a GPU needs it"
+        fix = "install torch's CUDA build, which includes it; torch.compile on a GPU needs it"
         yield DoctorCheck.of("triton", installed, _version("triton") or "not installed", fix)
 
 
@@ -162,7 +162,7 @@ def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     if problem is None and folder.exists():
         reason = compiler.cache_problem(folder, environ)
         problem = reason and f"{folder} {reason}"
-    fix = "name a folder that can be written in TORCHINDUCTOR_CACHE_DIR"
+    fix = "set TORCHINDUCTOR_CACHE_DIR to a writable folder"
     return DoctorCheck.of("compile cache", problem is None, problem or str(folder), fix)
 
 
@@ -176,7 +176,7 @@ def limits(device: Device) -> Iterator[DoctorCheck]:
     yield DoctorCheck.of("memory", free >= GIB, f"{size(free)} available", fix)
     if device.kind == "cuda":
         free, total = torch.cuda.mem_get_info(device.torch)
-        text, fix = f"{size(free)} of {size(total)} free", "nvidia-smi shows what holds it"
+        text, fix = f"{size(free)} of {size(total)} free", "nvidia-smi shows which processes use it"
         yield DoctorCheck.of("GPU memory", free >= total / 2, text, fix)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= FILES
@@ -192,7 +192,9 @@ def disk(outputs: Path) -> DoctorCheck:
     """Check that outputs can be written, and the free disk space."""
     problem = _unwritable(outputs)
     if problem is not None:
-        return DoctorCheck("disk", Status.fail, problem, "set hydra.run.dir, or free the folder")
+        return DoctorCheck(
+            "disk", Status.fail, problem, "set hydra.run.dir, or make the folder writable"
+        )
     free = shutil.disk_usage(_existing(outputs)).free
     bad = Status.warn if free >= MIN_DISK else Status.fail
     fix = "free some, or checkpoint less often"

@@ -34,7 +34,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
     Raises NotVerified if the repeated step is good; replay.md says what was tried.
     """
     if config.replay.path is None:
-        raise ConfigError("replay.path", "is not there", "name a debug/captures/step_… folder")
+        raise ConfigError("replay.path", "must be set", "name a debug/captures/step_… folder")
     start = time.monotonic()
     where = find(Path(config.replay.path))
     capture = open_capture(where, FilePolicy.of(config.security, own_trees(folder)))

@@ -34,7 +34,7 @@ from runner.training.signals import Interrupts
 JSON = "scan.json"
 STYLES = {Trust.REFUSED: "bold red", Trust.UNTRUSTED: "yellow"}
 KNOWN = {
-    Trust.UNTRUSTED: "nothing is wrong with it, and its digest is unknown",
+    Trust.UNTRUSTED: "no problem found, but its digest is unknown",
     Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
     Trust.PINNED: "its digest is in security.pinned",
 }
@@ -123,7 +123,7 @@ class Scan:
         if self.interrupted:
             return f"interrupted after {len(self.rows)} of {_count_items(self.total)}: no verdict"
         if not self.rows:
-            return f"no model and no array lies in {escape_control_chars(self.path)}"
+            return f"no model or array in {escape_control_chars(self.path)}"
         trusts = Counter(row.assessment.trust for row in self.rows)
         each = ", ".join(f"{trusts[trust]} {trust.name}" for trust in sorted(trusts))
         return f"{count}, none refused: {each}"
@@ -180,7 +180,7 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         notes.insert(0, f"… and {_count_items(len(scan.rows) - most, ' more')}, in {JSON}")
     if scan.passed_over:
         files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
-        notes.append(f"{files} of other kinds, which nothing here loads")
+        notes.append(f"{files} of other kinds, which the runner does not load")
     return Group(*parts, *(plain_text(note, "dim") for note in notes))
 
 
@@ -224,7 +224,7 @@ def find(name: str | None) -> Path:
     """Return the file or folder to scan. Raises UsageError if it does not exist."""
     path = Path(name or "")
     if not os.path.exists(path):
-        raise UsageError(f"scan.path: there is nothing at {path} (looked from {Path.cwd()})")
+        raise UsageError(f"scan.path: no file or folder {path} (current folder: {Path.cwd()})")
     return path
 
 

@@ -159,7 +159,7 @@ def check_trainable(
     loss_fn = callable if loss_fn is None else loss_fn
     check_model_arguments(who, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"{who}: no parameter of the model needs a gradient: nothing to train")
+        raise UsageError(f"{who}: no model parameter requires a gradient: nothing to train")
 
 
 def _check_optimizer(who: str, model: nn.Module, optimizer: Any) -> None:
@@ -171,8 +171,8 @@ def _check_optimizer(who: str, model: nn.Module, optimizer: Any) -> None:
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
-            f"{who}: none of the optimizer's parameters is the model's; make it with "
-            "model.parameters(), after anything that replaces them"
+            f"{who}: the optimizer has none of the model's parameters; create it with "
+            "model.parameters(), after any step that replaces them"
         )
 
 
@@ -183,6 +183,6 @@ def check_loss(who: str, loss: Any) -> None:
         raise UsageError(f"{who}: loss must be a scalar tensor, the batch's mean, got {given}")
     if not loss.requires_grad:
         raise UsageError(
-            f"{who}: the loss depends on no weight that needs a gradient; leave "
-            "requires_grad on, and torch.no_grad() and .detach() out"
+            f"{who}: the loss depends on no parameter with requires_grad=True; "
+            "remove torch.no_grad() and .detach()"
         )

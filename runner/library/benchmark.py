@@ -125,8 +125,8 @@ def _refuse_interactive(*objects: Any) -> None:
     for kind in (x if isinstance(x, FunctionType) else type(x) for x in objects):
         if kind.__module__ == "__main__":
             raise UsageError(
-                f"{WHO}: {kind.__qualname__} was defined in a notebook or shell, and each arm is a "
-                "process of its own, which cannot import it; put it into a module (a .py file)"
+                f"{WHO}: {kind.__qualname__} is defined in a notebook or shell, but each arm's "
+                "process must import it; move it to a module (a .py file)"
             )
 
 
@@ -141,7 +141,7 @@ def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Techn
             )
         technique = kind(enabled=True) if isinstance(given, type) else replace(given, enabled=True)
         if name_of(technique) in named:
-            raise UsageError(f"{WHO}: techniques has {kind.__name__} twice")
+            raise UsageError(f"{WHO}: techniques lists {kind.__name__} twice")
         named[name_of(technique)] = technique
     return named
 

@@ -142,8 +142,8 @@ def _concatenate(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     if all(torch.equal(part, first) for part in parts[1:]):
         return first
     raise UsageError(
-        f"{WHO}: the batch had to be cut, and an output of shape {list(first.shape)} has no "
-        "row for each sample; give smaller batches"
+        f"{WHO}: the batch was split, but an output of shape {list(first.shape)} does not have "
+        "one row per sample; pass smaller batches"
     )
 
 

@@ -236,7 +236,7 @@ class TrainingLoop(Closeable):
         """Return steps, time, memory and techniques so far. Synchronises and runs the model."""
         run = self.lazy.run
         if run is None:
-            raise UsageError("optimize_training_loop: no batch has come yet (or it was closed)")
+            raise UsageError("optimize_training_loop: no batch yet, or it is closed")
         run.device.synchronize()
         run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
         techniques = self.lazy.statuses()
@@ -288,7 +288,7 @@ class LazyRun:
         """Return the run, built around this batch at the first call."""
         if self.run is None:
             if self.closed:
-                raise UsageError(f"{self.who}: it was closed; make another one")
+                raise UsageError(f"{self.who}: it is closed; create another one")
             with translate_model_errors(self.who, inputs), stash_gradients(self.model):
                 self.run = self._build(inputs, target)  # some techniques try a step
         return self.run

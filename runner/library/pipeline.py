@@ -162,7 +162,7 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
         more = _as_tensors(f"{who}: validation", validation)
         total += samples(more[0], f"{who}: validation")
         if _form(nest) != _form(more):
-            raise UsageError(f"{who}: validation must have the form of data")
+            raise UsageError(f"{who}: validation must have the same structure as data")
         rest = iter(tensors(more))
         nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(rest)]))
         train, held_out = np.split(np.arange(total), [n])
@@ -174,8 +174,8 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
             raise DataError(
-                f"{who}: data has {total:,} samples, and one of its tensors is "
-                f"{describe(tensor)}; the first dimension of all of them is the sample"
+                f"{who}: data has {total:,} samples, but one of its tensors is "
+                f"{describe(tensor)}; the first dimension must be the sample in all of them"
             )
     try:
         whole = TensorDataset(*tensors(nest))

@@ -182,13 +182,13 @@ class Stability(Closeable):
     def _guard(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
         """Return the guarded optimizer for this pair, created at the first call."""
         if self.closed:
-            raise UsageError(f"{WHO}: it was closed; make another one")
+            raise UsageError(f"{WHO}: it is closed; create another one")
         if self.guarded is None:
             self.guarded = self._start(model, optimizer)
         if not self.guarded.fits(model, optimizer):
             raise UsageError(
-                f"{WHO}: it is for another model or optimizer, or for other parameters of it; "
-                "close it and make one for each pair of them"
+                f"{WHO}: it guards another model or optimizer, or other parameters; "
+                "close it and create one per model and optimizer"
             )
         return self.guarded
 
@@ -234,7 +234,7 @@ class Stability(Closeable):
             return ""
         path = str(self.history.folder / rows[-1])
         call = f"runner.library.stability.replay_step({path!r}, model, loss_fn)"
-        return f"; to see where it comes from: {call}"
+        return f"; to find the cause: {call}"
 
 
 class StepCaptures:

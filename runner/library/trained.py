@@ -138,7 +138,7 @@ class Trained(Closeable):
     def _columns(self, data: Tensor) -> dict[str, np.ndarray]:
         names = list(dict.fromkeys(column.name for column in self.preprocessing.columns))
         if data.ndim != 2 or data.shape[1] != len(names):
-            problem = f"a tensor of shape {list(data.shape)}, and the model was trained on"
+            problem = f"a tensor of shape {list(data.shape)}, but the model was trained on"
             raise UsageError(f"load: {problem} the columns {', '.join(names)}")
         return dict(zip(names, data.double().cpu().numpy().T, strict=True))
 
@@ -167,10 +167,10 @@ def _written(table: Any, folder: Path) -> Path:
         try:
             table = pyarrow.table(dict(table))
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
-            raise UsageError(f"load: the columns make no table: {error}") from None
+            raise UsageError(f"load: the columns do not form a table: {error}") from None
     if not isinstance(table, pyarrow.Table):
         what = type(table).__name__
         fix = "give a path, a dict of columns, a list of dicts, a pyarrow.Table or a tensor"
-        raise UsageError(f"load: {what} is no table; {fix}")
+        raise UsageError(f"load: {what} is not a table; {fix}")
     parquet.write_table(table, folder / "table.parquet")
     return folder / "table.parquet"

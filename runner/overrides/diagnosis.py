@@ -161,7 +161,7 @@ class Guesses:
         meant = replace(self, choices=others).first(self.of_option(group, value))
         otherwise = f"there are {', '.join(self.groups[group])}"
         if group == "model" and not (meant and meant[0].startswith("model=")):
-            otherwise += "; a class of your own goes by model._target_ and security.trusted"
+            otherwise += "; for your own class set model._target_ and security.trusted"
         if group == "data" and not meant:
             otherwise += "; your own data: data=tabular|images|arrays|text data.path=…"
         return _suggest(group, f"no option {value!r}", meant, otherwise)
@@ -227,7 +227,7 @@ def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> C
         node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
     exists = override.sign == "+" and not isinstance(node, DictConfig)
     fix = f"drop the +: {override.key}{override.rest}"
-    return ConfigError(override.key, "is there already", fix) if exists else None
+    return ConfigError(override.key, "already exists", fix) if exists else None
 
 
 def _unknown_key(
@@ -238,7 +238,7 @@ def _unknown_key(
     path, part = ".".join(parts[:i]), parts[i]
     if i and OmegaConf.get_type(node) is dict:  # free keys, e.g. in optimizer.options
         fix = f"add it: +{override}"
-        return None if override.sign else ConfigError(override.key, "is not there yet", fix)
+        return None if override.sign else ConfigError(override.key, "does not exist yet", fix)
     problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
     existing = f"there are {', '.join(_own_keys(node) if i else guesses.groups)}"
     having: list[str] = []

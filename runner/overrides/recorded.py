@@ -77,11 +77,11 @@ def _run_of(path: Path) -> Path | None:
     evaluated = [o.value for o in map(parse_override, _recorded_overrides(path)) if o.key == KEY]
     if evaluated:
         run = evaluated[-1]
-        raise CheckpointError(f"{KEY}: {path} is an evaluation of {run}; name that: {KEY}={run}")
+        raise CheckpointError(f"{KEY}: {path} is an evaluation of {run}; use {KEY}={run}")
     runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
     newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
     also = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
-    raise CheckpointError(f"{KEY}: {path} is not the folder of a training; {also}")
+    raise CheckpointError(f"{KEY}: {path} is not a training run's folder; {also}")
 
 
 def _recorded_overrides(run: Path | None) -> list[str]:

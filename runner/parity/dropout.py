@@ -123,7 +123,7 @@ def _row(name: str, error: float, bound: float) -> ParityRow:
 
 def _moments(values: list[float]) -> tuple[float, float]:
     if not all(math.isfinite(value) for value in values):
-        raise UsageError("the loss or its gradient is not finite: there is nothing to compare")
+        raise UsageError("the loss or its gradient is not finite: not comparable")
     mean = math.fsum(values) / len(values)
     return mean, math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 

@@ -85,7 +85,7 @@ class ParityReference:
                 self._others[seed] = ParityReference(other, self.plain.asked, self.plain.given)
             again = self._others[seed].judge_once(_with_seed(config, seed), choices)
             if off and again.verdict is not Agreement.fail:
-                was = f"seed={config.seed} was off in {off.name}"
+                was = f"seed={config.seed} differed in {off.name}"
                 note = f"{was}, which did not repeat with seed={seed}"
                 return replace(again, notes=[*again.notes, note])
         return result
@@ -116,8 +116,8 @@ class ParityReference:
         result = self._compare(candidate, False, micro)
         if micro is not None:
             result.notes.append(
-                f"BatchNorm's statistics are of micro-batches of {micro}, which is another "
-                "computation; the baseline is cut the same way"
+                f"BatchNorm's statistics are per micro-batch of {micro}, "
+                "so the baseline uses the same micro-batches"
             )
         if result.verdict is not Agreement.fail or not self.plain.is_random(False):
             return result
@@ -139,7 +139,7 @@ class ParityReference:
             parts = self._compare(candidate, False, candidate.micro_batch)
             if parts.verdict is not Agreement.fail:
                 size = candidate.micro_batch
-                note = f"dropout is that of a plain run in micro-batches of {size}"
+                note = f"dropout matches a plain run with micro-batches of {size}"
                 return replace(silent, verdict=Agreement.explained, notes=[*silent.notes, note])
         return self._judge_draws(config, micro, silent, True)
 
@@ -154,7 +154,7 @@ class ParityReference:
             ours = repeat_draws(run, self.plain.stretch, anchor)
         rows = list(compare_draws(ours, theirs, result.rows))
         beyond = [row for row in rows if not row.within]
-        hidden = "what changes loss and gradients less than many draws of dropout show"
+        hidden = "changes of loss and gradients below the noise of dropout draws"
         return replace(
             result,
             verdict=Agreement.fail if beyond else Agreement.explained,
@@ -303,15 +303,15 @@ def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:
     gradient = ErrorKind.gradient.name
     coarse = max((row.bound for row in rows if row.kind == gradient), default=0.0)
     if coarse > COARSE:
-        yield f"gradients off by less than {coarse:.0%}: that is what rounding changes of one"
+        yield f"gradients off by less than {coarse:.0%}, the size of rounding errors"
     if not candidate.updates_known:
-        yield "gradients and updates inside the one graph: no moment of the optimizer tells them"
+        yield "gradients and updates inside the one graph: no optimizer moments show them"
     elif candidate.record.gradients_hidden:
-        yield "gradients inside the one graph but through the optimizer's moments"
+        yield "gradients inside the one graph, except through the optimizer's moments"
     if candidate.techniques and set(candidate.techniques) <= set(PRECISION):
         names = " and ".join(candidate.techniques)
-        rounds = f"gradients off by less than {candidate.says.name} rounds"
-        yield f"{rounds}: {names} is judged with itself"
+        rounds = f"gradient errors smaller than {candidate.says.name} rounding"
+        yield f"{rounds}: the tolerance comes from {names} itself"
 
 
 def check_parity(

@@ -318,9 +318,9 @@ def choose_stretch(run: Run, asked: int | None) -> tuple[Stretch, list[str]]:
     batch = update
     if per_epoch > steps:  # else every stretch contains the end of an epoch
         batch += (per_epoch - 1 - steps // 2 - update) % per_epoch
-    left_out = [f"what begins after {steps} steps{reason}"]
+    left_out = [f"effects that begin after {steps} steps{reason}"]
     if update:
-        left_out.append(f"learning rates but those of updates {update + 1} to {update + steps}")
+        left_out.append(f"learning rates outside updates {update + 1} to {update + steps}")
     return Stretch(batch, update, steps), left_out
 
 

@@ -31,8 +31,10 @@ class MonitoringConfig:
         for item in self.sinks:
             if not (item in SINKS if isinstance(item, str) else "_target_" in item):
                 fix = f"{'|'.join(SINKS)}, or {{_target_: package.Class}}"
-                raise ConfigError("monitoring.sinks", f"no sink {item!r}", fix)
+                raise ConfigError("monitoring.sinks", f"unknown sink {item!r}", fix)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
-                "monitoring.log_level", f"no level {self.log_level!r}", "debug|info|warning|error"
+                "monitoring.log_level",
+                f"unknown level {self.log_level!r}",
+                "debug|info|warning|error",
             )

@@ -59,7 +59,7 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         """Raise instead of exiting, as Rich does."""
-        raise BrokenPipeError("the reader of this output has gone")
+        raise BrokenPipeError("the reader closed this output")
 
 
 def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> None:

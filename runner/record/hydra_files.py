@@ -36,7 +36,7 @@ def read_overrides(folder: Path) -> list[str]:
     path = folder / OVERRIDES
     lines = read_yaml(path)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise StorageError(f"{path}: is no list of overrides")
+        raise StorageError(f"{path}: not a list of overrides")
     return lines
 
 

@@ -168,7 +168,7 @@ class Recorder:
             if kind in self.faults and file.unwritten:
                 self.faults[kind] = file.unwritten
             elif self.faults.pop(kind, 0):
-                log.warning("%s is written again, nothing is lost", TITLES[kind])
+                log.warning("%s is written again, no data is lost", TITLES[kind])
 
     def _warn(self, kind: str, error: Exception) -> None:
         self.faults[kind] = 1
@@ -188,7 +188,7 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
 def _cut(path: Path, start_step: int, offset: int | None) -> Path:
     """Truncate the rows after the checkpoint that the run resumes from; returns `path`."""
     if path.is_symlink():  # a resumed folder may not be ours
-        raise OSError(errno.ELOOP, "is a link, which leads elsewhere", str(path))
+        raise OSError(errno.ELOOP, "is a symbolic link", str(path))
     if path.exists():
         with path.open("r+b") as file:
             if offset is None or not _ends_a_line(file, offset):

@@ -132,7 +132,7 @@ class RetryingAppender:
     def _append(self, record: bytes) -> None:
         """Write a complete record, or truncate to the old size and raise OSError."""
         if os.fstat(self.descriptor).st_nlink == 0:  # writes to a deleted file would succeed
-            raise FileNotFoundError(errno.ENOENT, "deleted while the run went on", str(self.path))
+            raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(self.path))
         try:
             written = os.write(self.descriptor, record)
             while written < len(record):  # a partial write: the next one raises the reason

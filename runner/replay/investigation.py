@@ -45,7 +45,7 @@ HARMLESS = ("pipeline", "quantization")
 """Techniques that are not part of a step: prefetching, and quantization after training."""
 COMPILING = ("whole_step", "compile", "cuda_graphs")
 TYPES = {"bf16": "bfloat16", "fp16": "float16"}
-ELSEWHERE = "it is in the model, the data or the weights"
+ELSEWHERE = "the cause is in the model, the data or the weights"
 REWRITING = ("chunked_loss", "recompute")  # they run modules in another way than written
 BAD = 3  # exit code of the script if the step is bad; 1 is an uncaught exception
 SCRIPT = '''"""Makes a captured step again: exits with {bad} if it is bad, with 0 if it is not.
@@ -88,7 +88,7 @@ class Investigation:
     def investigate(self) -> Replay:
         """Repeat the step, find the technique to blame, trace the step, and write the script."""
         capture, manifest = self.capture, self.capture.manifest
-        log.info("replay: step %d of %s, as it was", manifest.step, manifest.name)
+        log.info("replay: step %d of %s, unchanged", manifest.step, manifest.name)
         as_it_was = self.attempt(())
         self.techniques = as_it_was.techniques or self._enabled()
         blame = None
@@ -136,7 +136,7 @@ class Investigation:
             # uncompiled first, since operations in compiled code cannot be traced
             off = {*without, *(name for name in self.techniques if name in COMPILING)}
             with reopened(self.capture, trusted=self.trusted, without=off) as (run, batch):
-                log.info("replay: looking at every operation of the step")
+                log.info("replay: checking every operation of the step")
                 if is_spike(self.capture):
                     cause = explain_spike(run, batch, self._healthy_batch(run))
                 else:
@@ -170,7 +170,7 @@ class Investigation:
         try:
             return run.train.at(before if before >= 0 else self.capture.step)
         except Exception as error:  # the data may no longer exist
-            log.info("replay: no other batch to hold it against: %s", error)
+            log.info("replay: no other batch to compare with: %s", error)
             return None
         finally:
             run.train.close()
@@ -209,7 +209,7 @@ def advice(replay: Replay) -> list[str]:
     cause, blame, steps = replay.found, replay.blame, list[str]()
     if not replay.reproduced:
         failed = replay.attempt.failed
-        reason = f"could not be made again: {failed}" if failed else "came out good this time"
+        reason = f"could not be repeated: {failed}" if failed else "was good this time"
         return [f"The step {reason}. Machine, versions or random numbers differ."]
     capture = Path(replay.capture)
     siblings = [p for p in captures(capture.parent.parent.parent) if p.parent == capture.parent]
@@ -218,13 +218,13 @@ def advice(replay: Replay) -> list[str]:
         steps.append(f"Step {number} of this run was captured earlier: replay.path={siblings[0]}")
     if blame is not None and blame.techniques:
         off = " ".join(f"optimization.{name}.enabled=false" for name in blame.techniques)
-        steps.append(f"To go on at once: {off}")
+        steps.append(f"To continue now: {off}")
     if replay.samples:
         rows = ", ".join(map(str, replay.samples[:10]))
         steps.append(f"Samples {rows} of the data set stand out.")
     if cause.grown and cause.phase not in (StepPhase.input, StepPhase.weights):
         slower = "lower optimizer.lr, and keep stability.clip_norm on"
-        steps.append(f"The weights have grown: {cause.grown}. An update was too long: {slower}.")
+        steps.append(f"The weights have grown: {cause.grown}. An update was too large: {slower}.")
     elif cause.phase is StepPhase.spike:
         steps.append("Lower stability.clip_norm or optimizer.lr.")
     elif cause.phase is StepPhase.norm:
@@ -253,13 +253,13 @@ class TechniqueSearch:
     def blame(self) -> Blame:
         """Search for the techniques to blame, and return the verdict."""
         if not self.names:
-            return self._end(f"no technique took part: {ELSEWHERE}")
+            return self._end(f"no technique was active: {ELSEWHERE}")
         everything = self.try_without(self.names)
         if everything.failed:
             return self._end(f"not known: with all techniques off, {everything.failed}")
         if everything.bad:
             return self._end(
-                f"no technique is to blame: with all of them off it is just as bad; {ELSEWHERE}"
+                f"no technique is the cause: with all of them off the step is bad, too; {ELSEWHERE}"
             )
         alone: list[str] = []
         culprits = self.names
@@ -273,7 +273,7 @@ class TechniqueSearch:
         except _Spent:
             if not alone:
                 named = self._named(culprits)
-                return self._end(f"one or more of {named}: not looked into further", culprits)
+                return self._end(f"one or more of {named}: not narrowed down further", culprits)
         culprits = alone[:1] or culprits
         return self._end(self._words(culprits, alone), culprits, alone)
 
@@ -298,8 +298,8 @@ class TechniqueSearch:
         if len(culprits) == 1:
             return self._named(culprits)
         if set(culprits) <= set(COMPILING):
-            return f"{self._named(culprits)}: either one compiles the model, and compiled it is bad"
-        return f"{self._named(culprits)}: only without all of them the step is good"
+            return f"{self._named(culprits)}: both compile the model, and the compiled step is bad"
+        return f"{self._named(culprits)}: the step is good only without all of them"
 
     def _named(self, names: list[str]) -> str:
         """Join technique names with their dtype or kernel."""

@@ -31,7 +31,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
     first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
     first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
     not_finite = "not finite: " if first and cause.phase is not StepPhase.spike else ""
-    technique = "not looked for" if blame is None else blame.verdict
+    technique = "not searched" if blame is None else blame.verdict
     if cause.phase is StepPhase.weights and blame is None:
         technique += ": the fault is older than this step"
     lines = [
@@ -50,7 +50,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
         *(("note", note) for note in cause.notes),
     ]
     if replay.script:
-        lines.append(("script", f"{replay.script} makes the step again; exit code 3: it is bad"))
+        lines.append(("script", f"{replay.script} repeats the step; exit code 3: it is bad"))
     return [line for line in lines if line[1]]
 
 
@@ -88,7 +88,7 @@ def markdown(replay: Replay) -> str:
     if replay.advice:
         parts += ["## What to do next", "\n".join(f"- {escape(step)}" for step in replay.advice)]
     if replay.script:
-        parts += ["To make the step again:", code(f"python {replay.script}", "sh")]
+        parts += ["To repeat the step:", code(f"python {replay.script}", "sh")]
     return "\n\n".join(parts) + "\n"
 
 

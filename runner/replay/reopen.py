@@ -72,8 +72,8 @@ def reopened(
     missing = [name for name in capture.manifest.given if getattr(given, name, None) is None]
     if missing:
         raise UsageError(
-            f"{capture.path}: the program that made this run handed in its own "
-            f"{', '.join(missing)}; open the capture from there: "
+            f"{capture.path}: this run used its program's own "
+            f"{', '.join(missing)}; open the capture in that program: "
             "runner.replay.reopen.reopened(capture, given=Components(…))"
         )
     config = config_of(capture, trusted)
@@ -115,13 +115,13 @@ def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) ->
     """Return the capture in the state before the step, repeating earlier steps if needed."""
     if capture.as_it_was or capture.manifest.checkpoint is None:
         if not capture.as_it_was:
-            reason = "weights or random state of a later step, and no checkpoint from before it"
+            reason = "weights or random state are of a later step, and no earlier checkpoint exists"
             log.warning("%s: %s", capture.path, reason)
         return capture
     checkpoint = capture.checkpoint()
     state = checkpoint.state
     if checkpoint.step < capture.remedy < capture.step:
-        what = "something was done about a fault, which running steps again leaves out"
+        what = "a fault was handled, which repeating the steps omits"
         log.warning("%s: after step %d %s", capture.path, capture.remedy, what)
     with _built(capture, config, given) as run:
         load_weights(run, checkpoint.path, checkpoint.model, state["update"])

@@ -66,7 +66,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
     """
     bad = _Sizes(run, batch)
     good = None if healthy is None else _Sizes(run, healthy)
-    cause = Cause(StepPhase.spike, "loss and gradients are finite and large")
+    cause = Cause(StepPhase.spike, "loss and gradients are finite but large")
     usual = median(good.losses.values()) if good and good.losses else None
     slopes = good.gradients if good else {}
     cause.gradients = [Ratio(n, x, slopes.get(n)) for n, x in _largest(bad.gradients)]
@@ -75,7 +75,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
     if good is None or healthy is None:
         cause.notes.append("no healthy batch to compare it with")
     elif not _in_batch(batch, healthy, cause) and not _in_model(run.model, bad, good, cause):
-        cause.cause = "neither outputs nor gradients are far from those of another batch"
+        cause.cause = "neither outputs nor gradients differ much from another batch's"
     return cause
 
 
@@ -101,8 +101,8 @@ def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool
         before = _times(bad.inputs[name], good.inputs.get(name, 0.0))
         if grown > JUMP * max(before, 1.0):
             cause.module = name
-            growth = f"returns {_two_digits(grown)} times what it does for another batch"
-            growth += f", of an input {_two_digits(before)} times as large"
+            growth = f"returns {_two_digits(grown)} times its output for another batch"
+            growth += f", for an input {_two_digits(before)} times as large"
             break
     else:
         for name, gradient in bad.gradients.items():  # in backward order

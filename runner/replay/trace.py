@@ -131,13 +131,13 @@ def _find(
     parameters = dict(run.model.named_parameters())
     gradients = [gradient for n in bad if (gradient := parameters[n].grad) is not None]
     if level(loss):
-        cause = Cause(StepPhase.loss, "the loss is not finite, and no operation made it so")
+        cause = Cause(StepPhase.loss, "the loss is not finite, but no operation produced it")
         event = tracer.origin(loss)
     elif bad:
         cause = Cause(StepPhase.backward, f"the gradient of {bad[0]} is not finite")
         event = next(filter(None, map(tracer.origin, gradients)), None)
     elif level(norm):
-        reason = "loss and gradients are finite, and the gradient norm is not: its squares overflow"
+        reason = "loss and gradients are finite, but the gradient norm is not: its squares overflow"
         return Cause(StepPhase.norm, reason)
     elif bad_state(run.model):  # corrupted by the forward, with a finite loss
         problem = "is not finite after the forward, while loss and gradients are"
@@ -152,8 +152,8 @@ def _find(
     scale = run.update.scale
     if scale is not None and cause.phase in (StepPhase.backward, StepPhase.loss):
         cause.notes.append(
-            f"the loss was scaled by {float(scale.value):g} for float16: an overflow now and then "
-            "is how the scale finds its value, and the update is left out"
+            f"the loss was scaled by {float(scale.value):g} for float16: occasional overflows "
+            "calibrate the scale, and the update is skipped"
         )
     return cause
 
@@ -206,9 +206,9 @@ def trace_compiled(run: Run, batch: Batch) -> Cause:
     """Like `trace_step`, for a run that is good uncompiled but bad compiled."""
     cause = trace_step(run, batch, partial(_compile_forward, run))
     if cause.phase is StepPhase.nowhere:
-        cause.cause = "only the code that the compiler generates is bad: its graph is good"
+        cause.cause = "only the compiler's generated code is bad: its graph is good"
     else:
-        cause.notes.append("only as the compiler traces the model: uncompiled, the step is good")
+        cause.notes.append("only in the model traced by the compiler: uncompiled, the step is good")
     return cause
 
 

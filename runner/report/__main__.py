@@ -32,11 +32,11 @@ def _arguments(typed: list[str]) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    folders = "a run's folder, a sweep's, or one that holds several; a benchmark's by itself"
+    folders = "folder of a run, of a sweep or of several runs; or a single benchmark's folder"
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders)
-    out = "where to write (default: DIR where there is one, else outputs/comparisons/<time>)"
+    out = "output folder (default: DIR if only one is given, else outputs/comparisons/<time>)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    board = "compare nothing: start TensorBoard, with runs named by what differs (default: outputs)"
+    board = "only start TensorBoard, with runs named by their differences (default: outputs)"
     parser.add_argument("--tensorboard", action="store_true", help=board)
     arguments, others = parser.parse_known_args(typed)
     if others and not arguments.tensorboard:

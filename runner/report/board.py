@@ -35,7 +35,7 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
     """
     for folder in folders:
         if not folder.is_dir():
-            raise UsageError(f"{folder}: no such folder; name one that holds runs, as outputs")
+            raise UsageError(f"{folder}: no such folder; give a folder of runs, such as outputs")
     with TemporaryDirectory(prefix="runner-tensorboard-") as home:
         link_runs(folders, Path(home))
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", home, *options]

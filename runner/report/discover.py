@@ -39,10 +39,10 @@ ENDS = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", 
 """The statuses of a row, besides `running`."""
 TROUBLE = (OSError, ValueError, AttributeError, RecursionError)
 """Exceptions that reading an untrusted folder may raise."""
-ONE_RUN_EACH = "one run each, not interleaved: read it as a hint; job=benchmark measures"
+ONE_RUN_EACH = "one run each, not interleaved: only a hint; job=benchmark measures"
 IN_PAIRS = (
-    "speed-ups are of runs of the same seed or fold, which were not interleaved: whatever the "
-    "machine did meanwhile is in them; job=benchmark measures"
+    "speed-ups compare runs of the same seed or fold, not interleaved, so they include other load "
+    "on the machine; job=benchmark measures"
 )
 
 
@@ -108,7 +108,7 @@ def _rows(folder: Path, notes: list[str], depth: int) -> Iterator[Row]:
     try:
         os.listdir(folder)  # raises if it cannot be read
         if (folder / BENCHMARK).exists():
-            notes.append(f"{folder.name} is a benchmark, which is compared by itself: left out")
+            notes.append(f"{folder.name} is a benchmark, compared by itself: left out")
         elif _is_sweep(folder):
             yield from _sweep_rows(folder, notes)
         elif _is_run(folder):
@@ -133,7 +133,7 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
     state = read_json(folder / SWEEP)
     jobs = state.get("jobs") if isinstance(state, dict) else None
     if state is None and (folder / SWEEP).exists():
-        notes.append(f"{SWEEP} is damaged: the jobs are those whose folders are there")
+        notes.append(f"{SWEEP} is damaged: jobs are listed by their folders")
     known = set()
     for i, job in enumerate(jobs if isinstance(jobs, list) else []):
         row = _job_row(i, job if isinstance(job, dict) else {}, folder)
@@ -170,17 +170,17 @@ def _job_row(index: int, job: dict[str, Any], sweep: Path) -> Row:
 
 def _read_job(sweep: Path, name: str, job: dict[str, Any], typed: list[str]) -> Row:
     if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
-        raise ValueError("it cannot be in the sweep's")
+        raise ValueError("it is outside the sweep's folder")
     status, reason, running = text(job, "status"), text(job, "reason"), is_locked(sweep)
     if status == "running" and not running:
         status, reason = "killed", "the sweep ended before it did"
     elif status == "waiting":
-        status, reason = "skipped", "its turn has not come yet" if running else "never begun"
+        status, reason = "skipped", "not started yet" if running else "never started"
     elif status not in ("", "running", *ENDS):
-        status, reason = "failed", f"no status that a job can have: {status}"
+        status, reason = "failed", f"unknown job status: {status}"
     folder = sweep / name
     if not _is_run(folder):
-        row = Row(typed, status or "skipped", reason or "never begun", folder=str(folder))
+        row = Row(typed, status or "skipped", reason or "never started", folder=str(folder))
         return replace(row, command=_command(typed))
     row = _read_run(folder, typed)
     if row.finished and status == "killed":  # the sweep ended before it recorded the job's end
@@ -194,8 +194,10 @@ def _read_run(folder: Path, typed: list[str]) -> Row:
     row = Row(typed, "failed", folder=str(folder), command=_command(typed))
     if not (folder / SUMMARY).exists():
         if is_locked(folder):
-            return replace(row, status="running", reason="it has not come to a summary yet")
-        return replace(row, status="killed", reason=f"no {SUMMARY}: it ended before it wrote one")
+            return replace(row, status="running", reason="no summary yet")
+        return replace(
+            row, status="killed", reason=f"no {SUMMARY}: the run ended before writing it"
+        )
     try:
         Summary.read(folder)  # raises with what is wrong
     except StorageError as error:
@@ -206,7 +208,7 @@ def _read_run(folder: Path, typed: list[str]) -> Row:
     status, reason = text(summary, "status") or "failed", text(summary, "reason")
     if status == "running" and not is_locked(folder):
         steps = number(summary, "steps") or 0
-        status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
+        status, reason = "killed", f"its process is gone; the last record is of step {steps:,.0f}"
     settings = read_flat_config(folder) or {
         "data.name": text(summary, "name"),
         **overrides_by_key(typed),
@@ -286,7 +288,7 @@ def _with_ratios(rows: list[Row], notes: list[str]) -> tuple[str, list[Row]]:
             row.speedup = (row.number(RATE) or 0.0) / rate
     notes.append(ONE_RUN_EACH if len(partners) < 2 else IN_PAIRS)
     if len(same) < len(long):
-        notes.append(f"of another data set, model or device than {reference.name}: no speed-up")
+        notes.append(f"no speed-up over {reference.name} with another data set, model or device")
     if len(long) < len(timed):
         notes.append(f"fewer than {SHORTEST} steps: no speed-up")
     return reference.name, rows

@@ -149,11 +149,11 @@ def _speed(comparison: Comparison, floor: float) -> Iterator[Figure]:
     if len(rows) < 2:
         return
     reference = comparison.reference or "its reference"
-    about = f"How many times as fast as {reference}; the upright line is as fast."
+    about = f"Speed-up over {reference}; the vertical line is equal speed."
     if any(row.speedup_interval for row in rows):
         about += " Whiskers are 95 % intervals."
     if floor:
-        about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
+        about += f" No difference in the hatched strip, ± {format.share(floor)}, is claimed."
     if comparison.kind != "benchmark" and any(row.over for row in rows):
         about = f"Samples per second as a ratio to {reference}: the mean over runs of the same "
         about += "seed or fold, with its 95 % interval."
@@ -192,7 +192,7 @@ def _memory(comparison: Comparison) -> Iterator[Figure]:
     on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
     about = (
         f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
-        "right and low is better. Both axes begin at 0."
+        "lower right is better. Both axes begin at 0."
     )
     if len(points) > MOST_BARS:
         about += f" The {MOST_BARS} fastest of {len(points)}."
@@ -224,7 +224,7 @@ def _validation(comparison: Comparison) -> Iterator[Figure]:
 def _about_series(series: Sequence[Series]) -> str:
     about = ""
     if any(one.band for one in series):
-        about += " A line is the mean of a configuration's runs, its band their lowest and highest."
+        about += " A line is the mean of a configuration's runs, its band their range."
     if len(series) > MOST_CURVES:
         about += f" The first {MOST_CURVES} of {len(series)} are shown."
     return about
@@ -266,10 +266,10 @@ def _losses(comparison: Comparison) -> Iterator[Figure]:
     curves = {one.label: list(one.points) for one in shown}
     top = axis_top(comparison.by_configuration, curves)
     about = "Training loss by step, to the last step of each run. "
-    about += f"Arms that train the same lie on one another.{_about_series(series)}"
+    about += f"Curves of arms with equal training overlap.{_about_series(series)}"
     beyond = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
     if beyond:
-        about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
+        about += f" The axis fits the other curves; off the axis: {format.listed(beyond)}."
     drawing = draw_series(shown, "step", "loss", curve_scales(shown, top))
     yield Figure("Training loss", about, [("", "", drawing)])
 
@@ -306,17 +306,17 @@ def _attribution(comparison: Comparison, floor: float) -> Iterator[Figure]:
         return
     level, charts = attribution.level, []
     for side, heading, note in (
-        ("added", "Added alone", "how many times as fast the plain run is with it"),
-        ("removed", f"Within {level}", f"how many times as fast {level} is with it as without it"),
+        ("added", "Added alone", "speed-up of the plain run with it"),
+        ("removed", f"Within {level}", f"speed of {level} with it over {level} without it"),
     ):
         measured = [e for e in attribution.effects if getattr(e, side) is not None]
         if bars := [_effect_bar(effect, side, floor) for effect in measured]:
             drawing = draw_bars(bars, 1.0, f"{heading}, each technique", floor)
             charts.append((heading, f": {note}", drawing))
-    about = "Bars to the right of the upright line gain time, bars to the left lose it."
+    about = "Bars right of the vertical line save time, bars left of it cost time."
     if attribution.stopped:
         about += f" Measured until: {attribution.stopped}."
-    yield Figure("What each technique is worth", about, charts)
+    yield Figure("Speed-up by technique", about, charts)
 
 
 def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:

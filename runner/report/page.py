@@ -33,26 +33,25 @@ KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs
 STATUS = {"arm": "verdict", "configuration": "runs", "run": "status"}
 MOST_ARMS = 40  # columns of the table of techniques, at most
 STATISTICS = (
-    "In each block every arm had one turn, in random order, and what is compared is the time per "
-    "sample of its median step (with data workers the mean one) as a ratio to the reference's in "
-    "the same block, so that a drift of the machine hits both alike. An interval holds the true "
-    "ratio 95 times in 100 although measuring stops once it is narrow, and nothing is claimed "
-    "within 2 %, nor within the noise floor: what the reference differed by from itself, run a "
-    "second time beside it. Every arm was started several times, as the same work in new processes "
-    "is a little faster or slower, and intervals are over the processes (t); with one process of "
-    "each nothing within 7 % is claimed. All intervals hold together, so that the arm named as the "
-    "fastest may be chosen by them."
+    "Randomised blocks: each block runs every arm once, in random order. The time per sample of an "
+    "arm's median step (mean step with data workers) is divided by the reference's in the same "
+    "block, so that drift of the machine cancels. Intervals have 95 % coverage, corrected for "
+    "stopping early. No difference within 2 % or within the noise floor (the reference against a "
+    "second copy of itself) is claimed. Every arm was started several times, because the speed of "
+    "equal work varies between processes, and intervals are over the processes (t); with one "
+    "process each, no difference within 7 % is claimed. The intervals hold simultaneously, so the "
+    "fastest arm may be chosen by them."
 )
 ONE_RUN = (
-    "Each row is one run, and the runs were not interleaved: all else that the machine did "
-    "meanwhile is in these numbers, so a ratio here has no interval and is a hint. "
+    "Each row is one run, and the runs were not interleaved: the numbers include other load on the "
+    "machine, so ratios have no interval and are only hints. "
     "job=benchmark measures the same arms in randomised blocks, with intervals."
 )
 PAIRS = (
     "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
     "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the mean of "
-    "the ratios of runs of the same seed or fold. The runs were not interleaved: what the machine "
-    "did meanwhile is in these numbers. job=benchmark measures in randomised blocks."
+    "the ratios of runs of the same seed or fold. The runs were not interleaved: the numbers "
+    "include other load on the machine. job=benchmark measures in randomised blocks."
 )
 
 

@@ -35,7 +35,7 @@ MANY = 3  # techniques that did not engage share a line from this many on
 USEFUL = ("result", "test set", "faults", "debug tools", "files")  # sections shown for a failed run
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
 CURVES = "curves.svg"
-CHOSEN = "new data may do worse: these samples chose the checkpoint"
+CHOSEN = "optimistic: these samples chose the checkpoint"
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
 
@@ -91,7 +91,7 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
         if heading == "faults" and faults:
             parts.append(history.fault_table(faults))
             if folder is not None and (again := _replay(folder, faults)):
-                parts += ["To look into the first that was kept:", md.code(again, "sh")]
+                parts += ["To replay the first captured step:", md.code(again, "sh")]
         if heading == "result" and folder is not None and (folder / CURVES).is_file():
             parts.append(f"![losses and the monitored metric by step]({CURVES})")
     if columns := summary.columns:
@@ -100,9 +100,9 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
     origin = [("code", describe_git(summary.git))] if summary.git else []
     origin += [("config hash", summary.config_hash), *summary.versions.items()]
     parts += ["## Origin", md.table(("", ""), origin)]
-    parts += ["The same again:", md.code(summary.command, "sh")]
+    parts += ["To repeat the run:", md.code(summary.command, "sh")]
     if folder is not None:
-        parts += ["The curves:", md.code(_board(folder), "sh")]
+        parts += ["To view the curves:", md.code(_board(folder), "sh")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -88,7 +88,7 @@ def _reasons(comparison: Comparison) -> Iterator[Text]:
     for row in comparison.failures:
         shared.setdefault((row.status, row.reason), []).append(row.name)
     for (status, reason), names in shared.items():
-        reason = shorten(escape_control_chars(reason), REASON) or "no reason is known"
+        reason = shorten(escape_control_chars(reason), REASON) or "no reason given"
         subject, how = escape_control_chars(format.listed(names)), escape_control_chars(status)
         yield Text.assemble((f"{subject} ", "bold"), (how, "red"), f": {reason}")
 

@@ -80,13 +80,13 @@ def _main(comparison: Comparison) -> Iterator[Sentence]:
 def _warnings(comparison: Comparison) -> Iterator[Sentence]:
     benchmark, failed = comparison.benchmark, comparison.failures
     if benchmark is not None and benchmark.stopped == "interrupted" and benchmark.blocks:
-        text = "It was interrupted: this rests on what had been measured by then."
+        text = "Interrupted: the results rest on the blocks measured so far."
         yield Sentence(text, "warning")
     for row in comparison.rows:
         if row.parity == "FAIL":
             reason = row.measured.parity_reason if row.measured else ""
             why = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
-            yield Sentence(f"PARITY FAIL: {why}. Its speed counts for nothing.", "shout")
+            yield Sentence(f"PARITY FAIL: {why}. Its speed-up is not valid.", "shout")
         elif row.problems:
             yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
     if failed:
@@ -112,8 +112,8 @@ def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
 def _of_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
     rows, reference = comparison.rows, comparison.reference
     if not any(row.finished for row in rows if row.name == reference):
-        text = "which the others are compared with, did not finish"
-        return [f"{reference}, {text}, so no speed-up can be stated."]
+        text = "the reference, did not finish"
+        return [f"{reference}, {text}, so there are no speed-ups."]
     measured = [x for x in rows if x.name != reference and x.sound and x.speedup is not None]
     if not measured:
         return [f"Nothing could be compared with {reference}."]
@@ -153,19 +153,21 @@ def _as_fast(row: Row, reference: str) -> str:
 
 
 def _exactness(row: Row) -> str:
-    return "to the bit" if row.parity == "exact" else f"but for {row.low_precision or 'rounding'}"
+    if row.parity == "exact":
+        return "bit for bit"
+    return " ".join(filter(None, ("up to", row.low_precision, "rounding")))
 
 
 def _other_work(row: Row, reference: str) -> str:
     """Describe an arm that trains something else: its parity is against its own plain run."""
     speed = f"it is {_as_fast(row, reference)} per sample"
     if _claim(row) not in ("faster", "slower"):
-        speed = "a sample takes no measurably different time"
+        speed = "no measurable difference in time per sample"
     numbers = "its numbers not compared"
     if row.parity:
-        numbers = f"its numbers are those of its own plain run {_exactness(row)}"
+        numbers = f"its numbers match its own plain run {_exactness(row)}"
     other = f"another {listed(row.other_work)}"
-    return f"{row.name} trains something else than {reference} ({other}): {speed}, {numbers}."
+    return f"{row.name} does different work from {reference} ({other}): {speed}, {numbers}."
 
 
 def _beyond(one: Row, other: Row) -> bool:
@@ -211,7 +213,7 @@ def _of_search(search: SearchRecord) -> list[str]:
     shares = {label(p.key): p.importance for p in search.parameters if p.importance is not None}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     known = ", ".join(f"{name} {share(part)}" for name, part in ordered)
-    mattered = [f"What mattered, by PED-ANOVA: {known}."] if len(shares) > 1 else []
+    mattered = [f"Importance by PED-ANOVA: {known}."] if len(shares) > 1 else []
     return [f"{text}: {best.title}.", *mattered, how]
 
 
@@ -295,7 +297,7 @@ def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
         if not about_speed:
             return []
         text = f"No run was more than {100 * NEAR:.0f} % slower than another"
-    return [f"{text}: one run each, so read it as a hint."]
+    return [f"{text}: one run each, so only a hint."]
 
 
 def measured(benchmark: BenchmarkResult) -> str:
@@ -307,15 +309,15 @@ def measured(benchmark: BenchmarkResult) -> str:
 def unclaimed(benchmark: BenchmarkResult) -> str:
     """Format the range of ratios within which nothing is claimed."""
     if benchmark.noise_floor is None:
-        return "nothing is claimed: the noise floor is not known"
-    return f"nothing within ± {share(benchmark.unclaimed)} is claimed"
+        return "no difference is claimed: the noise floor is unknown"
+    return f"no difference within ± {share(benchmark.unclaimed)} is claimed"
 
 
 def _unsteady(benchmark: BenchmarkResult) -> str:
     """Format how noisy the machine was, for a headline; "" if it was quiet."""
     parts = []
     if (benchmark.load.others or 0.0) > BUSY:
-        parts.append(f"other processes took {share(benchmark.load.others)} of the CPUs")
+        parts.append(f"other processes used {share(benchmark.load.others)} of the CPUs")
     if (benchmark.noise_floor or 0.0) > WIDE:
         parts.append(f"noise floor ± {share(benchmark.noise_floor)}")
     return f", on an unsteady machine ({', '.join(parts)})" if parts else ""

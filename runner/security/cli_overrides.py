@@ -75,7 +75,9 @@ def read_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
     for one in parsed if not typed.off else ():
         _check_hydra_key(one)
     if [one.key_or_group for one in parsed].count("hydra.searchpath") > 1:
-        raise SecurityError("hydra.searchpath: comes twice: Hydra takes the first; type one list")
+        raise SecurityError(
+            "hydra.searchpath: given twice, Hydra uses only the first; type one list"
+        )
     for folder in typed.searchpath:
         _check_folder("hydra.searchpath", folder.removeprefix("file://"), typed, conf)
     return typed
@@ -110,7 +112,7 @@ def _check_hydra_key(override: Override) -> None:
     """Raise SecurityError for a Hydra key that may not be typed, ConfigError for a typo."""
     key, value, package = override.key_or_group, override.value(), override.package or ""
     if "hydra" in package.split("."):
-        raise SecurityError(f"{key}: is refused: its package is Hydra's own part")
+        raise SecurityError(f"{key}: is refused: its package is in Hydra's own config")
     if key.partition(".")[0] != "hydra":
         return
     if not is_below(key, TYPED_KEYS):
@@ -118,7 +120,7 @@ def _check_hydra_key(override: Override) -> None:
             typed = (override.input_line or "").partition("=")[2]
             raise ConfigError(key, "no such key", f"did you mean {near}={typed}?")
         names = ", ".join(one.removeprefix("hydra.") for one in TYPED_KEYS)
-        raise SecurityError(f"{key}: is refused: of Hydra's keys you may type {names}")
+        raise SecurityError(f"{key}: is refused: allowed Hydra keys are {names}")
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:
         for place, leaf in leaves(one.text if isinstance(one, QuotedString) else one, key):
             if place.rpartition(".")[2] in FACTORIES:
@@ -127,7 +129,7 @@ def _check_hydra_key(override: Override) -> None:
                 )
             called = is_below(key, ("hydra.launcher", "hydra.sweeper"))
             if called and isinstance(leaf, str) and "${" in leaf:
-                raise SecurityError(f"{place}: {leaf} is refused: write the value itself")
+                raise SecurityError(f"{place}: {leaf} is refused: interpolation is not allowed")
 
 
 def check_folders(flags: dict[str, str | None], typed: CliOverrides, conf: Path) -> dict[str, str]:
@@ -145,8 +147,8 @@ def _check_folder(key: str, text: str, typed: CliOverrides, conf: Path) -> None:
         raise SecurityError(f"{key}: {text} is refused: it would import a package; name a folder")
     if typed.strict and not Path(text).resolve().is_relative_to(conf.resolve()):
         raise SecurityError(
-            f"{key}={text}: is refused under security=strict: it takes no configs of other "
-            "folders; type its keys, or look through it and use security=standard"
+            f"{key}={text}: is refused: security=strict reads no configs from other "
+            "folders; type its keys, or review it and use security=standard"
         )
 
 
@@ -175,7 +177,7 @@ def _count(override: Override) -> int:
     count = (stop - start) / step if step else float("nan")
     if not isfinite(count):
         key = override.key_or_group
-        raise SecurityError(f"{key}: a range needs a beginning, an end and a step")
+        raise SecurityError(f"{key}: a range needs a start, an end and a step")
     return ceil(count - 1e-9)
 
 
@@ -193,9 +195,9 @@ def _read_security(parsed: Sequence[Override]) -> SecurityConfig:
         if "security" not in (key.partition(".")[0], *(one.package or "").split(".")):
             continue
         if one.is_sweep_override():
-            raise SecurityError(f"{key}: is not swept over: a sweep trusts the same everywhere")
+            raise SecurityError(f"{key}: cannot be swept: all jobs of a sweep share it")
         if "${" in (one.input_line or ""):
-            raise SecurityError(f"{key}: stands for another value; type it out")
+            raise SecurityError(f"{key}: interpolation is not allowed here; write the value")
         if one.package is not None or one.is_delete() or isinstance(one.value(), dict):
             raise SecurityError(f"{key}: is refused: type security=LEVEL, security.KEY=VALUE")
         _update(config, key, one.value())

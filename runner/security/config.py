@@ -65,15 +65,15 @@ class SecurityConfig:
     def __post_init__(self) -> None:
         if "*" in self.trusted:
             raise SecurityError(
-                "security.trusted: '*' is no package; name those whose code may run, or say that "
-                "anything may: security=off"
+                "security.trusted: '*' is not a package; list the packages that may run, or allow "
+                "all code with security=off"
             )
         for name in ("allow_pickle", "pinned"):
             for digest in getattr(self, name):
                 if not SHA256.fullmatch(digest):
                     fix = "use the 64 hexadecimal digits that job=scan shows"
-                    raise ConfigError(f"security.{name}", f"{digest!r} is no sha256", fix)
+                    raise ConfigError(f"security.{name}", f"{digest!r} is not a sha256", fix)
         if self.allow_pickle and self.level is SecurityLevel.strict:
-            problem = "is not for security=strict: unpickling can run anything"
+            problem = "must be empty under security=strict: unpickling can run any code"
             fix = "use security=standard, or convert the file to safetensors on another machine"
             raise ConfigError("security.allow_pickle", problem, fix)

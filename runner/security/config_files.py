@@ -115,12 +115,14 @@ class ConfigFiles:
             check_below("hydra.output_subdir", str(inner), home.joinpath(*below))
         name = str(secrets.place(config, "hydra.job.name"))
         if not NAME.fullmatch(name.replace("-", "_")):
-            raise SecurityError(f"hydra.job.name: {name!r} is refused: it is part of a file's name")
+            raise SecurityError(
+                f"hydra.job.name: {name!r} is refused: it becomes part of a file name"
+            )
 
     def _not_composed(self, error: Exception) -> ConfigError:
-        fix = "is the part below hydra one that Hydra knows, and whole?"
+        fix = "check the part below hydra against Hydra's own config"
         if isinstance(error, ValueError):  # in the defaults list
-            fix = "mend what it names"
+            fix = "fix the defaults list"
         where = ", ".join(self.others) or "the command line"
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
@@ -130,14 +132,14 @@ class ConfigFiles:
         self.others.append(path)
         if self.typed.strict:
             raise SecurityError(
-                f"{path}: is refused under security=strict: it takes no configs of other folders"
+                f"{path}: is refused: security=strict reads no configs from other folders"
             )
         text = _read_text(path)
         try:
             header = ConfigSource._get_header_dict(text[:512])
         except ValueError as error:
             raise ConfigError(
-                path, f"its first line is no header: {error}", "write # @package _global_"
+                path, f"its first line is not a valid header: {error}", "write # @package _global_"
             ) from error
         config = _parsed(path, text)
         if not self.typed.off:
@@ -161,14 +163,16 @@ def check_file(path: str, group: str, package: str, config: Any) -> None:
     defaults = [str(text) for pair in leaves(tree.get("defaults"), "") for text in pair]
     for text in (group, package, *(text.partition("@")[2] for text in defaults)):
         if "hydra" in WORD.findall(text):
-            raise SecurityError(f"{path}: {text} is refused: a config file adds nothing to Hydra's")
+            raise SecurityError(
+                f"{path}: {text} is refused: a config file cannot add to Hydra's config"
+            )
     for key, value in leaves(tree["hydra"], "hydra") if tree.get("hydra") is not None else ():
         called = is_below(key, ("hydra.sweeper",)) and "${" in str(value)
         if not is_below(key, FILE_KEYS) or set(key.split(".")) & set(FACTORIES) or called:
             typed = is_below(key, TYPED_KEYS) and not set(key.split(".")) & set(FACTORIES)
             way_out = f"if you mean it, type {key}=…" if typed else "leave it out"
             raise SecurityError(
-                f"{key}: {value} is refused in a config file, which sets plain values of "
+                f"{key}: {value} is refused: a config file may only set plain values of "
                 f"{', '.join(FILE_KEYS)}; {way_out}"
             )
 
@@ -191,8 +195,8 @@ def check_level(config: DictConfig, typed: SecurityConfig) -> None:
 
 def _not_typed(key: str, value: str) -> SecurityError:
     return SecurityError(
-        f"{key}: {value} is refused: a config file cannot allow more than you; "
-        f"if you mean it, type {key}={value}"
+        f"{key}: {value} is refused: a config file cannot grant permissions; "
+        f"to allow it, type {key}={value}"
     )
 
 
@@ -208,7 +212,7 @@ def check_parameters(config: DictConfig) -> None:
         words = WORD.findall(f"{one.key_or_group} {one.package}")
         if {"security", "hydra", *FACTORIES} & set(words):
             raise SecurityError(
-                f"hydra.sweeper.params: {name} is refused: a config file cannot type for you"
+                f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
             )
         parsed.append(one)
     check_job_count(parsed, "hydra.sweeper.params")
@@ -231,9 +235,11 @@ def _read_text(path: str) -> str:
     except OSError as error:
         raise ConfigError(path, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(path, f"is no text: {error}", "save it as UTF-8") from error
+        raise ConfigError(path, f"is not text: {error}", "save it as UTF-8") from error
     if len(text) > FILE_BYTES:
-        raise SecurityError(f"{path}: is larger than {FILE_BYTES} characters: no config is")
+        raise SecurityError(
+            f"{path}: has more than {FILE_BYTES} characters, the limit for a config"
+        )
     return text
 
 
@@ -243,7 +249,7 @@ def _parsed(path: str, text: str) -> Any:
     except ComposerError as error:
         line = error.problem_mark.line + 1
         raise SecurityError(
-            f"{path}:{line}: {error.problem} are refused: write values out"
+            f"{path}:{line}: {error.problem} are refused: write the values"
         ) from None
     except YAMLError:
         pass  # the reader reports it
@@ -251,13 +257,13 @@ def _parsed(path: str, text: str) -> Any:
         return OmegaConf.load(io.StringIO(text))
     except YAMLError as error:
         reason = " ".join(str(error).replace('in "<file>", ', "at ").split())
-        raise ConfigError(path, reason, "mend that file") from error
+        raise ConfigError(path, reason, "fix that file") from error
     except OmegaConfBaseException:  # some are a ValueError too
         raise
     except NO_VALUE as error:  # e.g. `0x_`, which YAML resolves as a number
-        raise ConfigError(path, f"has a value that cannot be read: {error}", "mend it") from error
+        raise ConfigError(path, f"has a value that cannot be read: {error}", "fix it") from error
     except OSError as error:  # a number or a boolean
-        raise ConfigError(path, "is no group of settings", "write them as key: value") from error
+        raise ConfigError(path, "is not a mapping", "write settings as key: value") from error
 
 
 class _Followed:
@@ -281,8 +287,8 @@ def bound_references() -> None:
         _Followed.count += 1
         if _Followed.count > RESOLUTIONS or _Followed.letters > RESOLVED_LETTERS:
             raise InterpolationResolutionError("too many references") from SecurityError(
-                "config: its references grow beyond "
-                f"{RESOLUTIONS} values or {RESOLVED_LETTERS} characters; write it without them"
+                "config: its interpolations expand beyond "
+                f"{RESOLUTIONS} values or {RESOLVED_LETTERS} characters; write the values"
             )
         node = original(container, *args, **named)
         value = None if node is None or isinstance(node, Container) else node._value()

@@ -58,8 +58,8 @@ def load_from(folder: Path, key: str, loader: Callable[..., T], **options: Any) 
     except Exception as error:  # tokenizers may raise any type
         text = shorten(" ".join(str(error).split()), 300)
         if any(word in text for word in REMOTE):
-            problem = f"{folder} needs code of its own (trust_remote_code), which is never run"
-            fix = "use a model that transformers has a class for, or write one: model._target_=…"
+            problem = f"{folder} needs custom code (trust_remote_code), which is never run"
+            fix = "use a model class of transformers, or your own: model._target_=…"
             raise ConfigError(key, problem, fix) from None
         problem = f"{folder} cannot be read ({type(error).__name__}: {text})"
         raise ConfigError(key, problem, "name a folder that save_pretrained wrote") from error

@@ -71,14 +71,14 @@ def check_place(
     try:
         path = Path(os.path.realpath(text))
     except (OSError, ValueError) as error:
-        raise SecurityError(f"{key}: {text!r} is no path: {error}") from error
+        raise SecurityError(f"{key}: {text!r} is not a valid path: {error}") from error
     if any(path.is_relative_to(folder) for folder in (*roots(), *allowed)):
         return
     where = f", which is {path}" if str(path) != text else ""
     who = "security=strict" if strict else "a config"
     way = "use a folder in there" if strict else f"if you mean it, type {key}=…"
     raise SecurityError(
-        f"{key}: {text}{where} is refused: {who} writes nothing outside {roots()[0]}; {way}"
+        f"{key}: {text}{where} is refused: {who} may only write below {roots()[0]}; {way}"
     )
 
 
@@ -111,8 +111,7 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
     if level is SecurityLevel.off:
         return []
     warnings = [
-        f"{place} can be written by everybody on this machine, so checkpoints in it can be "
-        f"replaced; chmod o-w {place}"
+        f"{place} is writable by every user, who could replace checkpoints in it; chmod o-w {place}"
         for place in _parents_of_ours(folder)
         if _others_may_replace(place)
     ]
@@ -140,8 +139,8 @@ def keep_within(folder: Path, *names: str) -> None:
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.is_relative_to(home):
             raise SecurityError(
-                f"{path}: refused: it is a link that leads out of the folder that is worked in, to "
-                f"{target}; put there what it leads to, or remove it"
+                f"{path}: refused: it is a link out of the working folder, to "
+                f"{target}; replace it by its target, or remove it"
             )
         if not names and path.exists() and not (path.is_file() or path.is_dir()):
             raise SecurityError(f"{path}: refused: it is neither a file nor a folder; remove it")

@@ -21,11 +21,11 @@ def packed(parts: Mapping[str, Any]) -> bytes:
         return parcel
     failures = ((name, _dumps(value)) for name, value in parts.items())
     first = ((name, error) for name, error in failures if isinstance(error, Exception))
-    name, cause = next(first, ("what was given", parcel))
+    name, cause = next(first, ("an argument", parcel))
     raise UsageError(
         f"{name} cannot be sent to another process ({type(cause).__name__}: "
-        f"{shorten(str(cause), 300)}): each arm has one of its own; use classes and functions "
-        "that stand at the top of a module, no lambda, nested function, open file or lock"
+        f"{shorten(str(cause), 300)}): each arm runs in its own; use classes and functions "
+        "defined at module level, no lambda, nested function, open file or lock"
     ) from cause
 
 
@@ -42,7 +42,7 @@ def opened(parcel: bytes) -> dict[str, Any]:
         parts: dict[str, Any] = pickle.loads(parcel)  # noqa: S301  # our own parent's
     except (AttributeError, ImportError) as error:
         raise UsageError(
-            f"what was given cannot be made in another process: {error}; put its class into a "
+            f"an argument cannot be rebuilt in another process: {error}; move its class to a "
             "module (a .py file) and import it from there"
         ) from error
     return parts

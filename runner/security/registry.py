@@ -194,8 +194,8 @@ def _check_trusted(package: str) -> None:
         raise SecurityError(f"security.trusted: {package!r} is not the name of a package")
     if package.partition(".")[0] in NEVER_TRUSTED:
         raise SecurityError(
-            f"security.trusted: {package} cannot be trusted as a whole, since it can run anything; "
-            "name your own package, and wrap there what you need"
+            f"security.trusted: {package} cannot be trusted as a whole, since it can run any code; "
+            "trust your own package, and wrap the class or function there"
         )
 
 

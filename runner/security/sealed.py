@@ -39,7 +39,7 @@ def read_sealed(path: Path, newest: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: damaged: its contents do not match its own checksum")
     if version != newest:
         raise CheckpointError(
-            f"{path}: has format {version!r}, and this version of the runner reads {newest}"
+            f"{path}: has format {version!r}, but this version of the runner reads {newest}"
         )
     fields: dict[str, Any] = body
     return fields

@@ -53,7 +53,7 @@ def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iter
     global _access
     for name in names or ():
         if not NAME.fullmatch(name):
-            raise ConfigError(KEY, f"{name!r} is no name of a variable", "letters, digits, _")
+            raise ConfigError(KEY, f"{name!r} is not a variable name", "letters, digits, _")
         if (value := os.environ.get(name)) is not None:
             learn(name, value)  # the user's code may read it as well
     before, _access = _access, EnvironmentAccess(None if names is None else frozenset(names), shows)
@@ -108,11 +108,11 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         return oc.env(name, *default)
     key = (_node_._get_full_key(None) or "config").replace("_dummy_", "defaults")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise SecurityError(f"{key}: {name!r} is refused: it is no name of a variable")
+        raise SecurityError(f"{key}: {name!r} is refused: it is not a variable name")
     if _access.names is not None and name not in _access.names:
         raise SecurityError(
-            f"{key}: {stands_for(name)} is refused: {KEY} does not name {name}; if the config may "
-            f"read that variable, add {KEY}=[{name}] to the command line"
+            f"{key}: {stands_for(name)} is refused: {KEY} does not list {name}; to let the config "
+            f"read it, add {KEY}=[{name}] to the command line"
         )
     _access.reads += 1
     value = os.environ.get(name)
@@ -143,8 +143,8 @@ def _check_whole(source: Any, resolver: str, node: Any) -> None:
         for value, name in _values.items():
             if value and value in str(source):
                 raise SecurityError(
-                    f"{node._get_full_key(None)}: {resolver} of {stands_for(name)} is refused: a "
-                    "variable's value is not taken apart; use one variable for each value"
+                    f"{node._get_full_key(None)}: {resolver} of {stands_for(name)} is refused: "
+                    "resolvers cannot process a variable; use one variable for each value"
                 )
 
 
@@ -167,7 +167,7 @@ def place(config: DictConfig, key: str) -> Path:
         raise ConfigError(str(error.full_key or key), str(error).partition("\n")[0]) from error
     if _access is not None and _access.reads > before:
         raise SecurityError(
-            f"{key}: would show in the name of a folder or file what the environment holds; "
+            f"{key}: would put a value from the environment into a file or folder name; "
             f"type a name: name=…, or {key}=…"
         )
     return Path(str(value))
@@ -264,13 +264,13 @@ def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()
             check_plain(name, key, ())
             check_plain(inner, below, may_read)
     elif isinstance(value, str) and "${" in REFERENCE.sub("", value):  # could be anything
-        raise SecurityError(f"{key}: {value!r} is refused: it stands for another value")
+        raise SecurityError(f"{key}: {value!r} is refused: interpolation is not allowed here")
     elif isinstance(value, str) and may_read is not None:
         for name in REFERENCE.findall(value):
             if name not in may_read:
                 raise SecurityError(
-                    f"{key}: {value!r} is refused: it stands for a variable's value; if it may be "
-                    f"read, add security.environment=[{name}]"
+                    f"{key}: {value!r} is refused: it reads an environment variable; to allow it, "
+                    f"add security.environment=[{name}]"
                 )
 
 

@@ -154,10 +154,10 @@ class Child:
                 ended = Summary.read(self.folder)
                 if ended.status in WELL:
                     return ended.status, ended.reason
-            problem = "left no record of its end, although it ended with 0"
+            problem = "exited with code 0, but left no record of its end"
             return ("failed", problem) if self.records else ("done", "")
         if code in INTERRUPTED:
-            return "interrupted", reason or "it was asked to end"
+            return "interrupted", reason or "it was interrupted"
         if code < 0:
             return self._killed(-code)
         reason = "" if well else reason  # the error came after the run itself
@@ -171,7 +171,7 @@ class Child:
             return line
         why = "; its files could not be written" if code == StorageError.exit_code else ""
         output = f"printed last: {line}" if line else "printed nothing"
-        return f"it ended with {code}{why} and {output}"
+        return f"it exited with code {code}{why} and {output}"
 
     def _killed(self, number: int) -> tuple[str, str]:
         if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.ooms:

@@ -139,7 +139,7 @@ class JobStream:
         self.session.earlier = self.planner.left
         if self.planner.left:
             names = ", ".join(job.folder for job in self.planner.left)
-            log.info("not asked for any more, and left as they are: %s", names)
+            log.info("no longer part of the sweep, kept unchanged: %s", names)
         total, done = len(self.composed), sum(plan.done for plan, _ in self.composed)
         onward = sum(plan.continues for plan, _ in self.composed)
         if done or onward:

@@ -50,12 +50,12 @@ def find_sweep(
         return planned if exists else None
     if resume in NO_RESUME:
         if exists and named:
-            problem = f"{planned} holds a sweep, and sweep.resume=none begins one"
-            raise UsageError(f"{problem}; name another folder")
+            problem = f"{planned} already holds a sweep, but sweep.resume=none starts a new one"
+            raise UsageError(f"{problem}; choose another folder")
         return None
     folder = Path(resume)
     if not (folder / FILE).exists():
-        problem = f"is no sweep's folder: it has no {FILE} (looked from {Path.cwd()})"
+        problem = f"is not a sweep's folder: it has no {FILE} (current folder: {Path.cwd()})"
         raise UsageError(f"sweep.resume: {folder} {problem}")
     return folder
 
@@ -85,7 +85,7 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
     until, logged = time.monotonic() + GRACE_S + POLL_S, False
     while time.monotonic() < until and any(is_locked(folder / job.folder) for job in jobs):
         if not logged:
-            log.info("waiting for jobs of the sweep before that are still ending")
+            log.info("waiting for jobs of the previous sweep to end")
         logged = True
         time.sleep(POLL_S)
 
@@ -166,7 +166,7 @@ def archive_job(folder: Path, job: str) -> None:
     for path in (archive, *(place, *place.parents)[: len(Path(job).parts)]):
         if path.is_symlink():
             problem = f"{path}: refused: it is a link, to {path.resolve()}"
-            raise SecurityError(f"{problem}; jobs are moved in folders of the sweep's own")
+            raise SecurityError(f"{problem}; jobs are moved only within the sweep's folder")
     archive.mkdir(exist_ok=True)
     names = (archive / f"{job.replace('/', '_')}-{number}" for number in count(1))
     earlier = place.rename(next(name for name in names if not name.exists()))

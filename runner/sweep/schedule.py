@@ -109,7 +109,7 @@ class Schedule:
                 archive_job(self.folder, job.folder)
             child = None if refused else self.start(plan)
         except OSError as error:
-            refused = f"it cannot be started: {error}"
+            refused = f"could not be started: {error}"
         if child is None:
             job.status, job.reason, job.ended = "failed", refused, now()
             self._report(plan, 0.0)
@@ -167,7 +167,7 @@ class Schedule:
 
     def _interrupt(self, number: int) -> None:
         self.over = "the sweep was interrupted"
-        log.warning("ending %d jobs; once more to end them at once", len(self.running))
+        log.warning("stopping %d jobs; interrupt again to kill them", len(self.running))
         # after Ctrl-C a person can press it again; other senders of signals cannot
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S
         for _, child in self.running:

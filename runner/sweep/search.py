@@ -209,9 +209,9 @@ class TrialJobs:
         value = summary.monitored
         if summary.monitor == metric and value is not None and math.isfinite(value):
             return value
-        problem = f"{metric} is {value}: there is nothing to compare"
+        problem = f"{metric} is {value}: not comparable"
         if summary.monitor != metric:
-            problem = f"its run is judged by {summary.monitor or 'nothing'}, not by {metric}"
+            problem = f"its run monitors {summary.monitor or 'nothing'}, not {metric}"
         job.status, job.reason = "failed", problem
         return None
 

@@ -111,8 +111,8 @@ def _parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
     key = override.key
     value: Any = override.parsed.value()
     if key in REPLICATES:
-        problem = "is no hyper-parameter: the best of several would be chance"
-        fix = f"name one; then compare the best command over {key}=0,1,2"
+        problem = "is not a hyperparameter: the best value would be chance"
+        fix = f"set one value; then compare the best command over {key}=0,1,2"
         raise ConfigError(key, problem, fix)
     if isinstance(value, IntervalSweep):
         return _interval(f"{override.sign}{key}", value, sampler)
@@ -154,7 +154,7 @@ def resolve_metric(config: RunConfig) -> tuple[str, bool]:
         return metric, search.direction is Direction.maximize
     name = metric.rpartition("/")[2]
     if name in config.objective.metrics or (given and config.objective._target_):
-        problem = f"whether more of {metric} is better is not known"
+        problem = f"cannot be inferred for {metric}"
         raise ConfigError("search.direction", problem, "use maximize or minimize")
     return metric, name not in ERRORS
 
@@ -171,7 +171,7 @@ def _own_metric(config: RunConfig) -> str:
         kind = "classification" if data.kind in CLASSES else kind
         kind = "language_modelling" if data.kind in TOKENS else kind
     if kind == "auto":
-        problem = f"is not known before the data are read: with data={data.kind} it depends on them"
-        fix = "name it: search.metric=val/accuracy for classes, search.metric=val/loss for numbers"
+        problem = f"depends on the data with data={data.kind}, which is not read yet"
+        fix = "set search.metric=val/accuracy for classes, search.metric=val/loss for numbers"
         raise ConfigError("search.metric", problem, fix)
     return "val/accuracy" if kind == "classification" else "val/loss"

@@ -93,11 +93,11 @@ def now() -> str:
 def _job(values: Any) -> Job:
     job = dataclass_from_json(Job, dict(values))
     if not math.isfinite(job.seconds):
-        raise TypeError("a job of other types")
+        raise TypeError("a job has values of other types")
     inside = Path(job.folder)
     longest = max((len(os.fsencode(part)) for part in inside.parts), default=LONGEST + 1)
     if inside.is_absolute() or ".." in inside.parts or "\0" in job.folder or longest > LONGEST:
-        raise ValueError(f"a job's folder {job.folder[:LONGEST]!r} is not in the sweep's")
+        raise ValueError(f"a job's folder {job.folder[:LONGEST]!r} is outside the sweep's folder")
     return job
 
 

@@ -103,7 +103,7 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
         try:
             exact = runs.train("one", in_fp64(one), double)
         except RunnerError as error:
-            runs.notes.append(f"not compared in fp64, so that limits are coarse: {error}")
+            runs.notes.append(f"not compared in fp64, so limits are coarse: {error}")
             exact = runs.train("one own", one, silent)
             limits = runs.limits_by_rounding(exact, one, double=False)
         else:
@@ -118,10 +118,10 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
 def _count(config: RunConfig) -> int:
     size = 1 if config.distributed.kind is DistributedKind.none else count_processes(config)
     if place := find_place():
-        problem = f"starts its own processes, and {place.by} has started {place.size}"
+        problem = f"starts its own processes, but {place.by} has started {place.size}"
         raise ConfigError("verify.what", problem, f"type it without {place.by}")
     if size < 2:
-        problem = "needs several processes, and there is one"
+        problem = "needs several processes, got 1"
         fix = "add distributed=ddp (or fsdp) distributed.processes=2"
         raise ConfigError("verify.what", f"distributed {problem}", fix)
     return size
@@ -187,7 +187,7 @@ class EqualityCheck:
         """Return the result of all comparisons."""
         result = DistributedEquality(steps, asked.kind.value, size, self.rows, notes=self.notes)
         if facts["dropout"]:
-            text = "dropout is compared switched off: each process draws numbers of its own"
+            text = "dropout is off in the comparison: each process has its own random numbers"
             self.notes.append(text)
         if self.first is None:
             return result
@@ -287,8 +287,8 @@ def likely_cause(
     """Return the likely cause of the first value beyond its limit."""
     if facts["draws"]:
         return (
-            "the model draws random numbers in training that are not dropout's, and each process "
-            "draws its own: not comparable by numbers; leave them out to compare the rest"
+            "the model draws random numbers other than dropout's in training, different in each "
+            "process: not comparable; disable them to compare the rest"
         )
     if facts["batchnorm"] and not asked.sync_batchnorm:
         return (
@@ -304,11 +304,11 @@ def likely_cause(
 
 def _cause_by_place(first: ValueKey, saved: Set[int]) -> str:
     if first.kind == "metric" and first.name.startswith("val/") and first.step in saved:
-        return "the training agrees up to there: buffers or averages that validation reads"
+        return "training agrees up to this step: buffers or averages that validation reads"
     if first.kind == "metric" and first.name == "train/loss" and first.step == 1:
         return (
-            "the forward of the first batch: a process takes the wrong part of it, the loss is a "
-            "mean of the processes' means, or a layer mixes the samples of a batch"
+            "the first batch's forward: a process takes the wrong part of the batch, the loss is a "
+            "mean of the processes' means, or a layer mixes samples"
         )
     if first.kind == "metric" and first.name == "train/grad_norm" and first.step == 1:
         return (
@@ -316,8 +316,8 @@ def _cause_by_place(first: ValueKey, saved: Set[int]) -> str:
             "where the parts weigh differently, or are not of all processes"
         )
     if first.kind in ("buffer", "average"):
-        return f"what each process keeps by itself: {first.kind}s are not those of all samples"
+        return f"state local to each process: {first.kind}s do not cover all samples"
     return (
-        "loss and gradient norm of the first step agree, what follows from its update does not: "
-        "clipping by a part of the gradient, or an update that is not that of all weights"
+        "loss and gradient norm of the first step agree, its update does not: "
+        "clipping by a part of the gradient, or an update of only some weights"
     )

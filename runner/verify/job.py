@@ -69,7 +69,7 @@ def _complaint(result: Verified) -> str:
     if isinstance(result, DistributedEquality):
         return f"distributed: {result.first}: {result.cause}"
     if isinstance(result, Repetition):
-        return f"run: not the same again: {result.differing[0]}: {result.cause}"
+        return f"run: not reproduced: {result.differing[0]}: {result.cause}"
     if isinstance(result, Continuation):
         return f"resume: not exact: {', '.join(result.differing[:3])}: {result.cause}"
     culprits = " with ".join(f"optimization.{name}" for name in result.culprits) or "optimization"
@@ -120,8 +120,8 @@ def _describe_resume(result: Continuation) -> tuple[str, Lines]:
     lines += [("differs", name) for name in result.differing[:10]]
     lines += [("likely cause", result.cause)] if result.cause else []
     return (
-        f"{result.steps} steps at a stretch, and again with {which} killed after step "
-        f"{result.killed} and a new start after {result.cut}"
+        f"{result.steps} uninterrupted steps, compared with {which} killed after step "
+        f"{result.killed} and resumed from {result.cut}"
     ), lines
 
 

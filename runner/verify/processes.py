@@ -151,7 +151,7 @@ def train_apart(
     Returns when all have ended, including one that the probe kills. Raises the run's error.
     """
     if config.distributed.nodes > 1:
-        raise ConfigError("distributed.nodes", "job=verify has one machine", "leave it out")
+        raise ConfigError("distributed.nodes", "job=verify uses one machine", "remove it")
     probe, techniques = probe or RunProbe(), {}
     if precision is not None:
         config = copy(config)
@@ -166,7 +166,7 @@ def train_apart(
         run_attempt(config, folder, given, count_processes(config), begin=_start)
     except AttemptLost as lost:
         if not probe.kill_at or "SIGKILL" not in str(lost):
-            raise UsageError(f"a run that is verified has ended: {lost}") from None
+            raise UsageError(f"the verified run ended early: {lost}") from None
     else:
         if probe.kill_at:
             raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")

@@ -23,8 +23,8 @@ from runner.verify.processes import RunProbe, train_apart, unobserved
 ORDER = ("config", "data", "technique", "choice", "threads", "cpu", "device", "version", "code")
 """Kinds of changes, most likely cause first."""
 UNEXPLAINED = (
-    "nothing that was recorded differs: steps that do not give the same numbers twice "
-    "(device.deterministic=true), or code of the user's that has changed"
+    "no recorded fact differs: nondeterministic steps "
+    "(try device.deterministic=true), or changed user code"
 )
 
 
@@ -57,7 +57,7 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetitio
     recorded = find_run(Path(config.checkpoint.resume))
     then = Summary.read(recorded)
     if not then.steps:
-        raise CheckpointError(f"{recorded}: the run has made no step: there is nothing to compare")
+        raise CheckpointError(f"{recorded}: the run has no steps to compare")
     again = deepcopy(unobserved(config))
     again.checkpoint.resume, again.checkpoint.enabled = "none", True
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
@@ -74,20 +74,20 @@ def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -
     keys, notes = differing(before, after), list[str]()
     names, was, now = [str(key) for key in keys], "", ""
     if keys:
-        first = [repr(v[keys[0]]) if keys[0] in v else "not there" for v in (before, after)]
+        first = [repr(v[keys[0]]) if keys[0] in v else "missing" for v in (before, after)]
         was, now = first
     own, others = _digests(recorded), _digests(again)
     step = max(own.keys() & others.keys(), default=None)
     if step is None:
-        notes.append("weights are not compared: there are no checkpoints of the same step")
+        notes.append("weights are not compared: no checkpoints of the same step")
     elif own[step] != others[step]:
         names.append(f"weights at step {step}")
         was, now = was or own[step], now or others[step]
     changes = _changes(recorded, again)
     if config_hash != then.config_hash:
-        changes.insert(0, "config: it was changed by what was typed, or by this version's defaults")
+        changes.insert(0, "config: changed by typed overrides or by this version's defaults")
     if not any(key.startswith("data") for key, _ in _facts(recorded)):
-        notes.append("the run has no digest of its data: other data would go unnoticed")
+        notes.append("the run has no digest of its data: changed data would not be detected")
     return Repetition(
         str(recorded),
         then.steps,

@@ -51,7 +51,7 @@ def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> Contin
         train_apart(short, twice, RunProbe(kill_at=killed, kill_rank=rank))
         start = max(saved_steps(twice), default=0)
         if not start:
-            raise UsageError(f"the run that was killed after step {killed} has left no checkpoint")
+            raise UsageError(f"the run killed after step {killed} left no checkpoint")
         # under ddp the remaining process saves when it has lost the other
         train_apart(short, once, RunProbe(save_at=start if start % cut else 0))
         return compare_resumed(short, once, twice, start, killed)
@@ -97,13 +97,13 @@ def name_differences(whole: Values, resumed: Values, start: int) -> tuple[list[s
 def _likely_cause(first: ValueKey, start: int) -> str:
     if first.step < start or (first.step == start and first.kind == "metric"):
         return (
-            f"the runs differ before step {start}, from which one was resumed: the same steps do "
-            "not give the same numbers twice; try device.deterministic=true"
+            f"the runs differ before step {start}, where one was resumed: the steps are "
+            "nondeterministic; try device.deterministic=true"
         )
     if first.step == start:
-        return f"{first.name} is not restored as the checkpoint of step {start} has it"
+        return f"{first.name} is not restored to its value in the checkpoint of step {start}"
     return (
-        "all parts of the checkpoint were restored, so it is state that none holds (an attribute "
-        "of the model, a technique, a data set or a hook), or steps that do not give the same "
-        "numbers twice (device.deterministic=true)"
+        "all parts of the checkpoint were restored, so the cause is state outside it (an attribute "
+        "of the model, a technique, a data set or a hook), or nondeterministic steps "
+        "(try device.deterministic=true)"
     )

@@ -63,14 +63,14 @@ def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
     [
         (["none", "ultr"], "did you mean ultra"),
         (["none", "optimizr=sgd"], "did you mean optimizer=sgd"),
-        (["none", "none"], "comes twice"),
+        (["none", "none"], "is listed twice"),
         (["none", "one: optimizer.lr=0.1", "two: optimizer.lr=0.1"], "are the same"),
         (["none"], "needs two arms or more, got 1"),
         ([], "needs two arms or more, got 0"),
-        (["none", "job=train"], "about the benchmark"),
-        (["none", "optimizer.lr=1,2"], "an arm for each"),
+        (["none", "job=train"], "applies to the whole benchmark"),
+        (["none", "optimizer.lr=1,2"], "one arm per value"),
         (["none", "basic optimization=ultra"], "sets optimization twice"),
-        (["none", "data=cancer"], "read other data: data.kind is digits and cancer"),
+        (["none", "data=cancer"], "train on different data: data.kind is digits and cancer"),
         (["none", "model=gpt"], "gpt reads tokens"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_budget_without_a_turn_for_each_and_nothing_to_attribute_are_refused()
 def test_other_work_is_named() -> None:
     measured = arms("none", "b: model.width=8", "c: optimizer=sgd")
     notes = [note.partition(",")[0] for note in describe_differences(measured, measured[0])]
-    assert notes == ["b: another model than none", "c: another optimizer than none"]
+    assert notes == ["b: different model from none", "c: different optimizer from none"]
     others = arms("none", "basic", "b: ultra training.batch_size=64 seed=1 device.tf32=true")
     assert other_work(others[1], others[0]) == []
     assert other_work(others[2], others[0]) == ["seed", "device.tf32", "batch size"]

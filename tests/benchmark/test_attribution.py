@@ -55,7 +55,8 @@ def test_planted_effects_are_recovered_alone_and_within_the_level() -> None:
         assert one.interaction == pytest.approx(1.0, abs=0.04)
         assert one.added_memory_bytes == one.removed_memory_bytes == mib.get(name, 0) * MIB
     text = result.sentences
-    assert text[0].startswith("left out of advanced, channels_last makes it 1")
+    assert text[0].startswith("advanced is 1")
+    assert "% faster without channels_last" in text[0]
     assert text[0].endswith("drop it")
     assert not any("channels_last" in sentence for sentence in text[1:])
     nothing = [one for one in text if one.startswith(("nothing else", "not known"))]

@@ -148,7 +148,7 @@ def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends() -> None:
     rule = replace(ENDLESS, looks=(8, 12, 16))
     measured = run(Machine(Noise(), EFFECTS, 0), rule, None, lambda m: looks.append(m.blocks))
     assert looks == [8, 12, 16]
-    assert measured.stopped == "all 16 blocks of the plan are made"
+    assert measured.stopped == "all 16 planned blocks are measured"
 
 
 def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_left() -> None:
@@ -167,7 +167,7 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     assert measured.ended["small"].status == "oom"
     counts = {name: len(turns) for name, turns in measured.turns.items()}
     assert counts == {BASE: 12, "control": 12, "small": 7, "large": 12}
-    assert measured.stopped == "all 12 blocks of the plan are made"
+    assert measured.stopped == "all 12 planned blocks are measured"
     assert measured.estimates["small"].ratio == pytest.approx(1.02, rel=0.05)
     assert math.isfinite(measured.estimates["small"].half_width)
 
@@ -176,5 +176,5 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
 def test_when_all_arms_end_it_ends(ends: dict[str, int]) -> None:
     machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
     measured = run(machine, TWO_MINUTES, ending(machine, ends))
-    assert measured.stopped == "every arm has ended"
+    assert measured.stopped == "every arm ended early"
     assert set(measured.ended) == {BASE, "other"}

@@ -201,7 +201,7 @@ def test_the_page_has_a_row_for_each_claim(tmp_path: Path) -> None:
         "| faster | 20–30 % faster | 1.31× (1.29 to 1.33) | 1.1 % | holds |",
         "| slow | 40 % faster | +170 % latency (+160 to +180) | – | does not hold |",
         *("−10 % memory (−12 to −9)", "5× \\| faster", "no \\<b\\>GPU", "x=claims"),
-        *("Some CPU, 4 cores, torch 2.13.0", "Other processes took 40% of the CPUs", command),
+        *("Some CPU, 4 cores, torch 2.13.0", "Other processes used 40% of the CPUs", command),
     ):
         assert part in page
     written = json.loads((tmp_path / "claims.json").read_text())["rows"]

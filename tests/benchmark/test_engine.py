@@ -83,14 +83,16 @@ def test_without_the_reference_there_are_times_and_no_ratios() -> None:
     result = measured(World(SPEEDUPS, refuses={"none": ("failed", "no such file")}))
     assert [row.speedup for row in result.arms] == [None, None, None]
     assert [row.step_ms is None for row in result.arms] == [True, False, False]
-    assert any("the reference, none, ended (failed: no such file)" in note for note in result.notes)
+    assert any(
+        "the reference, none, ended early (failed: no such file)" in note for note in result.notes
+    )
 
 
 def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated() -> None:
     result = measured(World(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
     assert (result.control, result.noise_floor, result.unclaimed) == (None, None, None)
-    assert "the control ended (failed: x)" in result.notes
-    assert any("the noise floor is not known, so nothing is claimed" in n for n in result.notes)
+    assert "the control ended early (failed: x)" in result.notes
+    assert any("the noise floor is unknown, so no difference is claimed" in n for n in result.notes)
     assert [row.claim for row in result.arms] == ["", "", ""]
     result = measured(World(SPEEDUPS), control=False)
     assert (result.control, result.noise_floor, result.unclaimed) == (None, 0.0, SAME)
@@ -113,7 +115,7 @@ def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_note
         problems={"basic": ["the loss does not move"]},
     )
     result = measured(world)
-    assert any("other processes took 30% of the CPUs" in note for note in result.notes)
+    assert any("other processes used 30% of the CPUs" in note for note in result.notes)
     assert result.arm("amp").notes == ["1 of 1 techniques did not engage: amp"]
     assert result.arm("basic").problems == ["the loss does not move"]
     assert result.arm("basic").notes == ["does not train: the loss does not move"]
@@ -127,7 +129,7 @@ def test_arms_with_other_batches_are_compared_by_the_sample_and_a_full_disk_cost
     arms = arm("basic"), Arm("big", big, ["training.batch_size=64"])
     result = measured(World(SPEEDUPS), *arms, folder=tmp_path / "file")
     assert any("times are compared per sample" in note for note in result.notes)
-    assert any("big: another model than none" in note for note in result.notes)
+    assert any("big: different model from none" in note for note in result.notes)
     assert result.arm("basic").claim == "faster" and "not written" in caplog.text
 
 
@@ -140,7 +142,7 @@ def test_several_processes_of_each_arm_take_no_more_than_the_budget() -> None:
     dear = measured(World(SPEEDUPS, setups={"amp": 40.0}), budget_s=60.0)
     assert (dear.processes, dear.noise_floor, dear.unclaimed) == (1, ONE_PROCESS, ONE_PROCESS)
     (note,) = [note for note in dear.notes if "in one process" in note]
-    assert "nothing within 7% is claimed" in note and "benchmark.budget_s" in note
+    assert "no difference within 7% is claimed" in note and "benchmark.budget_s" in note
     assert [row.claim for row in dear.arms] == ["", "faster", ""]  # too little is known for `same`
 
 

@@ -56,7 +56,7 @@ def baseline(folder: Path | None, *names: str) -> BenchmarkResult | None:
 def test_the_same_again_is_no_regression() -> None:
     for seed in range(5):
         plain = compared(result(seed)).plain()
-        assert plain["sentences"] == ["nothing got worse"] and not plain["regressed"]
+        assert plain["sentences"] == ["no regressions"] and not plain["regressed"]
 
 
 def test_an_arm_that_got_slower_is_a_regression_with_its_interval() -> None:
@@ -113,7 +113,7 @@ def test_a_change_of_all_arms_is_stated_of_all_and_what_is_left_is_judged(load: 
 def test_a_reference_that_got_faster_makes_no_regression_of_the_others() -> None:
     comparison = compared(result(1, none=0.7))
     assert comparison.regressions == []
-    assert any("by itself it is within the limit" in note for note in comparison.notes)
+    assert any("its own time is within the limit" in note for note in comparison.notes)
 
 
 def test_a_baseline_with_impossible_times_is_refused(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_memory_parity_and_a_failure_that_got_worse_are_regressions() -> None:
     row.status, row.reason = "oom", "took 9 GiB"
     assert compared(now).regressions == [
         "ultra ended: oom: took 9 GiB",
-        "ultra holds 100 MiB more memory of the process at its peak (25%)",
-        "ultra: parity is FAIL and was exact (gradient at step 1)",
+        "ultra uses 100 MiB more peak process memory (25%)",
+        "ultra: parity is FAIL, was exact (gradient at step 1)",
     ]
 
 
@@ -152,34 +152,34 @@ def test_other_work_and_arms_of_one_session_alone_are_notes() -> None:
     now = result(1, ultra=0.9)
     now.arms[1].config = {"training.batch_size": 64, "a.new.key": 1}
     assert compared(now).regressions == []
-    assert "ultra is not compared: training.batch_size is 64 and was 32" in compared(now).notes
+    assert "ultra is not compared: training.batch_size is 64, was 32" in compared(now).notes
     now.arms[1].config = {"training.batch_size": 32, "a.new.key": 1}
     assert len(compared(now).regressions) == 1
     now.arms[1].overrides = ["optimization=maximum"]
-    assert "stands for optimization=maximum" in compared(now).notes[0]
+    assert "its overrides are optimization=maximum" in compared(now).notes[0]
     now.arms[1] = deepcopy(now.arms[1])
     now.arms[1].name = "mine"
-    assert compared(now).notes == ["mine is not in the stored result", "ultra was not measured now"]
+    assert compared(now).notes == ["mine is not in the baseline", "ultra is only in the baseline"]
 
 
 def test_another_machine_is_refused_by_what_differs(tmp_path: Path) -> None:
     then = result(1)
     then.machine |= {"cores": 999, "cpu": "abacus"}
-    with pytest.raises(ConfigError, match="cpu is .* and was abacus; cores is .* and was 999"):
+    with pytest.raises(ConfigError, match="cpu is .*, was abacus; cores is .*, was 999"):
         compared(result(1), then)
     then.write(tmp_path)
-    with pytest.raises(ConfigError, match=r"benchmark\.baseline: is of another machine"):
+    with pytest.raises(ConfigError, match=r"benchmark\.baseline: was measured on another machine"):
         baseline(tmp_path)
     other_torch = result(100)
     other_torch.machine["torch"] = "1.0"
-    assert any("and was 1.0" in note for note in compared(result(1), other_torch).notes)
+    assert any(", was 1.0" in note for note in compared(result(1), other_torch).notes)
 
 
 def test_a_stored_result_without_these_arms_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"benchmark\.baseline: .*No such file"):
         baseline(tmp_path)
     result(1).write(tmp_path)
-    with pytest.raises(ConfigError, match="has none of the arms .* but none, ultra"):
+    with pytest.raises(ConfigError, match="has none of the measured arms, only none, ultra"):
         baseline(tmp_path, "basic")
     assert baseline(tmp_path, "ultra", "x") == result(1)
     assert baseline(None) is None

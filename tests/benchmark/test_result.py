@@ -60,7 +60,7 @@ def test_numbers_that_json_has_not_and_keys_of_a_newer_version_are_read(tmp_path
     [
         (lambda d: "{", "is damaged"),
         (lambda d: "[" * 100_000, "is damaged"),
-        (lambda d: json.dumps({"status": "done"}), "is no result of job=benchmark"),
+        (lambda d: json.dumps({"status": "done"}), "not a result of job=benchmark"),
         (lambda d: json.dumps(d | {"schema": 99}), "newer version"),
         (lambda d: json.dumps(d | {"arms": [{"name": 1}]}), r"arms\[0\]\.name"),
         (lambda d: json.dumps(d | {"control": {"ratio": 1, "interval": [1]}}), "control.interval"),

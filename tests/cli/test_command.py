@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_made_is_answered_with_the_key(
     done = run(folder, *typed)
     assert done.returncode == 5
     key = "hydra.sweep.dir" if "-m" in typed else "hydra.run.dir"
-    assert f"name another place: {key}=" in done.stderr
+    assert f"set another folder: {key}=" in done.stderr
 
 
 @pytest.mark.slow

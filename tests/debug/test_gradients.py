@@ -179,7 +179,7 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
     faults = recorded(tmp_path, "history")["faults"]
     assert [f["kind"] for f in faults].count("dead_units") == 1
     (line,) = [r.getMessage() for r in caplog.records if "left_out" in r.getMessage()]
-    assert "no gradient at any of 3 looks: left_out.weight and left_out.bias" in line
+    assert "no gradient in any of 3 checks: left_out.weight and left_out.bias" in line
     last = {"step": 12, "layer": "layers.1", "dead": 20, "units": 32}
     assert rows(tmp_path, "units")[-1] == last
     picture = (tmp_path / "debug" / "plots" / "gradient_flow.png").read_bytes()
@@ -263,10 +263,10 @@ def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path: Path) 
     [
         (
             ["training.steps=4", "debug.gradients.every=3"],
-            "1 look, and 3 are needed for a verdict: lower debug.gradients.every",
+            "1 check, but a verdict needs 3: lower debug.gradients.every",
         ),
-        (["training.steps=2"], "2 looks, and 3 are needed for a verdict: train longer"),
-        (["training.steps=60"], "nothing amiss"),
+        (["training.steps=2"], "2 checks, but a verdict needs 3: train longer"),
+        (["training.steps=60"], "no problems found"),
     ],
 )
 def test_too_few_looks_are_said_and_a_short_run_has_enough(
@@ -352,7 +352,7 @@ def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
     assert run.whole is not None and run.whole.steps >= 6
     assert sorted({row["step"] for row in rows(tmp_path)}) == [10, 20, 30, 40, 50, 60]
     findings = {tool.name: tool.finding for tool in summary.tools}
-    assert findings["gradients"] == "nothing amiss" and "activations" in findings["memory"]
+    assert findings["gradients"] == "no problems found" and "activations" in findings["memory"]
     assert "operators a step" in findings["profile"] or "of the operators" in findings["profile"]
     assert findings["gradcheck"].endswith(", 0 wrong")
     assert findings["anomaly"].startswith("no NaN or Inf")

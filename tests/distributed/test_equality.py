@@ -238,7 +238,7 @@ def test_a_whole_step_does_not_apply(outcomes: Outcomes) -> None:
 def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes: Outcomes) -> None:
     together = outcomes("odd", 2)
     for name, said in {
-        "one sample": "training.batch_size: is 1, and 2 processes take their part of each batch",
+        "one sample": "training.batch_size: is 1, fewer than one sample for each of 2 processes",
         "last of one": "training.batch_size: leaves a last batch of 1, fewer than the 2 processes",
     }.items():
         assert said in together[name].error, name

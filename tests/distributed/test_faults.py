@@ -81,7 +81,7 @@ def test_a_hung_process_is_noticed_and_the_others_say_where_they_stand(
 ) -> None:
     done = runs.run(tmp_path / "run", f"0:backward:{kind}:6", "distributed.timeout_s=4")
     assert done.code == 1
-    assert "process 0 did not answer within distributed.timeout_s" in done.message
+    assert "process 0 was killed: no answer within distributed.timeout_s" in done.message
     assert done.summary["reason"] in done.message
     assert stack in (done.folder / "debug" / "ranks" / f"{rank}.txt").read_text()
 
@@ -237,8 +237,8 @@ class Case:
             "term": (143, "interrupted", "SIGTERM"),
             "kill": (1, "failed", f"process {rank} was killed by SIGKILL"),
             "exit": (1, "failed", f"process {rank} ended with exit code 3"),
-            "stop": (1, "failed", f"process {rank} did not answer"),
-            "hang": (1, "failed", f"process {rank} did not answer"),
+            "stop": (1, "failed", f"process {rank} was killed: no answer"),
+            "hang": (1, "failed", f"process {rank} was killed: no answer"),
         }[self.kind]
 
 
@@ -361,7 +361,7 @@ def _small_disk(folder: Path, size: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("where", "code", "message"),
     [
-        ("", 5, "No space left on device; name another place"),
+        ("", 5, "No space left on device; set another folder"),
         ("checkpoints", 5, "3 checkpoints in a row were not written: No space left on device"),
         ("ranks/1", 0, ""),  # its log alone
     ],

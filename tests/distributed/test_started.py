@@ -118,7 +118,10 @@ def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):
 
 
 def test_a_program_of_one_process_does_not_silently_train_alone():
-    with pytest.raises(UsageError, match=r"distributed=ddp: this is not one of several.*torchrun"):
+    with pytest.raises(
+        UsageError,
+        match=r"distributed=ddp: this process was not launched as one of several.*torchrun",
+    ):
         build(runs.config("distributed=ddp", "data=cancer"))
 
 
@@ -132,7 +135,7 @@ def test_a_program_of_one_process_does_not_silently_train_alone():
         (
             ["distributed=ddp", "distributed.processes=3"],
             ConfigError,
-            "distributed.processes: is 3, and torchrun has started 2 processes",
+            "distributed.processes: is 3, but torchrun has started 2 processes",
         ),
     ],
 )
@@ -173,7 +176,7 @@ def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
     assert place is not None and place.by == "slurm"
     assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
     assert place.nodes == 2 and not place.hosted
-    with pytest.raises(UsageError, match="not complete.*SLURM_LOCALID"):
+    with pytest.raises(UsageError, match="incomplete.*SLURM_LOCALID"):
         find_place({key: value for key, value in task.items() if key != "SLURM_LOCALID"})
 
 

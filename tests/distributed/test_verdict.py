@@ -51,7 +51,13 @@ STOPPED = RankOutcome.of(1, Interrupted(15, " at step 3"))
         ([report(end(0, 0), received=15)], "", "done", "", 0),
         ([report(end(0, 1), end(1, -9, RUNNING))], "", "lost", "process 1 was killed by SIGK", 1),
         ([report(end(0, -9, LOST, True), end(1, 3, None))], "", "lost", "exit code 3", 1),
-        ([report(end(0, 1), end(1, -9, RUNNING, True))], "", "lost", "process 1 did not ans", 1),
+        (
+            [report(end(0, 1), end(1, -9, RUNNING, True))],
+            "",
+            "lost",
+            "process 1 was killed: no ans",
+            1,
+        ),
         ([report(end(0, 255), end(1, 255), problem="the server")], "", "lost", "the server", 1),
     ],
 )
@@ -115,7 +121,7 @@ def test_the_process_that_was_lost_is_named_with_its_error(monkeypatch: pytest.M
     assert first.name_cause(lost) is lost  # two of them are silent
     third.publish(RankOutcome.of(2, lost))
     named = first.name_cause(lost)
-    assert str(named) == "process 1 was killed, or has ended in the midst of it"
+    assert str(named) == "process 1 was killed or ended during the run"
     second.publish(MISTAKE)
     for other in (first, third):
         named = other.name_cause(lost)

@@ -59,7 +59,7 @@ class Break(Hook):
 WAYS: dict[str, tuple[tuple[str, ...], str]] = {  # statuses of the job, and a part of its reason
     "raise_error": (("failed",), "ValueError: planted"),
     "segfault": (("killed",), "SIGSEGV"),
-    "exit_at_once": (("failed",), "it ended with 9"),
+    "exit_at_once": (("failed",), "it exited with code 9"),
     "kill": (("killed",), "SIGKILL"),
     "hang": (("timeout",), "not done within"),
     "no_memory": (("oom", "failed"), "memory"),

@@ -123,7 +123,7 @@ def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     ("override", "says"),
     [
         ("benchmark.arms=[none,ultr]", "did you mean ultra"),
-        ("benchmark.baseline=damaged", "arms[0].per_sample_ms has a time that is not above 0"),
+        ("benchmark.baseline=damaged", "arms[0].per_sample_ms has a time ≤ 0"),
     ],
 )
 def test_a_mistake_is_answered_before_anything_is_started(

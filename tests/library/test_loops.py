@@ -205,12 +205,12 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
         ({"batch": {"x": x}}, r"batch must be .* \{x: float32"),
         ({"loss_fn": True}, "loss_fn must be"),
         ({"loss_fn": lambda o, t: o}, "loss must be a scalar"),
-        ({"loss_fn": lambda o, t: o.detach().sum()}, "depends on no weight"),
+        ({"loss_fn": lambda o, t: o.detach().sum()}, "depends on no parameter"),
         ({"clip_norm": 0}, "clip_norm must be"),
         ({"model": net.forward}, "model must be"),
         ({"model": optimize(net, "none")}, "use optimize_training_loop"),
         ({"optimizer": net}, "optimizer must be"),
-        ({"model": nn.Linear(2, 2)}, "none of the optim"),
+        ({"model": nn.Linear(2, 2)}, "has none of the model"),
     ]
     for change, message in changes:
         with pytest.raises(UsageError, match=message):

@@ -38,7 +38,7 @@ def test_it_is_called_as_the_model_and_is_the_model_until_it_is_closed(net: nn.M
         assert torch.equal(fast(x), net(x))
         assert fast.model is net
         assert list(net.state_dict()) == keys
-    with pytest.raises(UsageError, match="optimize: it was closed"):
+    with pytest.raises(UsageError, match="optimize: it is closed"):
         fast(x)
 
 

@@ -124,7 +124,7 @@ class Pairs:
     ("change", "error", "message"),
     [
         ({"data": DataLoader(TensorDataset(torch.zeros(4, 64)), 2)}, UsageError, "loader.dataset"),
-        ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension of all"),
+        ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension must be"),
         ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "got a str"),
         ({"data": torch.zeros(4, 64)}, UsageError, "data"),
         ({"data": Pairs()}, DataError, "cannot infer the task"),

@@ -54,7 +54,7 @@ def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
     assert (fault.step, fault.kind, fault.action) == (4, "non_finite", "skipped")
     assert stability.summary().faults == {"non_finite": 1} and stability.summary().skipped == 1
     assert not optimizer._optimizer_step_pre_hooks
-    with pytest.raises(UsageError, match="it was closed"):
+    with pytest.raises(UsageError, match="it is closed"):
         loop(net, optimizer, batches[:1], stability)
 
 
@@ -173,7 +173,7 @@ def test_a_mistake_names_the_argument(
     stability, loss = Stability(), loss_of(net(x), y)
     for call, message in (
         (lambda: stability.step(net, net(x), optimizer), r"loss must be a scalar .* of shape \[32"),
-        (lambda: stability.step(net, loss.detach(), optimizer), "depends on no weight"),
+        (lambda: stability.step(net, loss.detach(), optimizer), "depends on no parameter"),
         (lambda: stability.step(twin, loss_of(twin(x), y), optimizer), "another model or opt"),
         (lambda: Stability(every=0), "every must be ≥ 1"),
         (lambda: Stability().step(net, loss, net), "got a Sequential"),  # type: ignore[arg-type]

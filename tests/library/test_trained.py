@@ -59,7 +59,7 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
         caplog.clear()
         model.predict([{**row, "city": True} for row in several])
         assert "data.unknown_categories" in caplog.text and "3 of 3 rows" in caplog.text
-        for wrong, match in ((7, "int is no table"), (torch.zeros(2, 2), "was trained on")):
+        for wrong, match in ((7, "int is not a table"), (torch.zeros(2, 2), "was trained on")):
             with pytest.raises(UsageError, match=match):
                 model.predict(wrong)
 

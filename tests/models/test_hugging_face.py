@@ -210,7 +210,7 @@ def broken(place: Path, tmp_path: Path) -> Path:
         ({"model_type": "unheard_of"}, "model.path: .* cannot be read"),
         (
             {"model_type": "new", "auto_map": {"AutoConfig": "a.B"}},
-            "code of its own .* never run",
+            "needs custom code .* never run",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
         ({"hidden_size": 16}, "its config.json belongs to another model"),

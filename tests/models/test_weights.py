@@ -314,7 +314,7 @@ def test_a_snapshot_is_read_through_its_links_and_held_against_its_digests(tmp_p
     start_from(model, snapshot, [], pinned(digest))
     assert equal(model.state_dict(), wanted)
     (snapshot / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
-    with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
+    with pytest.raises(SecurityError, match="SHA256SUMS lists 0000000000000000"):
         start_from(Net(), snapshot, [], pinned(digest))
 
 
@@ -385,5 +385,5 @@ def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> 
     (snapshot / "SHA256SUMS").write_text("".join(lines))
     start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
     (snapshot / "SHA256SUMS").write_text("".join(lines[:2]) + f"{'0' * 64}  {names[2]}\n")
-    with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
+    with pytest.raises(SecurityError, match="SHA256SUMS lists 0000000000000000"):
         start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))

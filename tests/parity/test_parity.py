@@ -87,7 +87,7 @@ def test_a_small_failure_has_to_repeat_with_other_seeds(
     reference = ParityReference(runs.config(*QUIET, *MODELS["mlp"]), 2)
     found = reference.judge(runs.config(*QUIET, *MODELS["mlp"], *FUSED))
     assert found.verdict is Agreement[verdict]
-    note = "seed=0 was off in layers.0.bias, which did not repeat with seed=1"
+    note = "seed=0 differed in layers.0.bias, which did not repeat with seed=1"
     assert (note in found.notes) is (verdict == "explained")
 
 
@@ -127,7 +127,7 @@ def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame() 
 def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way() -> None:
     found = judged(MODELS["cnn"], PARTS)
     assert found.verdict is Agreement.exact
-    assert any("micro-batches of 6" in note for note in found.notes)
+    assert any("micro-batch of 6" in note for note in found.notes)
 
 
 def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> None:
@@ -161,7 +161,7 @@ def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays(
 
     before = switches()
     alone = judged(MODELS["mlp"], BF16)
-    assert any("amp is judged with itself" in omission for omission in alone.not_judged)
+    assert any("the tolerance comes from amp itself" in omission for omission in alone.not_judged)
     both = judged(MODELS["mlp"], [*BF16, *FUSED])
     assert not any("gradients" in omission for omission in both.not_judged)
     assert switches() == before

@@ -121,7 +121,7 @@ def test_a_deleted_folder_is_said_once_a_file_and_the_run_goes_on(
     assert recorder.faults == {"metrics": 4, "tensorboard": 8}
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 2
-    assert all("deleted while the run went on" in text for text in warned)
+    assert all("deleted during the run" in text for text in warned)
 
 
 CHILD = """
@@ -165,7 +165,7 @@ def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_
     (path,) = tmp_path.glob("events.*")
     written = [event.step for event in EventFileLoader(str(path)).Load() if event.step]
     assert written == list(range(1, 200))
-    assert warned.count("is written again, nothing is lost") == 2
+    assert warned.count("is written again, no data is lost") == 2
 
 
 @pytest.mark.parametrize("resumed", [False, True])

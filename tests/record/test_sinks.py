@@ -196,7 +196,9 @@ def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(
         said = rf"^monitoring.sinks: .*pip install 'hydra-torch-runner\[{name}\]'"
         with pytest.raises(ConfigError, match=said):
             hook.make_sinks([name], lambda target, key: None)
-    with pytest.raises(ConfigError, match=r"^monitoring.sinks: no sink 'comet'; mlflow\|wandb"):
+    with pytest.raises(
+        ConfigError, match=r"^monitoring.sinks: unknown sink 'comet'; mlflow\|wandb"
+    ):
         compose(["monitoring.sinks=[comet]"])
 
 

@@ -35,8 +35,8 @@ def search(
     ("culprits", "verdict"),
     [
         (["recompute"], "recompute"),
-        (["compile", "whole_step"], "either one compiles the model"),
-        (["amp", "tf32"], "amp (bfloat16) and tf32: only without all of them"),
+        (["compile", "whole_step"], "both compile the model"),
+        (["amp", "tf32"], "amp (bfloat16) and tf32: the step is good only without all of them"),
         (["attention", "recompute", "tf32"], "only without all of them"),
     ],
 )
@@ -61,8 +61,12 @@ def test_two_that_only_together_are_bad_are_both_named() -> None:
 @pytest.mark.parametrize(
     ("names", "tries", "verdict"),
     [
-        (ULTRA, 1, "no technique is to blame"),
-        (["pipeline"], 0, "no technique took part: it is in the model, the data or the weights"),
+        (ULTRA, 1, "no technique is the cause"),
+        (
+            ["pipeline"],
+            0,
+            "no technique was active: the cause is in the model, the data or the weights",
+        ),
     ],
 )
 def test_where_it_is_bad_without_any_none_is_blamed(
@@ -78,4 +82,4 @@ def test_it_never_tries_more_often_than_it_may(most: int) -> None:
     found, _ = search(ULTRA, lambda on: bool(on & {"tf32", "system"}), most=most)
     assert len(found.trials) == most
     assert {"tf32", "system"} <= set(found.techniques)
-    assert "not looked into further" in found.verdict
+    assert "not narrowed down further" in found.verdict

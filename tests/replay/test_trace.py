@@ -113,7 +113,7 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured: Captured) 
         run.model.part = Fuses()  # only the generated code is bad
         cause = trace_compiled(run, batch)
     assert (cause.phase, cause.line) == (StepPhase.nowhere, None)
-    assert cause.cause == "only the code that the compiler generates is bad: its graph is good"
+    assert cause.cause == "only the compiler's generated code is bad: its graph is good"
 
 
 def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(

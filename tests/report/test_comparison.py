@@ -56,8 +56,8 @@ def test_rows_are_named_by_what_differs_between_them(typed: str) -> None:
 
 def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
     assert texts(of_benchmark(levels(), None))[0] == (
-        "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers but for "
-        "bf16; ultra is not measurably faster than advanced."
+        "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers up to "
+        "bf16 rounding; ultra is not measurably faster than advanced."
     )
 
 
@@ -66,17 +66,17 @@ def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     found = compared(arm("basic", 1.2), narrow)
     first, second = texts(found)
     assert first.startswith("basic is 1.20× as fast as none")
-    assert second.startswith("narrow trains something else than none (another model): it is 5.50×")
-    assert second.endswith("its numbers are those of its own plain run to the bit.")
+    assert second.startswith("narrow does different work from none (another model): it is 5.50×")
+    assert second.endswith("its numbers match its own plain run bit for bit.")
     numbers = next(column for column in COLUMNS if column.key == "parity").text(found.rows[2])
     assert (verdict(found.rows[2], found), numbers) == ("faster, other work", "exact, other model")
     assert not any("same numbers" in text for text in texts(compared(narrow)))
 
 
 def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine() -> None:
-    caveat = ", on an unsteady machine (other processes took 76 % of the CPUs, noise floor ± 16 %)"
+    caveat = ", on an unsteady machine (other processes used 76 % of the CPUs, noise floor ± 16 %)"
     more: Any = {"load": Load(others=0.76), "noise_floor": 0.16}
-    assert texts(compared(arm("ultra", 2.2), **more))[0].endswith(f"to the bit{caveat}.")
+    assert texts(compared(arm("ultra", 2.2), **more))[0].endswith(f"bit for bit{caveat}.")
     slow = texts(compared(arm("slow", 0.5, "slower"), **more))[0]
     assert slow == f"No arm is measurably faster than none{caveat}."
     first, *others = texts(compared(arm("a", 1.3, ""), arm("b", 1.01, "same")))
@@ -124,7 +124,7 @@ def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     for _ in range(2):  # TensorBoard has the same text, however often it is written
         report.write(found, tmp_path)
     (events,) = (tmp_path / "comparison").iterdir()
-    assert b"What each technique" in events.read_bytes()
+    assert b"Speed-up by technique" in events.read_bytes()
     text = (tmp_path / "comparison.md").read_text()
     assert "<b>" not in text and "\x1b" not in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
@@ -132,7 +132,7 @@ def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
         assert len(columns) == 1, table  # no name opens or closes a cell
     outside = re.sub(r"^````.*?^````", "", text, flags=re.M | re.S)
     assert "\\*bold\\*" in outside and "*bold*" not in outside.replace("\\*", "")
-    assert "What each technique" in text and "What failed" in text
+    assert "Speed-up by technique" in text and "What failed" in text
 
 
 def test_a_disk_that_takes_nothing_is_a_warning(

@@ -68,7 +68,7 @@ def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path:
     wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
     found = of_benchmark(result(reference(), arm("basic", 1.2), wild), tmp_path)
     assert figures.axis_top(found, figures.read_losses(found)) == 2.3
-    assert "wild went beyond" in page.html(found)
+    assert "off the axis: wild" in page.html(found)
 
 
 OVERFLOW = """

@@ -132,7 +132,7 @@ def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three: Comparison) -> Non
     (figure,) = figures.figures(three_by_three)["validation"]
     drawing = figure.charts[0][2]
     assert drawing.count("<polygon") == drawing.count("<polyline") == 3
-    assert "lowest and highest" in figure.about
+    assert "its band their range" in figure.about
     points, band = figures.average_curves([[(1, 2.0), (2, 4.0), (3, 1.0)], [(1, 4.0), (2, 4.0)]])
     assert points == [(1, 3.0), (2, 4.0)] and band == [(1, 2.0, 4.0), (2, 4.0, 4.0)]
 

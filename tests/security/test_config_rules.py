@@ -162,12 +162,12 @@ def test_values_of_hydra_are_there_where_a_config_is_checked_and_composed() -> N
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("# @package _global_ : foo\n", "own.yaml: its first line is no header"),
+        ("# @package _global_ : foo\n", "own.yaml: its first line is not a valid header"),
         ("# @package _global_\ndefaults: [null]\n", "Unsupported type in defaults"),
         ("# @package _global_\nhydra:\n", "own.yaml: Hydra cannot compose it"),
-        ("# @package _global_\ndefaults: 5\n", "must be a list .*; mend what it names"),
+        ("# @package _global_\ndefaults: 5\n", "must be a list .*; fix the defaults list"),
         ("# @package _global_\nseed: 0x_\n", "own.yaml: has a value that cannot be read"),
-        ("# @package _global_\n5\n", "own.yaml: is no group of settings"),
+        ("# @package _global_\n5\n", "own.yaml: is not a mapping"),
         ("# @package _global_\nname: a\nname: b\n", "own.yaml: .*duplicate key name at line 3"),
         ("name: !!python/object/apply:os.mkdir [ran]\n", "could not determine a constructor"),
     ],
@@ -186,7 +186,7 @@ def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
     read = source.load_config
     with files.at_work():
         compose_raw(["seed=3"], folders=theirs)
-        with pytest.raises(SecurityError, match="is refused in a config file"):
+        with pytest.raises(SecurityError, match="is refused: a config file may only set"):
             compose_raw(["experiment=own"], folders=theirs)
         with pytest.raises(SecurityError, match=r"security\.trusted: \[mine\] is refused"):
             compose_raw(["security.trusted=[mine]"])

@@ -134,7 +134,7 @@ def holding_itself():
         ({"z": torch.nn.UninitializedParameter()}, r"state\.z is a lazy parameter"),
         ({Holder: 1}, r"state has the key <class"),
         ({"x": {Path("3"): 1, "3": 2}}, r"state\.x has two keys"),
-        (holding_itself(), r"state\.inner\[0\] holds itself"),
+        (holding_itself(), r"state\.inner\[0\] contains itself"),
     ],
 )
 def test_a_value_that_cannot_be_kept_is_refused_by_its_place(value, place):

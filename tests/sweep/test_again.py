@@ -88,7 +88,7 @@ def test_a_damaged_record_is_another_sweep_unless_it_is_named(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("sweep.resume=nowhere", "sweep.resume: nowhere is no sweep's folder"),
+        ("sweep.resume=nowhere", "sweep.resume: nowhere is not a sweep's folder"),
         ("hydra.launcher.jobs=0", "hydra.launcher.jobs: must be ≥ 1, got 0"),
         ("hydra.launcher.job=2", "did you mean hydra.launcher.jobs"),
         ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: Value 'soon' of type"),

@@ -66,7 +66,9 @@ def test_two_processes_that_are_right_are_within_rounding(
     ("fault", "cause"),
     [
         ("AveragedGradients", "gradients are averaged over processes where the parts weigh diff"),
-        pytest.param("WrongPart", "a process takes the wrong part of it", marks=pytest.mark.slow),
+        pytest.param(
+            "WrongPart", "a process takes the wrong part of the batch", marks=pytest.mark.slow
+        ),
         pytest.param(
             "ClippedByShard", "clipping by a part of the gradient", marks=pytest.mark.slow
         ),

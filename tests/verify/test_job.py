@@ -30,7 +30,7 @@ def test_a_level_that_is_right_passes_and_is_recorded(
     assert (found["techniques"], found["steps"]) == (["system", "fused_optimizer"], 3)
     kinds = {row["kind"] for row in found["rows"]}
     assert kinds == set("loss grad_norm gradient update parameter output".split())
-    assert "what begins after 3 steps" in found["not_judged"]
+    assert "effects that begin after 3 steps" in found["not_judged"]
     out = capsys.readouterr().out
     assert all(part in out for part in ("explained by precision", "not judged", "verify.json"))
 
@@ -55,7 +55,7 @@ def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["killed"] == 5
     assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "it killed after step 5 and a new start after 4" in out
+    assert "it killed after step 5 and resumed from 4" in out
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def resolve_auto(
     if recorded is not None:
         return _choose(given, config, recorded.split(), "as before the run was resumed")
     if not search:
-        return _choose(given, config, [], "nothing is measured for this job")
+        return _choose(given, config, [], "this job measures no techniques")
     result = _measure(config, given)
     if folder is not None:
         optimization = enable_techniques(config.optimization, result.techniques)
@@ -178,9 +178,9 @@ def _select(config: RunConfig, given: Components) -> SearchResult:
         return SearchResult(
             " ".join(free) or NONE,
             free,
-            f"the run takes about {seconds:.2g} s at none: a search of "
-            f"optimization.auto.budget_s={auto.budget_s:g} is for runs of "
-            f"{BUDGETS * auto.budget_s:g} s, so it gets what is free, by rule",
+            f"the run takes about {seconds:.2g} s at none, too short for a search of "
+            f"optimization.auto.budget_s={auto.budget_s:g} (from "
+            f"{BUDGETS * auto.budget_s:g} s): only free techniques are enabled, by rule",
             steps=estimate.steps,
             none_ms=1e3 * estimate.step_seconds,
             left_out=estimate.reasons,

@@ -199,12 +199,12 @@ class Search:
                 row.state, row.why = "out", "not shown to be faster than none"
         untried = sum(row.state == "not tried" for row in self.candidates)
         reason = (
-            f"nothing was shown to be faster beyond noise over {self.steps:,} steps "
+            f"no candidate was faster than none beyond noise over {self.steps:,} steps "
             f"({untried} of {len(self.candidates)} candidates were not tried)"
         )
         if chosen is not None:
             low, high = chosen.final_interval or (0.0, 0.0)
-            processes = "one process of each, so that how processes differ is not in it"
+            processes = "one process each, so without variation between processes"
             if chosen.final_processes > 1:
                 processes = f"{chosen.final_processes} processes of each"
             reason = (

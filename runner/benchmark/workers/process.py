@@ -153,13 +153,13 @@ class ChildProcess:
         if code == UNGUARDED and not self.answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
             raise Unguarded(
-                f'{script.name} has to do this under `if __name__ == "__main__":`, for it is '
-                "imported by the processes that are measured"
+                f'{script.name} must do this under `if __name__ == "__main__":`, because '
+                "the measured processes import it"
             )
         if code is None or code >= 0:
             return ArmEnded("failed", f"it ended with exit code {code}{hint}")
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
-            return ArmEnded("oom", f"the system killed it when memory ran out{hint}")
+            return ArmEnded("oom", f"killed by the system: out of memory{hint}")
         return ArmEnded("killed", f"killed by {signal.Signals(-code).name}{hint}")
 
     def _log_hint(self) -> str:

@@ -69,7 +69,7 @@ def together(
 def _processes(config: RunConfig) -> int:
     """Return how many processes train the arm's model. Raises ConfigError for several nodes."""
     if config.distributed.nodes > 1:
-        raise ConfigError("distributed.nodes", "job=benchmark has one machine", "leave it out")
+        raise ConfigError("distributed.nodes", "job=benchmark uses one machine", "remove it")
     gpus = 0 if config.device.kind is DeviceKind.cpu else torch.cuda.device_count()
     return config.distributed.processes or max(1, gpus)
 

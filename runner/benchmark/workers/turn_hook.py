@@ -273,9 +273,9 @@ def collect_results(
         except StorageError as error:
             notes.append(str(error))
     if run.world is not None:
-        notes.append(f"memory is that of one of {run.world.size} processes")
+        notes.append(f"memory is of one of {run.world.size} processes")
     if any(row.evidence.get("cache") == "warm" for row in summary.techniques):
-        notes.append("compiled from the cache on disk; the first time takes longer")
+        notes.append("compiled from the disk cache; a first run takes longer")
     values: dict[str, Any] = {}
     for name, metric in metrics.items():
         try:

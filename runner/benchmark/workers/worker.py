@@ -100,7 +100,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
         run.hooks.append(hook)
         summary = train(run)
         if not hook.finishing:
-            raise RunnerError(f"the run ended by itself: {summary.reason or summary.status}")
+            raise RunnerError(f"the run ended early: {summary.reason or summary.status}")
         pipe.send(collect_results(run, hook, summary, metrics))
 
 

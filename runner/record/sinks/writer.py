@@ -49,7 +49,7 @@ class SinkWriter:
         try:
             self.queue.put_nowait(MetricsRow(step, split, dict(values), time.time()))
         except queue.Full:
-            self._fail(f"takes fewer rows than the run makes ({WAITING:,} are waiting)")
+            self._fail(f"is slower than the run ({WAITING:,} rows are waiting)")
 
     @property
     def lost(self) -> int:
@@ -63,7 +63,7 @@ class SinkWriter:
             self.queue.put_nowait(delivered)
         while not (self.failure or delivered.wait(POLL_S)):
             if time.monotonic() > end:
-                self._fail(f"hangs: it has not taken all rows within {self.timeout_s:g} s")
+                self._fail(f"hangs: rows are still waiting after {self.timeout_s:g} s")
 
     def close(self) -> None:
         """Close the sink, which receives the report, within `timeout_s`."""
@@ -73,7 +73,7 @@ class SinkWriter:
             self.queue.put_nowait(None)  # not full, after a flush
             self.thread.join(self.timeout_s)
             if self.thread.is_alive():
-                self._fail(f"hangs: it has not closed within {self.timeout_s:g} s")
+                self._fail(f"hangs: it is still open after {self.timeout_s:g} s")
         self.thread = None
 
     def _fail(self, reason: str) -> None:

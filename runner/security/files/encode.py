@@ -52,14 +52,14 @@ def _encode(
     if isinstance(value, np.ndarray):
         return keep(place, _from_numpy(value, place))
     if id(value) in within:
-        raise TypeError(f"{place} holds itself, which a checkpoint cannot")
+        raise TypeError(f"{place} contains itself, which a checkpoint cannot store")
     within = (*within, id(value))
     if (simpler := _simplify(value)) is not value:
         return _encode(simpler, place, within, keep)
     if isinstance(value, Mapping):
         pairs = [(_key(key, place), item) for key, item in value.items()]
         if len(dict(pairs)) != len(pairs):
-            raise TypeError(f"{place} has two keys that a checkpoint would keep as one")
+            raise TypeError(f"{place} has two keys with the same name in a checkpoint")
         return {key: _encode(item, _inner(place, key), within, keep) for key, item in pairs}
     if isinstance(value, list | tuple | deque):
         items = [_encode(x, f"{place}[{i}]", within, keep) for i, x in enumerate(value)]
@@ -68,7 +68,7 @@ def _encode(
         return {_key(item, place) for item in value}
     raise TypeError(
         f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "cannot hold; keep numbers, text, tensors, or lists and dicts of them"
+        "cannot hold; use numbers, text, tensors, or lists and dicts of them"
     )
 
 

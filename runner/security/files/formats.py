@@ -37,7 +37,7 @@ UNSUPPORTED_NAMES = {
     ".ptl": "a TorchScript program, which is code",
     ".keras": "a Keras model, which can hold code",
     ".joblib": "a joblib file, which is a pickle",
-    ".onnx": "an ONNX graph, which is no file of tensors",
+    ".onnx": "an ONNX graph, not a file of tensors",
 }
 EXACT_NAMES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
 PICKLE_NAMES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -83,12 +83,16 @@ def identify(data: Data, name: str) -> str:
     if not kind and head and suffix in PICKLE_NAMES:
         kind = "pickle"  # torch's loader reports what is wrong
     if not kind:
-        begins = f"begins with {head[:8].hex(' ')}, as no format known here" if head else "is empty"
+        begins = (
+            f"begins with {head[:8].hex(' ')}, which matches no known format"
+            if head
+            else "is empty"
+        )
         raise Refused("format.unknown", "", begins, f"{KNOWN}; {CONVERT}")
     wanted = EXACT_NAMES.get(suffix, kind)
     if wanted != kind:
-        evidence = f"its content is {kind}, and its name says {wanted}"
-        raise Refused("format.name", name, evidence, "rename it if that is what it should be")
+        evidence = f"its content is {kind}, but its extension says {wanted}"
+        raise Refused("format.name", name, evidence, "rename it if the content is right")
     return kind
 
 
@@ -106,7 +110,7 @@ def open_zip(data: Data) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(data if isinstance(data, mmap.mmap) else io.BytesIO(data))  # type: ignore[arg-type]
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-        raise Refused("zip.directory", "", f"is no readable zip archive: {error}") from None
+        raise Refused("zip.directory", "", f"not a readable zip archive: {error}") from None
 
 
 def _identify_zip(data: Data) -> str:

@@ -123,7 +123,7 @@ def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
     refusals = [r for r in examined.reasons if r.severity is Severity.REFUSAL]
     if [reason.code for reason in refusals] != [NEEDS_PICKLE]:
         return
-    evidence = f"it is unpickled and may run code, as security.allow_pickle has {data.sha256[:12]}…"
+    evidence = f"unpickled, so it may run code: security.allow_pickle has {data.sha256[:12]}…"
     examined.reasons.remove(refusals[0])
     examined.reasons.append(Reason("pickle.allowed", Severity.WARNING, "", evidence))
     examined.content = unpickle(data.place, examined.format)
@@ -134,7 +134,7 @@ def describe_refusal(assessment: Assessment, policy: FilePolicy) -> str:
     first = assessment.refusals[0]
     sha256 = next(iter(assessment.files.values())).sha256
     if first.code == NEEDS_PICKLE and policy.level is not SecurityLevel.strict:
-        return f"{first}; or, if you trust who made it, add security.allow_pickle=[{sha256}]"
+        return f"{first}; or, if you trust its author, add security.allow_pickle=[{sha256}]"
     return str(first)
 
 
@@ -163,7 +163,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     try:
         for alias, name in json.loads(opened.metadata.get(TIED, "{}")).items():
             if alias in tensors:
-                raise ValueError(f"{alias!r} is a tensor, and is said to be another one's name")
+                raise ValueError(f"{alias!r} is a tensor, but is also listed as an alias")
             tensors[alias] = tensors[name]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         line = printable(str(error) or type(error).__name__, 200)

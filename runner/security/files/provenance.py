@@ -99,7 +99,7 @@ def require(assessment: Assessment, policy: FilePolicy) -> None:
     if not enough(assessment, policy.level):
         why = "security=strict loads only files of this run tree and pinned ones; " + pin
         if assessment.refused:
-            first = next(iter(assessment.refusals), "nothing of it may be loaded")
+            first = next(iter(assessment.refusals), "no file of it may be loaded")
             why = escape_control_chars(str(first))
         raise SecurityError(f"{path}: refused: {why}")
     if assessment.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
@@ -169,7 +169,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     for line in filter(str.strip, lines):
         match = SUM_LINE.fullmatch(line)
         if match is None:
-            raise CheckpointError(f"{path}: is no list of sha256 and file names: {line[:100]!r}")
+            raise CheckpointError(f"{path}: not a list of sha256 and file names: {line[:100]!r}")
         sums[match[2].removeprefix("./")] = match[1].lower()
     return sums
 
@@ -206,15 +206,15 @@ def _compare(assessment: Assessment, folder: Path, names: list[str], source: str
     try:
         listed = _listed_digests(folder, source)
     except CheckpointError as error:
-        text = f"{escape_control_chars(str(error))}, so its digests do not count"
+        text = f"{escape_control_chars(str(error))}, so its digests are ignored"
         assessment.reasons.append(Reason("digests.damaged", Severity.WARNING, source, text))
         return {}
     for name in names:
         digest, wanted = assessment.files[name].sha256, listed.get(Path(name).name)
         if wanted is not None and digest and digest != wanted:
             wanted = escape_control_chars(wanted)
-            text = f"its sha256 is {digest[:16]}…, and {source} says {wanted[:16]}…"
-            way_out = "take a whole copy, or the checkpoint before it"
+            text = f"its sha256 is {digest[:16]}…, but {source} lists {wanted[:16]}…"
+            way_out = "use an intact copy or an earlier checkpoint"
             reason = Reason("digests.differ", Severity.REFUSAL, name, text, way_out)
             assessment.refuse([reason])
     return listed

@@ -29,7 +29,7 @@ def check_paths(archive: zipfile.ZipFile, most: int) -> str:
         name = member.orig_filename
         plain = name.isprintable() and not set(name) & set("\\:")
         if not plain or any(part in ("", ".", "..") for part in name.split("/")):
-            return f"{name!r} is no plain name within the archive"
+            return f"{name!r} is not a plain name within the archive"
     return ""
 
 

@@ -40,7 +40,7 @@ PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from runner.security.files import sandbox; sandbox.serve()"
 )
-WAY_OUT = "get it as safetensors, or look at it on a machine of its own"
+WAY_OUT = "get it as safetensors, or inspect it on an isolated machine"
 
 
 class Died(Exception):
@@ -151,7 +151,7 @@ def _explain_death(process: subprocess.Popen[bytes]) -> Died:
         return Died("sandbox.died", f"the process that examined it ended with code {code}")
     number = signal.Signals(-code)
     if number is signal.SIGXCPU:
-        return Died("sandbox.timeout", "examining it took more CPU time than it may")
+        return Died("sandbox.timeout", "examining it exceeded the CPU time limit")
     return Died("sandbox.died", f"{number.name} ended the process that examined it")
 
 

@@ -91,7 +91,7 @@ class Scanner:
             kind, reasons = self._check(path, data)
             facts = FileFacts(data.sha256, data.size, kind)
             if data.changed():
-                text = "it changed while it was examined; scan it again once nothing writes to it"
+                text = "it changed during the scan; scan it again when no process writes to it"
                 reasons = [Reason("file.changed", Severity.REFUSAL, path.name, text)]
         return facts, reasons
 

@@ -30,7 +30,7 @@ PLAIN = frozenset(
 MAGNITUDE = 1e10  # weights are many orders of magnitude smaller
 MOST = 20  # tensors that are reported
 PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers per byte; has no reductions
-WAY_OUT = "check where it comes from before you use it; check_model looks closer"
+WAY_OUT = "check its origin before you use it; check_model examines it further"
 
 Place = tuple[Any, ...]  # keys and indices leading to a value
 Placed = tuple[Place, Tensor]
@@ -54,7 +54,7 @@ def _visit(
     if type(value) in PLAIN or visited.get(id(value)):
         return
     if id(value) in visited or len(place) > depth:
-        wrong = f"holds itself, or has containers more than {depth} deep"
+        wrong = f"contains itself, or is nested more than {depth} deep"
         raise Refused("content.depth", path(place[:4]), wrong, SAVE_AGAIN)
     visited[id(value)] = False
     for key, inner in _items(value, place):

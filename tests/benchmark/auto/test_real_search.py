@@ -90,7 +90,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is
     summary = train(compose(["optimization=auto", "training.steps=20"]), tmp_path)
     (choice,) = [c for c in summary.choices if c.key == "optimization"]
     assert choice.value == "system fused_optimizer"
-    assert "budget_s=180 is for runs of 360 s, so it gets what is free" in choice.reason
+    assert "budget_s=180 (from 360 s): only free techniques are enabled" in choice.reason
     assert not own_cache.exists()
     asked = {row.name for row in summary.techniques if row.requested}
     assert asked == set(choice.value.split())
