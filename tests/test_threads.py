@@ -182,19 +182,3 @@ def _threads_unchanged() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == count
-
-
-def test_loops_of_the_users_own_in_two_threads_are_refused_until_one_is_closed() -> None:
-    def loop() -> Any:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-        optimizer = torch.optim.AdamW(model.parameters())
-        return optimize_training_loop(model, optimizer, nn.functional.cross_entropy)
-
-    batch = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
-    with loop() as first, loop() as second:
-        first(batch)
-        second(batch)  # the same thread: what is drawn comes in the order of the program
-        with loop() as third, pytest.raises(UsageError, match="close that loop first"):
-            in_a_thread(lambda: third(batch))
-    with loop() as fourth:
-        in_a_thread(lambda: fourth(batch))

@@ -40,7 +40,7 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     reasons = killed.summary["distributed"]["restarts"]
     assert [reason.partition(",")[0] for reason in reasons] == [
         "process 0 was killed by SIGKILL",
-        "process 1 ended with exit code 3",
+        "process 1 ended with exit code 3 during the run",
     ]
     assert killed.summary["faults"] == {"process_lost": 2}
     assert "process_lost" not in whole.summary["faults"]

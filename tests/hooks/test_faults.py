@@ -79,7 +79,7 @@ def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_
     }
     assert found["history"] == {"counts": {}, "faults": []}
     assert found["anomalies"] == {"count": 0, "anomalies": []}
-    assert found["gradients"]["finding"].startswith("2 looks, and 3 are needed")
+    assert found["gradients"]["finding"].startswith("2 checks, but a verdict needs 3")
     assert found["memory"]["leak"] == "too few samples for a leak verdict (0 of 40)"
     runs.trained(*short, folder=tmp_path / "none")
     assert not (tmp_path / "none/debug").exists()

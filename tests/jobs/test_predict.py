@@ -133,7 +133,7 @@ def test_what_does_not_fit_the_training_is_named(trained: Path, tmp_path: Path) 
     rows, folder = people(30), tmp_path / "job"
     path = write_csv(tmp_path / "lacks.csv", rows, "age")
     text = str(refused(trained, path, "evaluate", folder))
-    assert "lacks 'income', 'city', 'buys', which the model was trained on" in text
+    assert "lacks 'income', 'city' and 'buys', which the model was trained on" in text
     assert "did you mean" not in text  # 'age' is needed itself
     other = [{**row, "buys": "maybe" if i % 3 else row["buys"]} for i, row in enumerate(rows)]
     text = str(refused(trained, write_csv(tmp_path / "other.csv", other), "evaluate", folder))
