@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigSource
@@ -330,6 +330,15 @@ def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOver
 # -- messages of Hydra and OmegaConf -------------------------------------------------------------
 
 
+def _whole_key(error: Exception, inner: OmegaConfBaseException) -> str:
+    """Return the key of an error; OmegaConf makes items of a list apart, with keys of their own."""
+    typed = re.search(r"overrid(?:e|ing) '?([\w.@/]+)", str(error))
+    key = str(inner.full_key or "")
+    if typed is None or key.startswith(typed[1].split(".")[0]):
+        return key or "config"
+    return f"{typed[1]}: {key}" if key and not key.isdigit() else typed[1]
+
+
 def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     """Return Hydra's message on one line, led by the user's file and the key if it has them."""
     if isinstance(error, ConfigError):
@@ -345,15 +354,21 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     source = re.match(r"In '([^']+)': ", str(error))
     paths = [folder / f"{source[1]}.yaml" for folder in folders] if source else []
     file = next((f"{os.path.relpath(path)}: " for path in paths if path.is_file()), "")
-    key, problem = inner.full_key or "config", (inner.msg or str(inner)).partition("\n")[0]
+    key, problem = _whole_key(error, inner), (inner.msg or str(inner)).partition("\n")[0]
     known = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
     if "not a subclass" in problem or "incompatible" in problem:
         problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
         example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
-    elif known and key.rpartition(".")[2] not in known:
+    elif known and (leaf := re.split(r"\W+", key)[-1]) not in known:
         fix = f"there are {', '.join(known)}"
+    elif "<enum" in problem:
+        members = get_type_hints(inner.object_type)[leaf].__members__
+        problem, fix = (
+            problem.partition(" a valid")[0] + " valid",
+            f"use one of {', '.join(members)}",
+        )
     if (column := key.removeprefix("data.types.")) != key:
         fix = f"to leave the column out, use data.ignore=[{column}]"
     return ConfigError(f"{file}{key}", problem, fix)

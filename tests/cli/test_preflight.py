@@ -51,7 +51,15 @@ def ask(*typed: str) -> Request:
             "device.kind=gpu",
             "device.kind: Invalid value 'gpu', expected one of [auto, cpu, cuda, mps]",
         ),
-        ("stability.recovery=[{knd:spike}]", "knd: Key 'knd' not in 'RecoveryRule'; there are "),
+        (
+            "stability.recovery=[{knd:spike}]",
+            "stability.recovery: knd: Key 'knd' not in 'RecoveryRule'; there are ",
+        ),
+        (
+            "stability.recovery=[{kind:nan}]",
+            "stability.recovery: kind: Value nan (float) is not valid; use one of any, non_finite,",
+        ),
+        ("optimizer.groups=[3]", "optimizer.groups: Cannot assign int"),
         ("debug.hooks=mine", "debug.hooks: Invalid value assigned: str is not a ListConfig, list"),
         ("seed=null", "seed: field 'seed' is not Optional"),
         ("seed=0,1,2", "names several values; to run one after the other: -m seed=0,1,2"),
