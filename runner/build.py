@@ -492,6 +492,6 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
     scope.enter_context(lock(folder))  # one run, one folder
     if resume == "none" and any(folder.glob("checkpoints/step_*")):
         raise UsageError(
-            f"{folder} holds the checkpoints of a run; continue it with "
-            "checkpoint.resume=auto, or use another folder"
+            f"{folder} holds the checkpoints of a run; use another hydra.run.dir, or continue that "
+            "run with checkpoint.resume=auto (one that has ended: with more training.steps, too)"
         )

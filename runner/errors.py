@@ -43,12 +43,17 @@ class UsageError(RunnerError):
     exit_code = 2
 
 
+def with_fix(problem: str, fix: str) -> str:
+    """Join a problem and its fix, which may be "", with the right punctuation."""
+    return f"{problem}{' ' if problem.endswith('?') else '; '}{fix}" if fix else problem
+
+
 class ConfigError(UsageError):
     """A config key is wrong. `key` is its dotted path; the message ends with the fix."""
 
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
         self.key = key
-        super().__init__(f"{key}: {problem}" + (f"; {fix}" if fix else ""))
+        super().__init__(f"{key}: {with_fix(problem, fix)}")
 
 
 class DataError(UsageError):

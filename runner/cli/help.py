@@ -44,13 +44,13 @@ EXAMPLES = {
 }
 CODES = {
     "0": "done",
-    "1": "a bug in the runner or in your code; the traceback is in run.log",
-    "2": "a mistake in the config, a missing file, an unavailable device",
-    "3": "refused by security",
-    "4": "gave up: the stability policy is exhausted",
-    "5": "no usable checkpoint, or storage failed",
-    "6": "a benchmark: something got worse than the stored result",
-    "7": "a sweep or benchmark in which some jobs failed",
+    "1": "an error in the runner or in your code; the traceback is in run.log",
+    "2": "usage error: config, missing file, unavailable device",
+    "3": "refused by a security check",
+    "4": "gave up: too many bad steps",
+    "5": "no usable checkpoint or capture, or writing failed",
+    "6": "benchmark: a regression against the stored result",
+    "7": "some runs of a sweep or benchmark failed",
     "128+n": "ended by Ctrl-C (130), SIGTERM (143) or the like; a run in training is saved",
 }
 FLAGS = {

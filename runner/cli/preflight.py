@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING
 import hydra
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.cli.arguments import MODE, Arguments
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
+from runner.errors import ConfigError
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import first_job, normalize_overrides
 from runner.record import hydra_files
-from runner.record.text import quote_for_hydra
+from runner.record.text import escape_control_chars, quote_for_hydra
 from runner.security import secrets
 from runner.security.cli_overrides import CliOverrides, check_folders, read_overrides
 from runner.security.config_files import ConfigFiles
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Config folders that are exempt from checks."""
 PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
+HEADER = 500  # characters of a csv's first line, in a message
 JOB = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job
 
 
@@ -147,11 +149,16 @@ def _check_run(
     flags, given = request.flags, request.typed
     planned = secrets.place(composed, "hydra.run.dir")
     request.files.check_folders(composed, sweeps=False)
-    config = typed(composed.copy())
-    if config.model.weights is not None:
-        from runner.cli.resume import check_weights_exist
+    try:
+        config = typed(composed.copy())
+    except ConfigError as error:
+        if error.key == "data.target" and OmegaConf.is_missing(composed.data, "target"):
+            raise _unnamed_target(Path(str(composed.data.path)).expanduser()) from None
+        raise
+    if config.model.weights is not None or hasattr(config.data, "path"):
+        from runner.cli.resume import check_inputs_exist
 
-        check_weights_exist(config)
+        check_inputs_exist(config)
     folder = _resume_folder(request, resumed, planned, config)
     if folder is not None:
         if not given.off:
@@ -169,6 +176,16 @@ def _check_run(
         from runner.jobs.scan import find
 
         find(config.scan.path)
+
+
+def _unnamed_target(path: Path) -> ConfigError:
+    """Return the error for `data.target` without a value; it shows the header of a csv."""
+    fix = "name the column to predict: data.target=…"
+    if path.suffix.lower() in (".csv", ".tsv", ".txt") and path.is_file():
+        with suppress(OSError), path.open(errors="replace") as lines:
+            header = escape_control_chars(lines.readline(HEADER).strip())
+            fix += f"; the first line of {path.name} is: {header}"
+    return ConfigError("data.target", "has no value", fix)
 
 
 def _check_benchmark(config: RunConfig, flags: Arguments) -> None:

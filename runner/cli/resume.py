@@ -13,6 +13,7 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.manifest import read_manifest as read_checkpoint
 from runner.composing import from_plain
 from runner.config import RunConfig
+from runner.data.config import FromFiles
 from runner.data.paths import existing
 from runner.errors import CheckpointError, ConfigError, StorageError
 from runner.jobs.config import EVALUATING, JobKind
@@ -28,14 +29,17 @@ ENDED = ("done", "stopped")
 BUILDS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
 
 
-def check_weights_exist(config: RunConfig) -> None:
-    """Raise ConfigError if `model.weights` will be read and does not exist.
+def check_inputs_exist(config: RunConfig) -> None:
+    """Raise ConfigError if `model.weights` or `data.path` will be read and does not exist.
 
-    A run that resumes from a checkpoint does not read it.
+    A run that resumes from a checkpoint does not read `model.weights`.
     """
-    path = config.model.weights
-    if path is not None and config.job.kind in BUILDS and config.checkpoint.resume == "none":
-        existing(path, "model.weights")
+    if config.job.kind not in BUILDS:
+        return
+    if config.model.weights is not None and config.checkpoint.resume == "none":
+        existing(config.model.weights, "model.weights")
+    if isinstance(config.data, FromFiles):
+        existing(config.data.path)
 
 
 def unfinished(planned: Path, config_hash: str) -> Path | None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.arguments import MODE, Arguments
-from runner.cli.resume import check_weights_exist
+from runner.cli.resume import check_inputs_exist
 from runner.composing import typed
 from runner.config import RunConfig
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
@@ -58,7 +58,7 @@ def prepare(
     for composed in configs:
         try:
             checked.append(typed(composed.copy()))
-            check_weights_exist(checked[-1])
+            check_inputs_exist(checked[-1])
         except SecurityError:
             raise
         except RunnerError as error:

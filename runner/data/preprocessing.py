@@ -71,7 +71,8 @@ class Preprocessing:
             dates = [part.part for part in parts if part.part not in ("", "missing")]
             use = f"date: {', '.join(dates)}" if dates else "number"
             if first.values:
-                use = f"category: {len(first.values):,} values"
+                blank = ", one for missing cells" if "" in first.values else ""
+                use = f"category: {len(first.values):,} values{blank}"
             described.append(ColumnUse(name, use, first.gaps))
         left_out = {choice.value for choice in choices if choice.key == "data.types"}
         for name in self.ids:

@@ -14,7 +14,7 @@ from runner.data.cells import LONGEST
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
 from runner.data.paths import suggestion
 from runner.data.usable import KEY, NAMED, examples
-from runner.errors import ConfigError, DataError
+from runner.errors import ConfigError, DataError, with_fix
 from runner.format import listed, nearest
 from runner.record.provenance import changed_command
 from runner.record.text import quote_for_hydra
@@ -128,7 +128,7 @@ class Problems:
         fix = self._fix(bool(rows))
         if self.absent:
             raise ConfigError(self.absent[0][0], text, fix)
-        raise DataError(f"{text}; {fix}" if fix else text)
+        raise DataError(with_fix(text, fix))
 
     def left_out(self) -> tuple[Choice, ...]:
         """Return the choices that report the dropped rows."""

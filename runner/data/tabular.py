@@ -173,10 +173,9 @@ def encode(
 
 
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
-    if total := sum(gaps.values()):
-        filled = [f"{name!r} ({count:,})" for name, count in gaps.items() if count]
+    if filled := [f"{name!r} ({count:,})" for name, count in gaps.items() if count]:
         how = "numbers get the training rows' fill value, texts a category"
-        yield Choice(GAPS, fill, f"{total:,} cells are missing, of {listed(filled)}: {how}")
+        yield Choice(GAPS, fill, f"missing cells of {listed(filled)}: {how}")
 
 
 def _fit(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,15 @@ def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Col
 def _predicted(output: torch.Tensor, sizes: Sizes) -> Columns:
     if sizes.task == "regression":
         values = output.double() * sizes.target_deviation + sizes.target_mean
-        values = values.reshape(len(values), -1)
+        # float32 outputs are precise to about 1e-7 of the targets' deviation
+        digits = 7 - math.floor(math.log10(sizes.target_deviation))
+        values = values.reshape(len(values), -1).round(decimals=digits)
         if values.shape[1] == 1:
             return {"prediction": values[:, 0].numpy()}
         return {f"prediction {i}": values[:, i].numpy() for i in range(values.shape[1])}
     output = class_logits(output, sizes.classes)
     names = sizes.class_names or tuple(map(str, range(output.shape[1])))
-    probability = output.double().softmax(1)
+    probability = output.double().softmax(1).float()
     predicted = np.array(names, dtype=object)[probability.argmax(1).numpy()]
     each = {f"probability {name}": probability[:, i].numpy() for i, name in enumerate(names)}
     return {"prediction": predicted, **each}

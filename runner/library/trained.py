@@ -71,6 +71,10 @@ class Trained(Closeable):
         self._policy, self._scope = policy, ExitStack()
         self._run: Run | None = None
 
+    def __repr__(self) -> str:
+        fitted = self.preprocessing
+        return f"<Trained {fitted.sizes.task} model of data={fitted.kind}, {fitted.source}>"
+
     def close(self) -> None:
         """Release the run; a later `predict` builds it again."""
         self._run = None

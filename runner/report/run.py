@@ -35,9 +35,12 @@ MANY = 3  # techniques that did not engage share a line from this many on
 USEFUL = ("result", "test set", "faults", "debug tools", "files")  # sections shown for a failed run
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
 CURVES = "curves.svg"
-CHOSEN = "optimistic: these samples chose the checkpoint"
+CHOSEN = "the val metrics are optimistic: they also chose the best checkpoint"
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
+COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
+OF_DATA = ("data.unknown_categories", "data.bad_samples", "data.missing")
+"""Choices about the data that the result of such a job depends on."""
 
 
 class EndTable:
@@ -61,9 +64,9 @@ class EndTable:
         ]
         self.commands = []
         if folder is not None:
-            self.commands = [("look at it:    ", _board(folder))]
-            if again := _replay(folder, faults):
-                self.commands.append(("look into it:  ", again))
+            board, again = _board(folder), _replay(folder, faults)
+            commands = {"TensorBoard:   ": board, "replay a step: ": again}
+            self.commands = [(name, command) for name, command in commands.items() if command]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from (Text(), self.title)
@@ -74,7 +77,8 @@ class EndTable:
             facts = [(name, value, best if "best" in value else "") for name, value in rows]
             yield from (Text(), Text(heading, "bold cyan"))
             yield Padding(facts_table(facts, width), (0, 0, 0, 2), expand=False)
-        yield Text()
+        if self.commands:
+            yield Text()
         for name, command in self.commands:
             line = (name, "dim"), escape_control_chars(command)
             yield Text.assemble(*line, no_wrap=True, overflow="ignore")
@@ -94,15 +98,18 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
                 parts += ["To replay the first captured step:", md.code(again, "sh")]
         if heading == "result" and folder is not None and (folder / CURVES).is_file():
             parts.append(f"![losses and the monitored metric by step]({CURVES})")
-    if columns := summary.columns:
+    if (columns := summary.columns) and summary.job not in VERBS:
         used = [(x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns]
-        parts += ["## Columns", md.table(("column", "taken for", "missing cells"), used)]
+        parts += [
+            "## Columns",
+            md.table(COLUMN_HEADS, used),
+        ]
     origin = [("code", describe_git(summary.git))] if summary.git else []
     origin += [("config hash", summary.config_hash), *summary.versions.items()]
     parts += ["## Origin", md.table(("", ""), origin)]
     parts += ["To repeat the run:", md.code(summary.command, "sh")]
-    if folder is not None:
-        parts += ["To view the curves:", md.code(_board(folder), "sh")]
+    if folder is not None and (board := _board(folder)):
+        parts += ["To view the curves:", md.code(board, "sh")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -174,12 +181,13 @@ def _techniques(summary: Summary, full: bool) -> Rows:
     if not full:
         rows = [("engaged", ", ".join(row.name for row in engaged))]
     unused = [name for name, state in states.items() if state in ("not applicable", "skipped")]
-    if full or len(unused) < MANY:
+    if full or (len(unused) < MANY and summary.job not in VERBS):
         unused = []
     for row in requested:
         if not row.engaged and row.name not in unused:
             rows.append((row.name, f"{states[row.name]}: {row.reason}"))
-    return [*rows, ("not applied", ", ".join(unused))]
+    trains = full or summary.job not in VERBS
+    return [*rows, ("not applied", ", ".join(unused) if trains else "")]
 
 
 def _evidence(row: TechniqueStatus) -> str:
@@ -209,7 +217,8 @@ def _result(summary: Summary, full: bool) -> Rows:
         best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
         last = values.pop(summary.monitor, "")
         rows = [(summary.monitor, f"{last} at the end, {best}" if last else best)]
-    rows += values.items() if full or len(values) < 2 else [("metrics", _in_a_row(values))]
+    name = "metrics" if verb or summary.best_step == summary.steps else "at the end"
+    rows += values.items() if full or len(values) < 2 else [(name, _in_a_row(values))]
     if classes and not full:
         rows.append(_class_range(classes))
     check = summary.model_check
@@ -217,10 +226,11 @@ def _result(summary: Summary, full: bool) -> Rows:
     took = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
-        return [*rows, (verb, f"{of}{took}")]
+        about = [(x.key, f"{x.value}: {x.reason}") for x in summary.choices if x.key in OF_DATA]
+        return [*rows, (verb, f"{of}{took}"), *([] if full else about)]
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_column_kinds(summary)} (report.md)"
-    trained = f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {took}"
+    trained = f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {took}, validation included"
     more = [("no test set", CHOSEN if untested else ""), ("columns", kinds), ("trained", trained)]
     return rows + more
 
@@ -322,7 +332,9 @@ def _peaks(process: int | None, device: int | None) -> str:
 def _files(summary: Summary, folder: Path, full: bool) -> Rows:
     saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
     paths = [f"{Path(path).name} ({which})" for which, path in saved.items() if path]
-    more = "every reason and choice, the curves; or monitoring.verbose=true"
+    more = "curves, all reasons and choices (monitoring.verbose=true prints them)"
+    if summary.job in VERBS:
+        more = "all choices, versions and the command"
     debug = sorted(folder.glob("debug/[!.]*"))
     inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]
@@ -346,7 +358,12 @@ def _exported(facts: dict[str, Any]) -> Rows:
 
 
 def _board(folder: Path) -> str:
-    """Return the TensorBoard command, for `outputs` if the run lies in it, to compare runs."""
+    """Return the TensorBoard command, for `outputs` if the run lies in it, to compare runs.
+
+    "" if the run wrote no events.
+    """
+    if not any(folder.glob("events.out.*")):
+        return ""
     parents = [folder.absolute(), *folder.absolute().parents]
     place = short_path(next((path for path in parents if path.name == "outputs"), folder))
     return f"python -m runner.report --tensorboard {shlex.quote(place)}"

@@ -204,6 +204,23 @@ def test_weights_that_are_not_there_are_missed_at_once_where_they_are_to_be_read
         ask("checkpoint.resume=good.pt")
 
 
+@pytest.mark.parametrize(
+    "typed", [["data.path=hauses.csv"], ["-m", "data.path=hauses.csv", "seed=0,1"]]
+)
+def test_a_data_file_that_is_missing_is_reported_at_once(typed: list[str], folder: Path) -> None:
+    (folder / "houses.csv").write_text("size,price\n1,2\n")
+    table = "data=tabular", "data.target=price"
+    with pytest.raises(ConfigError, match=r"^data\.path: hauses.csv does .* mean 'houses.csv'"):
+        ask(*table, *typed)
+    ask(*table, *typed, "job=doctor")  # which reads no data
+
+
+def test_a_target_without_a_value_is_reported_with_the_header(folder: Path) -> None:
+    (folder / "houses.csv").write_text("size,price\x1b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"^data\.target: has no value; .* is: size,price\\x1b$"):
+        ask("data=tabular", "data.path=houses.csv")
+
+
 def test_each_value_of_a_sweep_is_looked_at() -> None:
     assert sample_jobs(["a=1,2", "b=x", "c=range(1,4)"]) == [
         ["b=x", "a=1", "c=1"], ["b=x", "a=2", "c=1"], ["b=x", "a=1", "c=2"], ["b=x", "a=1", "c=3"],

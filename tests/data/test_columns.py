@@ -195,7 +195,7 @@ def test_missing_values_are_filled_in_from_training_rows_and_marked(
     assert source.columns[-1].values == ("", "Bonn", "Oslo")
     assert source.inputs[:, 5].tolist() == [float(cell is None) for cell in columns["city"]]
     text = chosen(source, "data.missing")
-    assert f"{policy.value}: {gaps.sum()} cells are missing" in text
+    assert f"{policy.value}: missing cells of " in text
     assert f"'income' ({gaps[1].sum()}) and 'city' ({gaps[2].sum()})" in text
     # other data are filled in as training data were
     new: Columns = {"age": [None, 90.0], "income": [7.0, None], "full": [None, 3.0]}

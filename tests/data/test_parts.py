@@ -101,7 +101,7 @@ def test_a_test_set_alone_leaves_training_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(now[name], last[name]) for name in last)  # not the best's, any more
     plain = train_job.main(runs.config(*without), tmp_path / "plain")
     assert plain.metrics == {n: x for n, x in tested.metrics.items() if n.startswith("val/")}
-    assert "optimistic: these samples chose" in (tmp_path / "plain/report.md").read_text()
+    assert "they also chose the best checkpoint" in (tmp_path / "plain/report.md").read_text()
     with runs.opened(*without) as run, pytest.raises(UsageError, match="has no test set"):
         evaluate_split(run, test=True)
 

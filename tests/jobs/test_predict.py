@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from rich.console import Console
 
 from runner.checkpoint import manifest
 from runner.errors import CheckpointError, ConfigError, RunnerError
 from runner.jobs import evaluate, predict
 from runner.jobs.evaluate import build_trained
 from runner.record.storage import write_file
+from runner.report.run import EndTable
 from tests import runs
 from tests.data.strangers import (
     CITIES,
@@ -99,6 +102,12 @@ def test_the_summary_is_about_the_prediction_and_not_about_the_training(
     assert {choice.key.partition(".")[0] for choice in summary.choices} == {"data"}
     (unknown,) = [c.value for c in summary.choices if c.key == "data.unknown_categories"]
     assert str(unknown).startswith("city: ") and str(unknown).endswith(" of 30 rows")
+    console = Console(width=200, file=StringIO(), color_system=None)
+    console.print(EndTable(summary, tmp_path / "job"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "categories not in training: 'Cairo'" in text
+    assert "TensorBoard" not in text and "techniques" not in text and "steps" not in text
+    assert "## Columns" not in (tmp_path / "job/report.md").read_text()
 
 
 def test_predictions_of_a_batch_that_does_not_fit_the_memory_are_made_in_parts(

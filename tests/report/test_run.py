@@ -75,10 +75,12 @@ def test_the_table_holds_what_one_wants_to_know_and_fits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "outputs" / "runs" / "digits_mlp" / "2026-01-01_00-00-00-abc"
+    folder.mkdir(parents=True)
+    (folder / "events.out.tfevents.1").touch()
     text = shown(SUMMARY, folder, width)
     words = " ".join(text.split())
     assert width == 40 or [word for word in MUST if word not in words] == []
-    table = text.partition("look at it")[0]  # a command is not folded
+    table = text.partition("TensorBoard:")[0]  # a command is not folded
     assert "0.9722" in text and max(map(len, table.splitlines())) <= width
     assert "tf32" not in text and "rollback" not in text  # not requested; it happened no times
     assert "the data is in memory" not in text and "AdamW runs" not in text
@@ -115,7 +117,7 @@ def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padde
     print_stdout(report.EndTable(summary, tmp_path), fold=False, crop=False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 30 and all(line == line.rstrip() for line in lines)
-    (listed,) = [line for line in lines if line.startswith("  metrics ")]
+    (listed,) = [line for line in lines if line.startswith("  at the end ")]
     assert len(listed) > 200 and listed.count(", ") == len(metrics) - 2
 
 

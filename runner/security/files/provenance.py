@@ -103,7 +103,7 @@ def require(assessment: Assessment, policy: FilePolicy) -> None:
             why = escape_control_chars(str(first))
         raise SecurityError(f"{path}: refused: {why}")
     if assessment.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
-        text = "unknown file, checked in a sandboxed process and loaded as plain data"
+        text = "not below outputs/ here, so checked in a sandboxed process and loaded as plain data"
         log.warning("%s: %s; %s", path, text, pin)
 
 
