@@ -45,7 +45,7 @@ __all__ = [
     "sanitise", "show_comparison", "system_info", "train", "train_step",
 ]  # fmt: skip
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "Evidence": "runner.techniques.base",
     "Hook": "runner.training.hook",
     "Memory": "runner.library.memory",
@@ -79,9 +79,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first access: `import runner` alone imports no torch."""
-    if name not in _HOMES:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULE_BY_NAME[name]), name)
 
 
 class _Package(ModuleType):

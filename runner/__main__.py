@@ -8,12 +8,12 @@ import sys
 from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
 from runner.module_path import current_folder_last
 
-TOO_NEW = (3, 14)
+UNSUPPORTED_PYTHON = (3, 14)
 
 
 def main() -> int:
     """Run the command line; return an exit code of `runner.errors`."""
-    if sys.version_info >= TOO_NEW:
+    if sys.version_info >= UNSUPPORTED_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:2])
         _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
         return 2
@@ -26,7 +26,7 @@ def main() -> int:
     except RunnerError as error:
         # of the processes of torchrun or srun only one prints: all have the same error
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
-            _print_error(str(error), lines=isinstance(error, SweepFailed))
+            _print_error(str(error), multiline=isinstance(error, SweepFailed))
         else:  # torchrun ends all when the first one ends, also the one that prints
             import signal
             import time
@@ -37,7 +37,7 @@ def main() -> int:
     except ModuleNotFoundError as error:  # our own imports; a run reports its own
         if (package := (error.name or "runner").partition(".")[0]) == "runner":
             raise
-        _print_error(f"{package} is not installed for {sys.executable}; {_activation()}")
+        _print_error(f"{package} is not installed for {sys.executable}; {_install_hint()}")
         return 2
     except KeyboardInterrupt as error:
         from runner.training.signals import interruption_before_run
@@ -50,7 +50,7 @@ def main() -> int:
         return 0
 
 
-def _activation() -> str:
+def _install_hint() -> str:
     """Return the command that makes the missing packages available."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     script = os.path.join(root, ".venv", "bin", "activate")
@@ -61,7 +61,7 @@ def _activation() -> str:
     return f"install what is needed: {sys.executable} -m pip install {DISTRIBUTION}"
 
 
-def _main(typed: list[str]) -> int:
+def _main(argv: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
     # its modules must not shadow installed ones; a trusted class restores it
     with current_folder_last(restore=False):
@@ -70,7 +70,7 @@ def _main(typed: list[str]) -> int:
         with signals_unwind():
             from runner.cli.arguments import read_arguments
 
-            arguments = read_arguments(typed)
+            arguments = read_arguments(argv)
             if arguments.help or arguments.version:
                 from runner.cli.help import help_text, version_text
 
@@ -97,12 +97,12 @@ def _flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_error(message: str, lines: bool = False) -> None:
-    """Print an error with control characters escaped; `lines` keeps our own line breaks."""
+def _print_error(message: str, multiline: bool = False) -> None:
+    """Print an error with control characters escaped; `multiline` keeps our own line breaks."""
     from runner.masking import masked
     from runner.record.text import escape_control_chars, escape_lines
 
-    escape = escape_lines if lines else escape_control_chars
+    escape = escape_lines if multiline else escape_control_chars
     sys.stderr.write(f"error: {escape(masked(message))}\n")
 
 

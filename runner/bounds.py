@@ -21,7 +21,7 @@ class NumberRange:
     above: float | None = None
     below: float | None = None
 
-    def hold(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Whether a number is valid."""
         lower = (self.min is None or value >= self.min) and (
             self.above is None or value > self.above
@@ -51,7 +51,7 @@ def bounded(
 
 def check_bounds(config: Any, prefix: str) -> None:
     """Raise ConfigError for a number outside its field's bounds."""
-    for one in fields(config):
-        bounds, value = one.metadata.get("bounds"), getattr(config, one.name)
-        if bounds is not None and value is not None and not bounds.hold(value):
-            raise ConfigError(f"{prefix}.{one.name}", f"must be {bounds}, got {value}")
+    for config_field in fields(config):
+        bounds, value = config_field.metadata.get("bounds"), getattr(config, config_field.name)
+        if bounds is not None and value is not None and not bounds.contains(value):
+            raise ConfigError(f"{prefix}.{config_field.name}", f"must be {bounds}, got {value}")

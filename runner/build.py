@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runner.build_data import Batches, open_run_data, read_preprocessing
-from runner.build_hooks import batch_checks, build_hooks, record_lost_worker
+from runner.build_data import LoaderFactory, open_run_data, read_preprocessing
+from runner.build_hooks import attach_batch_validator, build_hooks, record_lost_worker
 from runner.captures.run_captures import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
@@ -82,15 +82,16 @@ def build(
 ) -> Run:
     """Build the run that `config` describes, ready to train or evaluate.
 
+    The components in `given` replace those that the config names.
     With a folder the run is recorded there and can be resumed; without, nothing is written.
     Close the run when done (it is a context manager): that restores all global switches.
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
-    given, folder = given or Components(), None if folder is None else Path(folder)
-    validate_config(config, given.techniques)
+    components, folder = given or Components(), None if folder is None else Path(folder)
+    validate_config(config, components.techniques)
     with ExitStack() as scope, translate_oom("while building the run"):
-        run = _Build(config, folder, given, scope).run()
+        run = _Build(config, folder, components, scope).run()
         run.scope = scope.pop_all()  # success: the run now owns the clean-up
     return run
 
@@ -99,35 +100,35 @@ class _Build:
     """The steps of a build, in the order of `run`; each uses the results of earlier ones."""
 
     def __init__(
-        self, config: RunConfig, folder: Path | None, given: Components, scope: ExitStack
+        self, config: RunConfig, folder: Path | None, components: Components, scope: ExitStack
     ) -> None:
         self.started, self.settings = time.monotonic(), flat(config)
         self.config_hash = config_hash(config)  # of the request, before `auto` is resolved
-        self.given, self.scope = given, scope
-        self.config = config = _resolve_auto(config, given)
-        self.world = given.world
+        self.components, self.scope = components, scope
+        self.config = config = _resolve_auto(config, components)
+        self.world = components.world
         if config.distributed.kind is not DistributedKind.none:
             from runner.distributed.join import find_others, for_place
 
             if self.world is None:
                 self.world, folder = find_others(config, folder, scope)
             self.config = config = for_place(config, self.world.place)
-        self.home = folder  # all processes but the first have subfolders in it
+        self.shared_folder = folder  # all processes but the first have subfolders in it
         if folder is not None:
             folder = folder if self.world is None else self.world.folder(folder)
             _claim_folder(folder, config.checkpoint.resume, scope)
         self.folder = folder
         # folder of the run's record; None in processes that do not write it
-        self.record = folder if self.world is None or self.world.first else None
+        self.record_folder = folder if self.world is None or self.world.first else None
         self.device = select(config.device, scope)
         if memory.limit_left() is not None:
             from runner.device import allocator
 
             allocator.keep_to_one_heap(scope)
-        if given.model is None:  # for initial weights; each step is seeded separately
+        if components.model is None:  # for initial weights; each step is seeded separately
             seed_everything(config.seed)
         self.policy = FilePolicy.of(config.security, own_trees(folder))
-        self.choices = list(given.chosen)
+        self.choices = list(components.chosen)
 
     def resolve_target(self, target: str, key: str) -> Any:
         """Resolve the class or function named at `key`; SecurityError if it is not trusted."""
@@ -142,45 +143,49 @@ class _Build:
         self.resolve_steps()
         self.make_model()
         self.make_objective()
-        self.start_builder()
+        self.make_builder()
         self.apply_techniques()
-        self.make_update()  # techniques may have moved weights, and chosen the implementation
-        self.train, self.validation, self.test = self.batches.loaders(self.draft)
+        self.make_optimizer_step()  # techniques may have moved weights, or chosen an implementation
+        self.train, self.validation, self.test = self.loader_factory.loaders(self.builder)
         run = self.make_run()
-        self.watch_batches(run)
+        self.attach_batch_checks(run)
         self.resume(run)
         run.captures = self.make_captures()  # last: a resume captures nothing
         return run
 
     def load_data(self) -> None:
         """Open the data, with the preprocessing of the resumed run, if any."""
-        config, given = self.config, self.given.data
+        config, user_data = self.config, self.components.data
         fitted = read_preprocessing(config, self.checkpointer, self.settings)
         # the split rule of the resumed or replayed run; old runs had only `random`
-        rule = self.recorded.get("data.split", "random" if self.resumes else None)
-        self.opened = open_run_data(config, given, self.policy, fitted, rule, self.resolve_target)
-        self.data = self.opened.data
-        self.choices += self.opened.choices
-        self.checkpointer.preprocessing = self.opened.preprocessing.dump()
+        split_rule = self.recorded.get("data.split", "random" if self.resumes else None)
+        self.run_data = open_run_data(
+            config, user_data, self.policy, fitted, split_rule, self.resolve_target
+        )
+        self.data = self.run_data.data
+        self.choices += self.run_data.choices
+        self.checkpointer.preprocessing = self.run_data.preprocessing.dump()
 
     def resolve_steps(self) -> None:
         """Resolve batch size, number of steps, and the interval of debug tools."""
         config = self.config
         samples = len(self.data.train)
-        if self.opened.whole:  # few rows are no error if nothing is trained
+        if self.run_data.evaluates_all:  # few rows are no error if nothing is trained
             samples = max(samples, config.training.batch_size)
         self.batch_size, self.steps_per_epoch = resolve_batches(config, samples)
         if self.world is not None:
             self.world.check_batches(len(self.data.train), self.batch_size, config.data.drop_last)
-        self.batches = Batches(
+        self.loader_factory = LoaderFactory(
             config,
-            self.opened,
+            self.run_data,
             self.batch_size,
             self.device.torch,
-            part=None if self.world is None else self.world.part,
+            rank_slice=None if self.world is None else self.world.part,
         )
         # samples per batch of the process with the most
-        self.share = self.batch_size if self.world is None else self.world.largest(self.batch_size)
+        self.local_batch_size = (
+            self.batch_size if self.world is None else self.world.largest(self.batch_size)
+        )
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
         self.choices += [*choices, *debug_choices]
@@ -191,7 +196,7 @@ class _Build:
         if world is not None and not world.first:
             world.barrier()  # rank 0 deletes remains of a crash
         self.checkpointer = Checkpointer(
-            self.home if checkpoint.enabled else None,
+            self.shared_folder if checkpoint.enabled else None,
             checkpoint.keep,
             self.config_hash,
             self.policy,
@@ -200,15 +205,15 @@ class _Build:
         )
         if world is not None and world.first:
             world.barrier()
-        where = checkpoint.resume
-        self.resumes = where != "none" and (where != "auto" or self.checkpointer.has_checkpoints)
-        path = None if where == "auto" else Path(where)
-        self.continued = self.checkpointer.recorded(path) if self.resumes else {}
-        self.recorded = {**self.continued, **self.given.choices}
+        resume = checkpoint.resume
+        self.resumes = resume != "none" and (resume != "auto" or self.checkpointer.has_checkpoints)
+        path = None if resume == "auto" else Path(resume)
+        self.resumed_choices = self.checkpointer.recorded(path) if self.resumes else {}
+        self.recorded = {**self.resumed_choices, **self.components.choices}
 
     def make_model(self) -> None:
         """Build the model with its initial weights, and move it to the device."""
-        model = self.build_model() if self.given.model is None else self.given.model
+        model = self.build_model() if self.components.model is None else self.components.model
         refuse_lazy(model)
         self.choices += self.data.match_dtype(model)
         self.choices += self.load_weights(model)
@@ -228,8 +233,8 @@ class _Build:
         Returns the choice for the summary; for a resumed run, that of its start.
         """
         path = self.config.model.weights
-        if self.resumes and WEIGHTS in self.continued:
-            return [Choice(WEIGHTS, self.continued[WEIGHTS], "kept from the resumed run")]
+        if self.resumes and WEIGHTS in self.resumed_choices:
+            return [Choice(WEIGHTS, self.resumed_choices[WEIGHTS], "kept from the resumed run")]
         if path is None:
             return []
         if self.resumes:
@@ -239,8 +244,8 @@ class _Build:
         from runner.data.paths import existing  # imported only if used
         from runner.models.weights import start_from
 
-        fresh = self.config.model.weights_except
-        return [start_from(model, existing(path, WEIGHTS), fresh, self.policy)]
+        excluded = self.config.model.weights_except
+        return [start_from(model, existing(path, WEIGHTS), excluded, self.policy)]
 
     def build_model(self) -> nn.Module:
         """Build the config's model; a Hugging Face one pretrained, unless weights come later."""
@@ -253,8 +258,8 @@ class _Build:
         from runner.models.hugging_face import build_pretrained
 
         folder = existing(config.path, "model.path")
-        fresh = self.resumes or config.weights is not None or not config.pretrained
-        model, choices = build_pretrained(folder, sizes, None if fresh else self.policy)
+        random_init = self.resumes or config.weights is not None or not config.pretrained
+        model, choices = build_pretrained(folder, sizes, None if random_init else self.policy)
         self.choices += choices
         return model
 
@@ -262,16 +267,16 @@ class _Build:
         """Build the objective, and choose the metric that decides the best checkpoint."""
         config = self.config
         counts, weights = self.data.class_counts(), None
-        asked = config.objective.class_weights is not None
+        requested = config.objective.class_weights is not None
         rare = config.data.sampler is None and counts is not None and has_rare_class(counts)
-        trains = config.job.kind not in EVALUATING and self.given.objective is None
-        if trains and config.objective._target_ is None and (asked or rare):
+        trains = config.job.kind not in EVALUATING and self.components.objective is None
+        if trains and config.objective._target_ is None and (requested or rare):
             from runner.objectives.class_weights import choose_class_weights
 
             weights, choice = choose_class_weights(config.objective, self.data.sizes, counts)
             weights = None if weights is None else weights.to(self.device.torch)
             self.choices += choice
-        self.objective = self.given.objective or build_objective(
+        self.objective = self.components.objective or build_objective(
             config.objective, self.data.sizes, self.resolve_target, weights
         )
         if config.objective.metrics:
@@ -283,31 +288,37 @@ class _Build:
             self.choices += named[1]
         self.monitor = monitored(self.objective, config.training.monitor)
 
-    def start_builder(self) -> None:
+    def make_builder(self) -> None:
         """Create the RunBuilder, which techniques read and change."""
-        config, data, own = self.config, self.data, self.given.optimizer
+        config, data, user_optimizer = self.config, self.data, self.components.optimizer
         # techniques are measured only in our own loop, with one process
-        alone = config.job.kind is JobKind.train and self.world is None and own is None
+        can_measure = (
+            config.job.kind is JobKind.train and self.world is None and user_optimizer is None
+        )
         to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
         cls = (
-            type(own) if own else optimizer_class(config.optimizer, self.model, self.resolve_target)
+            type(user_optimizer)
+            if user_optimizer
+            else optimizer_class(config.optimizer, self.model, self.resolve_target)
         )
-        self.draft = RunBuilder(
+        self.builder = RunBuilder(
             device=self.device,
             sizes=data.sizes,
             model=self.model,
             forward=self.model,
             optimizer_class=cls,
             objective=self.objective,
-            batch_size=self.share,
-            micro_batch=micro_batch(config.training.micro_batch, self.share, self.recorded),
+            batch_size=self.local_batch_size,
+            micro_batch=micro_batch(
+                config.training.micro_batch, self.local_batch_size, self.recorded
+            ),
             micro_batch_asked=config.training.micro_batch,
             tf32_asked=config.device.tf32,
             threads_asked=config.device.threads,
             data=config.data,
             in_memory=data.in_memory,
-            sample=lambda count: to_device(self.batches.samples(count)),
-            loader=lambda how: self.batches.training_set(config=how),
+            sample=lambda count: to_device(self.loader_factory.sample_batch(count)),
+            loader=lambda data_config: self.loader_factory.training_loader(config=data_config),
             total_steps=self.total_steps,
             scope=self.scope,
             ema=config.optimizer.ema is not None,
@@ -315,66 +326,68 @@ class _Build:
             recorded=self.recorded,
             recoveries=[halve_micro_batch],
             world=self.world,
-            measures=config.optimization.measure and not config.optimization.strict and alone,
+            measures=config.optimization.measure and not config.optimization.strict and can_measure,
         )
 
     def apply_techniques(self) -> None:
         """Apply the techniques in order; record a smaller micro-batch of the resumed run."""
-        draft, recorded = self.draft, self.recorded
+        builder, recorded = self.builder, self.recorded
         self.techniques, self.engagements = apply_techniques(
-            self.config.optimization, draft, self.given.techniques, self.resolve_target
+            self.config.optimization, builder, self.components.techniques, self.resolve_target
         )
         if self.world is not None:  # last: layers are sharded after techniques have changed them
             from runner.distributed.parallel import parallelise
 
-            self.techniques += parallelise(self.world, draft)
+            self.techniques += parallelise(self.world, builder)
             if self.world.shards is not None:
                 self.checkpointer.together = self.world.meeting()
-        undecided = all(choice.key != MICRO_BATCH for choice in draft.choices)
+        undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
         if MICRO_BATCH in recorded and undecided:
-            if draft.micro_batch == micro_batch(None, self.share, recorded):
-                draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
+            if builder.micro_batch == micro_batch(None, self.local_batch_size, recorded):
+                builder.choose(MICRO_BATCH, lambda: (builder.micro_batch, ""))
 
-    def make_update(self) -> None:
+    def make_optimizer_step(self) -> None:
         """Create the OptimizerStep, with the config's optimizer or the caller's."""
-        config, draft, given = self.config, self.draft, self.given.optimizer
+        config, builder, user_optimizer = self.config, self.builder, self.components.optimizer
         shards = None if self.world is None else self.world.shards
-        if given is None:
+        if user_optimizer is None:
             trained = self.model if shards is None else shards.own
             names = None if shards is None else shards.by_name()
             optimizer = build_optimizer(
-                config.optimizer, draft.optimizer_class, trained, draft.optimizer_options, names
+                config.optimizer, builder.optimizer_class, trained, builder.optimizer_options, names
             )
         else:
             from runner.optim.user_optimizer import adopt_optimizer, sync_state
 
-            optimizer = adopt_optimizer(given, draft.optimizer_options, self.scope)
+            optimizer = adopt_optimizer(user_optimizer, builder.optimizer_options, self.scope)
         self.update = OptimizerStep(
             self.model,
             optimizer,
             config.stability,
-            None if given else config.optimizer.lr,
-            [1.0] if given else factors(config.schedule, self.total_steps),
-            loss_scale=draft.loss_scale,
+            None if user_optimizer else config.optimizer.lr,
+            [1.0] if user_optimizer else factors(config.schedule, self.total_steps),
+            loss_scale=builder.loss_scale,
             ema=config.optimizer.ema,
             shards=shards,
         )
-        if given is not None:
-            sync_state(self.update, draft.optimizer_options, self.scope)
+        if user_optimizer is not None:
+            sync_state(self.update, builder.optimizer_options, self.scope)
         if self.update.host_waits:
             reason = f"{type(optimizer).__name__} is not fused"
-            draft.choices.append(Choice("stability.guard", "host reads a flag", reason))
+            builder.choices.append(Choice("stability.guard", "host reads a flag", reason))
 
     def make_run(self) -> Run:
-        """Create the run from the parts of the draft."""
+        """Create the run from the parts of the builder."""
         config, training, folder = self.config, self.config.training, self.folder
-        every = training.validate_every or max(1, min(self.steps_per_epoch, self.total_steps // 5))
-        whole = self.whole_step()
-        self.draft.choices += self.train.choices
-        self.checkpointer.choices = {c.key: c.value for c in self.draft.choices}
-        raises = config.debug.on_anomaly is OnAnomaly["raise"]
+        validate_every = training.validate_every or max(
+            1, min(self.steps_per_epoch, self.total_steps // 5)
+        )
+        step_graph = self.make_step_graph()
+        self.builder.choices += self.train.choices
+        self.checkpointer.choices = {c.key: c.value for c in self.builder.choices}
+        raise_on_anomaly = config.debug.on_anomaly is OnAnomaly["raise"]
         return Run(
-            **self.draft.parts(),
+            **self.builder.parts(),
             name=config.name,
             seed=config.seed,
             config_hash=self.config_hash,
@@ -385,15 +398,15 @@ class _Build:
             train=self.train,
             validation=self.validation,
             test=self.test,
-            validate_every=every,
-            checkpoint_every=config.checkpoint.every or every,
+            validate_every=validate_every,
+            checkpoint_every=config.checkpoint.every or validate_every,
             grace_s=config.checkpoint.grace_s,
             patience=training.patience,
             monitor=self.monitor,
             higher_is_better=self.objective.rises(self.monitor),
             report_every=config.monitoring.every,
             strict=config.optimization.strict,
-            recorder=Recorder(self.record, config.monitoring),
+            recorder=Recorder(self.record_folder, config.monitoring),
             history=History(folder),
             checkpointer=self.checkpointer,
             hooks=self.build_hooks(),
@@ -401,40 +414,44 @@ class _Build:
             engagements=self.engagements,
             watch=Stopwatch(self.device.torch),
             reader=Reader(self.device.torch),
-            whole=whole,
-            columns=self.opened.preprocessing.describe_columns(self.data.choices),
+            whole=step_graph,
+            columns=self.run_data.preprocessing.describe_columns(self.data.choices),
             distributed={} if self.world is None else self.world.describe(),
-            guardian=StabilityController(config.stability, self.update, self.model, raises),
+            guardian=StabilityController(
+                config.stability, self.update, self.model, raise_on_anomaly
+            ),
         )
 
     def build_hooks(self) -> list[Hook]:
         """Return all hooks of the run, in the order in which they are entered."""
         config, resolve = self.config, self.resolve_target
-        hooks = build_hooks(config, self.debug, self.settings, self.record, resolve)
+        hooks = build_hooks(config, self.debug, self.settings, self.record_folder, resolve)
         if self.world is not None:
             from runner.distributed.facts import Processes
 
             hooks.insert(0, Processes())
-        return [*self.opened.hooks, *hooks, *self.given.hooks]
+        return [*self.run_data.hooks, *hooks, *self.components.hooks]
 
-    def whole_step(self) -> StepGraph | None:
+    def make_step_graph(self) -> StepGraph | None:
         """Return the whole-step graph, if it was requested and supports the optimizer."""
-        draft = self.draft
-        if draft.whole_step is None:
+        builder = self.builder
+        if builder.whole_step is None:
             return None
         from runner.optim.whole_step import StepGraph
 
-        if (refused := StepGraph.refuses(self.update)) is None:
-            parts = draft.forward, draft.objective, draft.contexts, self.update
-            return StepGraph(*parts, draft.batch_size, draft.whole_step, draft.index_limit)
-        draft.fallen["whole_step"] = refused
-        if draft.compilation is not None:
-            draft.compilation.start()
+        if (refusal := StepGraph.refuses(self.update)) is None:
+            arguments = builder.forward, builder.objective, builder.contexts, self.update
+            return StepGraph(
+                *arguments, builder.batch_size, builder.whole_step, builder.index_limit
+            )
+        builder.fallen["whole_step"] = refusal
+        if builder.compilation is not None:
+            builder.compilation.start()
         return None
 
-    def watch_batches(self, run: Run) -> None:
+    def attach_batch_checks(self, run: Run) -> None:
         """Set up batch checks, reports of lost workers, and the closing of loaders and files."""
-        run.inputs = batch_checks(self.config, run, self.train)
+        run.inputs = attach_batch_validator(self.config, run, self.train)
         if self.config.data.bad_samples is BadSamples.drop:
             from runner.training.left_out import LeftOut
 
@@ -447,14 +464,14 @@ class _Build:
 
     def resume(self, run: Run) -> None:
         """Restore a checkpoint, if configured; `auto` takes the run's own folder."""
-        where, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATING
-        if where != "none":
-            if not restore(run, None if where == "auto" else Path(where), trains):
+        resume, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATING
+        if resume != "none":
+            if not restore(run, None if resume == "auto" else Path(resume), trains):
                 log.info("checkpoint.resume=auto: no checkpoint found; starting a new run")
         if run.switches:
             from runner.training.trials import prepare_trials
 
-            prepare_trials(run, self.recorded.get(TRIALS, ()), self.draft.measures)
+            prepare_trials(run, self.recorded.get(TRIALS, ()), self.builder.measures)
         if run.whole is not None or run.compilation is not None:
             from runner.techniques.compiler import warn_graph_obstacle
 
@@ -469,14 +486,14 @@ class _Build:
             log.info("debug.capture: off with fsdp: no process holds the full weights")
             return None
         parts = ("model", "data", "objective", "optimizer")
-        made = [part for part in parts if getattr(self.given, part) is not None]
-        return Captures(capture, folder, plain(self.config), made)
+        user_parts = [part for part in parts if getattr(self.components, part) is not None]
+        return Captures(capture, folder, plain(self.config), user_parts)
 
 
-def _resolve_auto(config: RunConfig, given: Components) -> RunConfig:
+def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:
     """Return the config with the result of optimization=auto; ConfigError if unresolved."""
-    if given.optimization is not None:
-        config = replace(config, optimization=given.optimization)
+    if components.optimization is not None:
+        config = replace(config, optimization=components.optimization)
     if config.optimization.level == "auto":
         raise ConfigError(
             "optimization",

@@ -30,7 +30,7 @@ from runner.training.hook import Hook
 from runner.training.resume import check_own_data
 
 if TYPE_CHECKING:
-    from runner.data.parts import Parts
+    from runner.data.split_paths import SplitPaths
 
 log = logging.getLogger("runner")
 Resolve = Callable[[str, str], Any]
@@ -41,8 +41,8 @@ class RunData:
     """The open data of a run."""
 
     data: Dataset
-    parts: dict[str, Dataset]  # separate validation and test sets
-    whole: bool  # no training, all samples are evaluated
+    splits: dict[str, Dataset]  # separate validation and test sets
+    evaluates_all: bool  # no training, all samples are evaluated
     preprocessing: Preprocessing
     hooks: list[Hook]  # the report on a table
     choices: list[Choice]
@@ -50,55 +50,65 @@ class RunData:
 
 def open_run_data(
     config: RunConfig,
-    given: Dataset | None,
+    user_data: Dataset | None,
     policy: FilePolicy,
     fitted: Preprocessing | None,
-    rule: str | None,
+    split_rule: str | None,
     resolve: Resolve,
 ) -> RunData:
     """Open the data; check tables, which may leave out columns and rows.
 
-    `fitted` and `rule` are the preprocessing and split rule of a resumed run.
+    `fitted` and `split_rule` are the preprocessing and split rule of a resumed run.
     """
-    if fitted is not None and given is None:
+    if fitted is not None and user_data is None:
         fitted.check_kind(config.data)
     predicts = config.job.kind is JobKind.predict
     if predicts:
         check_predicts(fitted)
-    rule = fitted.split if fitted else rule
+    split_rule = fitted.split if fitted else split_rule
     evaluates = config.job.kind in EVALUATING
-    opening = Opening(policy, fitted, evaluates, labelled=not predicts, rule=rule)
-    whole = opening.whole(config.data)
-    found: Parts | None = None
-    if given is None and "path" in vars(config.data):
-        from runner.data.parts import find_parts
+    opening = Opening(policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule)
+    evaluates_all = opening.evaluates_all(config.data)
+    split_paths: SplitPaths | None = None
+    if user_data is None and "path" in vars(config.data):
+        from runner.data.split_paths import find_split_paths
 
-        found = find_parts(config.data, opening)
-        if not whole:
-            opening = replace(opening, folder=found.folder, trains="validation" in found.paths)
-    data = given or open_data(config.data, resolve, opening)
-    parts, choices = dict[str, Dataset](), list[Choice]()
-    if found is not None:
-        choices += found.choices
-        applied = fitted or Preprocessing.of(config.data, data)
-        parts, more = _open_parts(config, {} if whole else found.paths, applied, opening, resolve)
+        split_paths = find_split_paths(config.data, opening)
+        if not evaluates_all:
+            opening = replace(
+                opening, folder=split_paths.folder, trains_on_all="validation" in split_paths.paths
+            )
+    data = user_data or open_data(config.data, resolve, opening)
+    splits, choices = dict[str, Dataset](), list[Choice]()
+    if split_paths is not None:
+        choices += split_paths.choices
+        applied_preprocessing = fitted or Preprocessing.of(config.data, data)
+        splits, more = _open_splits(
+            config,
+            {} if evaluates_all else split_paths.paths,
+            applied_preprocessing,
+            opening,
+            resolve,
+        )
         choices += more
     hooks = list[Hook]()
     if data.choices or (isinstance(data, Tensors) and data.named_columns()):
-        from runner.tables import check_data_table
+        from runner.table_report import check_data_table
 
-        table = replace(config.checks.table, enabled=config.checks.table.enabled and not whole)
-        data, hooks = check_data_table(data, table, parts)
+        table = replace(
+            config.checks.table, enabled=config.checks.table.enabled and not evaluates_all
+        )
+        data, hooks = check_data_table(data, table, splits)
     data.sizes, chosen = adapt_sizes(
         config.objective, data.sizes, own=config.data._target_ is not None
     )
     replaced = {c.key for c in chosen} & {"data.target"}  # replaces a standardisation
     data.choices = (*(c for c in data.choices if c.key not in replaced), *chosen)
     preprocessing = fitted or Preprocessing.of(config.data, data)
-    return RunData(data, parts, whole, preprocessing, hooks, choices)
+    return RunData(data, splits, evaluates_all, preprocessing, hooks, choices)
 
 
-def _open_parts(
+def _open_splits(
     config: RunConfig,
     paths: Mapping[str, Any],
     fitted: Preprocessing,
@@ -106,33 +116,33 @@ def _open_parts(
     resolve: Resolve,
 ) -> tuple[dict[str, Dataset], list[Choice]]:
     """Open separate validation and test sets; the test set only for job=train."""
-    from runner.data.parts import open_part
+    from runner.data.split_paths import open_split
 
-    parts, choices = dict[str, Dataset](), list[Choice]()
-    for part, path in paths.items():
-        if part != "test" or config.job.kind is JobKind.train:
-            parts[part], more = open_part(part, path, config.data, fitted, resolve, opening)
+    splits, choices = dict[str, Dataset](), list[Choice]()
+    for split, path in paths.items():
+        if split != "test" or config.job.kind is JobKind.train:
+            splits[split], more = open_split(split, path, config.data, fitted, resolve, opening)
             choices += more
-    return parts, choices
+    return splits, choices
 
 
 def read_preprocessing(
     config: RunConfig, checkpointer: Checkpointer, settings: Mapping[str, Any]
 ) -> Preprocessing | None:
     """Read the preprocessing of the resumed run or of the evaluated weights; None without one."""
-    where, weights = config.checkpoint.resume, config.model.weights
+    resume, weights = config.checkpoint.resume, config.model.weights
     evaluates = config.job.kind in EVALUATING
     stored: tuple[Path, bytes] | None = None
-    if where != "none":
-        path = None if where == "auto" else Path(where)
+    if resume != "none":
+        path = None if resume == "auto" else Path(resume)
         stored = checkpointer.read_preprocessing(path)
         if stored is None and evaluates:
             check_own_data(checkpointer.restore(path), settings)
     elif evaluates and weights is not None:
         path = Path(weights).expanduser()
-        beside = (path if path.is_dir() else path.parent) / PREPROCESSING
-        if beside.is_file():
-            stored = beside, read_file(beside)
+        sibling = (path if path.is_dir() else path.parent) / PREPROCESSING
+        if sibling.is_file():
+            stored = sibling, read_file(sibling)
         elif path.is_dir():  # of a run's folder
             stored = checkpointer.read_preprocessing(path)
         if stored is None:
@@ -143,18 +153,18 @@ def read_preprocessing(
 
 
 @dataclass
-class Batches:
+class LoaderFactory:
     """Makes the loaders of a run."""
 
     config: RunConfig
-    opened: RunData
+    run_data: RunData
     batch_size: int
     device: torch.device
-    part: Callable[[int], slice] | None  # batch size -> the slice of this process
+    rank_slice: Callable[[int], slice] | None  # batch size -> the slice of this process
 
-    def samples(self, count: int) -> Any:
+    def sample_batch(self, count: int) -> Any:
         """Return the first `count` training samples as a batch, not augmented."""
-        data = self.opened.data
+        data = self.run_data.data
         chosen = data.train[:count]
         if self.config.data.bad_samples is BadSamples.stop:
             return data.fetch(chosen, None)
@@ -162,34 +172,34 @@ class Batches:
 
         return fetch_usable(data, chosen, None, data.train).batch
 
-    def training_set(self, **how: Any) -> BatchLoader:
+    def training_loader(self, **options: Any) -> BatchLoader:
         """Return the endless loader of the training set."""
-        data, labels = self.opened.data, None
+        data, labels = self.run_data.data, None
         if self.config.data.sampler is not None:
             labels = data.labels()
             if labels is None:
                 raise ConfigError("data.sampler", UNCOUNTED, "leave it out")
             labels = labels[data.train]
-        how |= {"shuffle": self.config.data.shuffle, "repeat": True, "augment": True}
-        return self._loader(data, data.train, labels=labels, **how)
+        options |= {"shuffle": self.config.data.shuffle, "repeat": True, "augment": True}
+        return self._loader(data, data.train, labels=labels, **options)
 
-    def loaders(self, draft: RunBuilder) -> tuple[BatchLoader, BatchLoader, BatchLoader | None]:
+    def loaders(self, builder: RunBuilder) -> tuple[BatchLoader, BatchLoader, BatchLoader | None]:
         """Return the loaders of training, validation and test set (or None)."""
-        config, parts = self.config.data, self.opened.parts
-        how: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
-        train = self.training_set(**how)
-        source = parts.get("validation", self.opened.data)
+        config, splits = self.config.data, self.run_data.splits
+        options: dict[str, Any] = {"config": builder.data, "placements": tuple(builder.placements)}
+        train = self.training_loader(**options)
+        source = splits.get("validation", self.run_data.data)
         held_out = source.validation
-        if not self.opened.whole:
+        if not self.run_data.evaluates_all:
             # in a fixed random order, so that the first ones are representative
             shuffled = permutation(config.split_seed, 0, len(held_out))
             held_out = held_out[shuffled][: config.validation_samples]
-        how |= {"shuffle": False, "repeat": False, "augment": False}
-        validation, test = self._loader(source, held_out, **how), parts.get("test")
-        tests = None if test is None else self._loader(test, test.validation, **how)
-        return train, validation, tests
+        options |= {"shuffle": False, "repeat": False, "augment": False}
+        validation, test = self._loader(source, held_out, **options), splits.get("test")
+        test_loader = None if test is None else self._loader(test, test.validation, **options)
+        return train, validation, test_loader
 
-    def _loader(self, source: Dataset, indices: np.ndarray, **how: Any) -> BatchLoader:
+    def _loader(self, source: Dataset, indices: np.ndarray, **options: Any) -> BatchLoader:
         seed, device = self.config.seed, self.device
         common: dict[str, Any] = {"batch_size": self.batch_size, "seed": seed, "device": device}
-        return make_loader(source, indices, part=self.part, **common, **how)
+        return make_loader(source, indices, rank_slice=self.rank_slice, **common, **options)

@@ -23,7 +23,7 @@ from runner.hooks.resources import Resources
 from runner.training.hook import Hook
 from runner.training.run import Run
 
-OWN = "debug.hooks"
+HOOKS_KEY = "debug.hooks"
 
 
 def build_hooks(
@@ -31,24 +31,26 @@ def build_hooks(
     debug: DebugConfig,
     settings: Mapping[str, Any],
     folder: Path | None,
-    look_up: Callable[[str, str], Any],
+    resolve_target: Callable[[str, str], Any],
 ) -> list[Hook]:
     """Construct the hooks of a run in `folder`; `settings` is the flat config. Raises ConfigError.
 
     `debug` is the config's, with `every` adapted to the length of the run.
     """
     hooks: list[Hook] = []
-    tools = load_tools(debug)
-    machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
+    tools = load_debug_tools(debug)
+    system_monitor = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None and config.monitoring.sinks:
         from runner.hooks.sinks import Sinks, make_sinks
 
-        sinks = make_sinks(config.monitoring.sinks, look_up)
+        sinks = make_sinks(config.monitoring.sinks, resolve_target)
         hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
     if folder is not None:
-        hooks.append(Recording(config.monitoring, settings, machine, empty=bool(tools)))
+        hooks.append(
+            Recording(config.monitoring, settings, system_monitor, write_empty=bool(tools))
+        )
     if config.device.clean_above is not None or config.stability.watch.enabled:
-        hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
+        hooks.append(Resources(config.device.clean_above, config.stability.watch, system_monitor))
     if config.security.limits.any:
         from runner.hooks.limits import Limits  # imported only if used
 
@@ -58,28 +60,33 @@ def build_hooks(
     if config.checks.model.enabled:  # before the tools, which add hooks to the model
         hooks.append(ModelCheck())
     hooks += tools
-    hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
+    hooks += [
+        _make_user_hook(item, f"{HOOKS_KEY}.{i}", resolve_target)
+        for i, item in enumerate(debug.hooks)
+    ]
     if config.monitoring.progress:
         hooks.append(ProgressDisplay(config.monitoring))
     return hooks
 
 
-def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValidator | None:
+def attach_batch_validator(
+    config: RunConfig, run: Run, train: BatchLoader
+) -> BatchValidator | None:
     """Set and return the loader's batch validator; None if the checks are off."""
     if not config.checks.inputs.enabled:
         return None
     objective, sizes = run.objective, run.sizes
     spec = DataSpec(objective.indices, objective.ignored, sizes.vocab)
-    source, order = train.fetch.source, train.fetch.order
+    source, sampler = train.fetch.source, train.fetch.order
     prescan = None
     if type(source) is Tensors:
-        prescan = Prescan(source.inputs, source.target, order.indices, order.batch_size)
+        prescan = Prescan(source.inputs, source.target, sampler.indices, sampler.batch_size)
     train.inspector = BatchValidator(
         BatchChecks(config.checks.inputs, spec),
         run.history,
         run.folder,
         run.device.torch,
-        first_batch=train.first,
+        first_batch=train.fetch_on_cpu,
         indices=train.indices,
         prescan=prescan,
     )
@@ -114,7 +121,7 @@ class OomReport(Hook):
             raise
 
 
-def load_tools(debug: DebugConfig) -> list[Hook]:
+def load_debug_tools(debug: DebugConfig) -> list[Hook]:
     """Construct the enabled debug tools; others are not imported."""
     tools = []
     for path in enabled_tools(debug):
@@ -123,13 +130,13 @@ def load_tools(debug: DebugConfig) -> list[Hook]:
     return tools
 
 
-def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
+def _make_user_hook(item: Any, key: str, resolve_target: Callable[[str, str], Any]) -> Hook:
     """Construct a user's hook: `package.Class` or `{_target_: package.Class, argument: …}`."""
     if isinstance(item, dict) and "_target_" not in item:
         raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
     from runner.security.registry import assembled
 
-    hook = assembled({"_target_": item} if isinstance(item, str) else item, look_up, key)
+    hook = assembled({"_target_": item} if isinstance(item, str) else item, resolve_target, key)
     if not isinstance(hook, Hook):
         raise ConfigError(key, f"{type(hook).__name__} is not a Hook", "inherit from runner.Hook")
     return hook

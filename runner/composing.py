@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf's parser
 
-from runner.config import NOT_OF_THE_RUN, RunConfig
+from runner.config import NON_RUN_KEYS, RunConfig
 from runner.data import config as data_config
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.format import nearest
@@ -30,7 +30,7 @@ from runner.sweep.config import JobSweeperConfig, LauncherConfig, SearchSweeperC
 
 SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
 """Groups with a schema per option, so that an option has only its own keys."""
-FOLDERS = {
+OUTPUT_FOLDERS = {
     JobKind.evaluate: "evaluations",
     JobKind.predict: "predictions",
     JobKind.verify: "verifications",
@@ -40,8 +40,8 @@ FOLDERS = {
     JobKind.doctor: "doctor",
 }
 """Folders below `outputs/` by job, so that the newest of `outputs/runs` is a training."""
-REQUIRED = ("checkpoint.resume", "scan.path", "replay.path")
-JOBS = 4  # of a sweep that are composed before it is suggested
+REQUIRED_KEYS = ("checkpoint.resume", "scan.path", "replay.path")
+MAX_SAMPLE_JOBS = 4  # of a sweep that are composed before it is suggested
 _LOCK = RLock()  # Hydra's state, and the readable variables, are process-wide
 
 
@@ -61,7 +61,10 @@ def register() -> None:
     bound_references()
     resolver = partial(OmegaConf.register_new_resolver, replace=True)
     resolver("runner.name", _default_name)
-    resolver("runner.home", lambda kind: FOLDERS.get(JobKind(getattr(kind, "value", kind)), "runs"))
+    resolver(
+        "runner.home",
+        lambda kind: OUTPUT_FOLDERS.get(JobKind(getattr(kind, "value", kind)), "runs"),
+    )
     resolver("runner.id", lambda: token_hex(3), use_cache=True)
     # cached by its argument's text: all jobs of a sweep get the first one's value
     resolver("runner.once", lambda value: value, use_cache=True)
@@ -109,20 +112,20 @@ def compose_raw(
     try:
         config = compose(list(overrides), hydra_too)
         if any(text.startswith("+") for text in overrides):
-            _check_keys(config, besides="hydra")
+            _check_keys(config, ignored_key="hydra")
         return config
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "correct that file") from error
     except (HydraException, OmegaConfBaseException, ValueError, UnknownKey) as error:
-        if (refused := secrets.refusal_in(error)) and not isinstance(error, UnknownKey):
-            raise refused from None
+        if (refusal := secrets.refusal_in(error)) and not isinstance(error, UnknownKey):
+            raise refusal from None
         from runner.overrides.diagnosis import explain
 
-        composes = partial(_composes, compose=partial(compose, hydra_too=False))
+        composes = partial(_is_composable, compose=partial(compose, hydra_too=False))
         raise explain(error, overrides, compose, composes, folders) from error
 
 
-def _composes(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
+def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
     """Whether overrides compose to a valid config, or to one that only lacks values or trust.
 
     Of a sweep only the first jobs are composed.
@@ -130,12 +133,12 @@ def _composes(overrides: list[str], compose: Callable[[list[str]], DictConfig]) 
     from runner.overrides.spelling import normalize_overrides, sample_jobs
 
     try:
-        for job in sample_jobs(overrides)[:JOBS]:
+        for job in sample_jobs(overrides)[:MAX_SAMPLE_JOBS]:
             config = compose(normalize_overrides(job, compose))
             if not OmegaConf.missing_keys(config):
                 typed(config)
     except (RunnerError, HydraException, OmegaConfBaseException, ValueError) as error:
-        return isinstance(error, SecurityError) or getattr(error, "key", "") in REQUIRED
+        return isinstance(error, SecurityError) or getattr(error, "key", "") in REQUIRED_KEYS
     return True
 
 
@@ -159,24 +162,25 @@ def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path
 def typed(config: DictConfig) -> RunConfig:
     """Convert a config to validated dataclasses.
 
-    Hydra's own part, if any, resolves `${hydra:…}` and is removed from `config`. Raises ConfigError
-    for an unknown key, a mandatory one without a value, and an interpolation without a target.
+    Hydra's own section, if any, resolves `${hydra:…}` and is removed from `config`. Raises
+    ConfigError for an unknown key, a mandatory one without a value, and an interpolation without a
+    target.
     """
     restart_reference_count()
-    with _LOCK, _hydra_part(config):
+    with _LOCK, _without_hydra_section(config):
         _check_keys(config)
         try:
             if missing := sorted(OmegaConf.missing_keys(config)):
-                also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
-                raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
-            with secrets.current_environment_access(_environment(config)):
+                others = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
+                raise ConfigError(missing[0], f"has no value{others}", f"give one: {missing[0]}=…")
+            with secrets.current_environment_access(_allowed_environment(config)):
                 run_config = OmegaConf.to_object(config)
                 secrets.note(config)
         except OmegaConfBaseException as error:
-            if refused := secrets.refusal_in(error):
-                raise refused from None
-            first = secrets.named(str(error).partition("\n")[0])
-            raise ConfigError(error.full_key or "config", first) from error
+            if refusal := secrets.refusal_in(error):
+                raise refusal from None
+            reason = secrets.named(str(error).partition("\n")[0])
+            raise ConfigError(error.full_key or "config", reason) from error
     if not isinstance(run_config, RunConfig):
         fix = "start its defaults list like conf/config.yaml"
         raise ConfigError("config", "is not a run config", fix)
@@ -184,20 +188,22 @@ def typed(config: DictConfig) -> RunConfig:
 
 
 @contextmanager
-def _hydra_part(config: DictConfig) -> Iterator[None]:
-    """Remove Hydra's part from a config; `${hydra:…}` reads it while entered."""
+def _without_hydra_section(config: DictConfig) -> Iterator[None]:
+    """Remove Hydra's section from a config; `${hydra:…}` reads it while entered."""
     if "hydra" not in config:  # set by Hydra for the job
         yield
         return
     global_config: Any = HydraConfig.instance()
     before = global_config.cfg
     if "${hydra:" in str(OmegaConf.to_container(config, resolve=False)):
-        whole = global_config.cfg = config.copy()
-        with read_write(whole.hydra), open_dict(whole.hydra):
-            if OmegaConf.is_missing(whole.hydra.job, "num"):
-                whole.hydra.job.num, whole.hydra.job.id = 0, "0"
-            if OmegaConf.is_missing(whole.hydra.runtime, "output_dir"):
-                whole.hydra.runtime.output_dir = str(secrets.place(whole, "hydra.run.dir"))
+        full_config = global_config.cfg = config.copy()
+        with read_write(full_config.hydra), open_dict(full_config.hydra):
+            if OmegaConf.is_missing(full_config.hydra.job, "num"):
+                full_config.hydra.job.num, full_config.hydra.job.id = 0, "0"
+            if OmegaConf.is_missing(full_config.hydra.runtime, "output_dir"):
+                full_config.hydra.runtime.output_dir = str(
+                    secrets.place(full_config, "hydra.run.dir")
+                )
     with open_dict(config):
         del config["hydra"]
     try:
@@ -210,25 +216,25 @@ class UnknownKey(ConfigError):
     """A key that its schema lacks."""
 
 
-def _check_keys(config: DictConfig, besides: str = "", prefix: str = "") -> None:
-    """Raise UnknownKey for a key that its schema lacks, at any depth, except `besides`."""
+def _check_keys(config: DictConfig, ignored_key: str = "", prefix: str = "") -> None:
+    """Raise UnknownKey for a key that its schema lacks, at any depth, except `ignored_key`."""
     schema = OmegaConf.get_type(config)
-    known = getattr(schema, "__dataclass_fields__", None)
+    known_keys = getattr(schema, "__dataclass_fields__", None)
     for key in config:
         name = f"{prefix}{key!s}"
-        if name == besides:
+        if name == ignored_key:
             continue
-        if known is not None and key not in known:
-            near = nearest(name, [f"{prefix}{k}" for k in known])
-            existing = ", ".join(f"{prefix}{k}" for k in known)
-            fix = f"did you mean {near}?" if near else f"available: {existing}"
+        if known_keys is not None and key not in known_keys:
+            suggestion = nearest(name, [f"{prefix}{k}" for k in known_keys])
+            available = ", ".join(f"{prefix}{k}" for k in known_keys)
+            fix = f"did you mean {suggestion}?" if suggestion else f"available: {available}"
             raise UnknownKey(name, "no such key", fix)
         node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none():
             _check_keys(node, prefix=f"{name}.")
 
 
-def _environment(config: DictConfig) -> list[str]:
+def _allowed_environment(config: DictConfig) -> list[str]:
     """Return the environment variables that the config allows to be read."""
     raw: Any = OmegaConf.to_container(config, resolve=False)
     security = raw.get("security")
@@ -247,8 +253,8 @@ def from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfi
         config = OmegaConf.structured(RunConfig)
         for group, schemas in SCHEMAS:
             config[group] = OmegaConf.structured(schemas[tree[group]["kind"]])
-        own = {key: value for key, value in tree.items() if key not in NOT_OF_THE_RUN}
-        merged: Any = OmegaConf.merge(config, own, {"security": {"trusted": list(trusted)}})
+        run_tree = {key: value for key, value in tree.items() if key not in NON_RUN_KEYS}
+        merged: Any = OmegaConf.merge(config, run_tree, {"security": {"trusted": list(trusted)}})
     except (OmegaConfBaseException, LookupError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError("config", f"does not fit this version's schema ({reason})") from error

@@ -47,15 +47,15 @@ from runner.techniques.config import Optimization
 from runner.training.config import TrainingConfig
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
-FITS = {
+MODEL_INPUTS = {
     "gpt": ("tokens", ("stdlib_text", "tokens")),
     "classifier": ("labelled text", ("stdlib_parts", "text")),
 }
 """Input of our models and the data that provides it; other models take any numbers."""
-READS_TEXT = ("text", "tokens")
+TEXT_DATA = ("text", "tokens")
 """Data that model=hf provides a tokenizer for."""
-NO_RUN = ("none", "auto")
-NEEDS_MODEL = {kind: model for model, (_, kinds) in FITS.items() for kind in kinds}
+RESUME_WITHOUT_RUN = ("none", "auto")
+MODEL_BY_DATA = {kind: model for model, (_, kinds) in MODEL_INPUTS.items() for kind in kinds}
 
 
 @dataclass
@@ -103,10 +103,10 @@ class RunConfig:
             raise ConfigError("seed", f"must be ≥ 0 and below 2^63, got {self.seed}")
         check_counts(asdict(self))
 
-    def _check_trust(self, made: Collection[str] = ()) -> None:
+    def _check_trust(self, user_techniques: Collection[str] = ()) -> None:
         """Check every class name for trust, before torch or the user's code is imported.
 
-        Techniques in `made` exist already, as the caller's objects.
+        Techniques in `user_techniques` exist already, as the caller's objects.
         """
         groups = (*FOREIGN, "optimizer")
         targets: list[tuple[str, Any]] = [
@@ -114,23 +114,23 @@ class RunConfig:
         ]
         for group in FOREIGN:
             targets += nested_targets(getattr(self, group).arguments, group)
-        extra = [target for target in self.optimization.extra if target not in made]
+        extra = [target for target in self.optimization.extra if target not in user_techniques]
         targets += [("optimization.extra", target) for target in extra]
         for i, hook in enumerate(self.debug.hooks):
             tree = {"_target_": hook} if isinstance(hook, str) else hook
             targets += nested_targets(tree, f"debug.hooks.{i}")
         for i, sink in enumerate(self.monitoring.sinks):
             targets += nested_targets(sink, f"monitoring.sinks.{i}")
-        named = [(key, str(target)) for key, target in targets if target is not None]
-        if named:
+        class_names = [(key, str(target)) for key, target in targets if target is not None]
+        if class_names:
             from runner.security.registry import permit
 
-            for key, target in named:
+            for key, target in class_names:
                 permit(target, key, self.security.names)
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind
-        if job in EVALUATING and resume in NO_RUN and self.model.weights is None:
+        if job in EVALUATING and resume in RESUME_WITHOUT_RUN and self.model.weights is None:
             fix = "name a run's folder or one of its checkpoints/step_… folders; for weights alone"
             problem = f"job={job.name} needs to know which model"
             raise ConfigError("checkpoint.resume", problem, f"{fix}, model.weights=FILE")
@@ -143,7 +143,11 @@ class RunConfig:
                 raise ConfigError(key, f"job={kind.name} needs to know {what}", f"{key}=…")
             if job is not kind and path is not None:
                 raise ConfigError(key, f"is for job={kind.name}", f"add job={kind.name}")
-        if job is JobKind.verify and self.verify.what is VerifyKind.run and resume in NO_RUN:
+        if (
+            job is JobKind.verify
+            and self.verify.what is VerifyKind.run
+            and resume in RESUME_WITHOUT_RUN
+        ):
             fix = "checkpoint.resume=<run folder>"
             raise ConfigError("checkpoint.resume", "verify.what=run needs to know which run", fix)
         self._check_export()
@@ -170,9 +174,9 @@ class RunConfig:
 
     def _check_distributed(self) -> None:
         kind, job = self.distributed.kind, self.job.kind
-        several = (JobKind.train, JobKind.doctor, JobKind.benchmark, JobKind.verify)
+        supported_jobs = (JobKind.train, JobKind.doctor, JobKind.benchmark, JobKind.verify)
         parity = job is JobKind.verify and self.verify.what is VerifyKind.parity
-        if kind is not DistributedKind.none and (job not in several or parity):
+        if kind is not DistributedKind.none and (job not in supported_jobs or parity):
             what = "job=verify verify.what=parity" if parity else f"job={job.name}"
             problem = f"{what} runs in one process"
             fix = "leave it out: one process can load a distributed checkpoint"
@@ -180,9 +184,9 @@ class RunConfig:
         if kind is not DistributedKind.fsdp:
             return
         clips, tools = ("clip_value", "clip_adaptive", "clip_per_group"), ("gradients", "gradcheck")
-        asked = {f"stability.{key}": getattr(self.stability, key) for key in clips}
-        asked |= {f"debug.{tool}": getattr(self.debug, tool).enabled for tool in tools}
-        for key in filter(asked.get, asked):
+        requested = {f"stability.{key}": getattr(self.stability, key) for key in clips}
+        requested |= {f"debug.{tool}": getattr(self.debug, tool).enabled for tool in tools}
+        for key in filter(requested.get, requested):
             problem = "needs full weights, which distributed=fsdp shards"
             raise ConfigError(key, problem, "use distributed=ddp, or leave it out")
 
@@ -203,24 +207,26 @@ class RunConfig:
         if data._target_ or model._target_ or data.kind == "arrays":
             return
         if model.kind == "hf":
-            if data.kind not in READS_TEXT or getattr(data, "tokenizer", "") is None:
+            if data.kind not in TEXT_DATA or getattr(data, "tokenizer", "") is None:
                 problem = f"hf needs token ids, which data={data.kind} does not have"
-                fix = f"use {' or '.join(f'data={kind}' for kind in READS_TEXT)}"
+                fix = f"use {' or '.join(f'data={kind}' for kind in TEXT_DATA)}"
                 raise ConfigError("model", problem, fix)
             return
         tokens = isinstance(data, data_config.Synthetic) and data.form.name == "tokens"
-        needed = "gpt" if tokens else NEEDS_MODEL.get(data.kind)
-        if model.kind in FITS and needed != model.kind:
-            reads, kinds = FITS[model.kind]
+        needed = "gpt" if tokens else MODEL_BY_DATA.get(data.kind)
+        if model.kind in MODEL_INPUTS and needed != model.kind:
+            reads, kinds = MODEL_INPUTS[model.kind]
             problem = f"{model.kind} reads {reads}, which data={data.kind} does not have"
             fix = f"use data={' or data='.join(kinds)}, or another model"
             raise ConfigError("model", problem, fix)
         if needed not in (None, model.kind):
-            problem = f"{model.kind} cannot read {FITS[str(needed)][0]}, as in data={data.kind}"
+            problem = (
+                f"{model.kind} cannot read {MODEL_INPUTS[str(needed)][0]}, as in data={data.kind}"
+            )
             raise ConfigError("model", problem, f"use model={needed}")
 
 
-def validate_config(config: RunConfig, made: Collection[str] = ()) -> None:
+def validate_config(config: RunConfig, user_techniques: Collection[str] = ()) -> None:
     """Repeat the dataclasses' checks on a config that a program may have changed.
 
     Requirements of a job are not checked: runs made by a job do not meet them.
@@ -231,7 +237,7 @@ def validate_config(config: RunConfig, made: Collection[str] = ()) -> None:
     for part in vars(config).values():
         _validate_part(part)
     config._check_values()
-    config._check_trust(made)
+    config._check_trust(user_techniques)
     config._check_fit()
 
 
@@ -243,7 +249,7 @@ def _validate_part(part: Any) -> None:
             check()
 
 
-NOT_OF_THE_RUN = (
+NON_RUN_KEYS = (
     "distributed",
     "job",
     "evaluate",
@@ -256,7 +262,7 @@ NOT_OF_THE_RUN = (
     "search",
     "security",
 )
-OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
+OF_NO_CONSEQUENCE = ("name", "monitoring", *NON_RUN_KEYS)
 
 
 def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -274,8 +280,8 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def config_hash(config: RunConfig) -> str:
     """Return a sha256 of all keys that affect results; equal hashes mean the same experiment."""
-    whole = secrets.unresolved(asdict(config))  # hash the reference, not the secret
-    tree = {key: value for key, value in whole.items() if key not in OF_NO_CONSEQUENCE}
+    full_tree = secrets.unresolved(asdict(config))  # hash the reference, not the secret
+    tree = {key: value for key, value in full_tree.items() if key not in OF_NO_CONSEQUENCE}
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
@@ -286,16 +292,16 @@ def config_hash(config: RunConfig) -> str:
 
 def digest(value: Any) -> str:
     """Return a sha256 of plain values and enum members."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_json_default)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """Return the config as JSON values, without job, sweep and security keys."""
-    whole = secrets.unresolved(asdict(config))
-    tree = {key: value for key, value in whole.items() if key not in NOT_OF_THE_RUN}
+    full_tree = secrets.unresolved(asdict(config))
+    tree = {key: value for key, value in full_tree.items() if key not in NON_RUN_KEYS}
     tree["checkpoint"]["resume"] = "none"
-    values: dict[str, Any] = json.loads(json.dumps(tree, default=_plain))
+    values: dict[str, Any] = json.loads(json.dumps(tree, default=_json_default))
     return values
 
 
@@ -318,5 +324,5 @@ def flat(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> str:
+def _json_default(value: Any) -> str:
     return value.name if isinstance(value, Enum) else str(value)

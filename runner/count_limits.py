@@ -12,9 +12,9 @@ from typing import Any
 
 from runner.errors import ConfigError
 
-MOST_STEPS = 50_000_000  # learning rates are in a table: 32 bytes a step
-DEFAULT = 1_000_000_000  # for counts that are only compared
-LARGEST = {
+MAX_STEPS = 50_000_000  # learning rates are in a table: 32 bytes a step
+DEFAULT_LIMIT = 1_000_000_000  # for counts that are only compared
+LIMITS = {
     "device.threads": 1024,
     "device.index": 1024,
     "data.workers": 256,  # processes
@@ -28,13 +28,13 @@ LARGEST = {
     "data.sequence": 10_000_000,
     "data.randaugment": 100,
     "data.cache_mb": 10_000_000,
-    "data.default_steps": MOST_STEPS,
+    "data.default_steps": MAX_STEPS,
     "model.width": 65_536,
     "model.depth": 1024,
     "model.heads": 4096,
     "model.stages": 10,  # each doubles the width
     "model.blocks": 1024,
-    "training.steps": MOST_STEPS,
+    "training.steps": MAX_STEPS,
     "training.batch_size": 10_000_000,
     "training.micro_batch": 10_000_000,
     "verify.steps": 100_000,
@@ -48,15 +48,15 @@ LARGEST = {
     "hydra.launcher.jobs": 256,  # processes
     "hydra.launcher.retries": 1000,
 }
-SEEDS = ("seed", "data.split_seed")
-OWN = ("arguments", "options", "hooks")  # with keys of the user's code below them
+SEED_KEYS = ("seed", "data.split_seed")
+USER_KEYS = ("arguments", "options", "hooks")  # with keys of the user's code below them
 
 
 def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ConfigError for an integer, at any depth, above its key's limit."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and name not in OWN:
+        if isinstance(value, Mapping) and name not in USER_KEYS:
             check_counts(value, f"{key}.")
         for number in value if isinstance(value, list) else [value]:
             check_count(key, number)
@@ -64,6 +64,6 @@ def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
 
 def check_count(key: str, value: Any) -> None:
     """Raise ConfigError if `value` is an integer above the limit of `key`."""
-    most = LARGEST.get(key, DEFAULT)
-    if isinstance(value, int) and value > most and key not in SEEDS:
-        raise ConfigError(key, f"{value:,} is too many", f"use {most:,} or less")
+    limit = LIMITS.get(key, DEFAULT_LIMIT)
+    if isinstance(value, int) and value > limit and key not in SEED_KEYS:
+        raise ConfigError(key, f"{value:,} is too many", f"use {limit:,} or less")

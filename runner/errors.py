@@ -63,10 +63,10 @@ class DataError(UsageError):
 class BadSample(DataError):
     """One sample of a batch cannot be used; the message says what to do."""
 
-    def __init__(self, place: int, problem: str, rest: str = "") -> None:
-        self.place = place  # index in the batch
+    def __init__(self, batch_index: int, problem: str, advice: str = "") -> None:
+        self.batch_index = batch_index  # index in the batch
         self.problem = problem  # names the sample
-        super().__init__(problem + rest)
+        super().__init__(problem + advice)
 
 
 class DeviceError(UsageError):

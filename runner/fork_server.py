@@ -27,10 +27,10 @@ def start(preload: Sequence[str], environment: Mapping[str, str]) -> None:
     PYTHONSAFEPATH keeps the current folder, with any `socket.py`, off its module path.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
-    before, own = dict(os.environ), {**environment, "PYTHONSAFEPATH": "1"}
+    before, server_environment = dict(os.environ), {**environment, "PYTHONSAFEPATH": "1"}
     try:
         os.environ.clear()
-        os.environ.update(own)
+        os.environ.update(server_environment)
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -46,9 +46,15 @@ def stop() -> None:
 
 def module_path() -> str:
     """Return PYTHONPATH for child processes, without an implicit current folder."""
-    here = os.getcwd()
-    typed = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
-    paths = [p for p in map(os.path.abspath, sys.path) if p != here or here in typed]
+    current_folder = os.getcwd()
+    explicit_folders = {
+        os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p
+    }
+    paths = [
+        p
+        for p in map(os.path.abspath, sys.path)
+        if p != current_folder or current_folder in explicit_folders
+    ]
     if not in_current_folder() or sys.flags.safe_path:
         paths.append(str(Path(runner.__file__).parents[1]))
     return os.pathsep.join(dict.fromkeys(paths))
@@ -81,5 +87,5 @@ def _server() -> Any:
 def is_fit() -> bool:
     """Whether this process may be forked: it has a single thread and no CUDA context."""
     torch = sys.modules.get("torch")
-    touched = torch is not None and torch.cuda.is_initialized()
-    return not touched and threading.active_count() == 1
+    uses_cuda = torch is not None and torch.cuda.is_initialized()
+    return not uses_cuda and threading.active_count() == 1

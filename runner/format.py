@@ -98,12 +98,12 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
-def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:
+def listed(names: Iterable[str], max_names: int = MOST_NAMES) -> str:
     """Join names as `a, b and c`; beyond `MOST_NAMES` the rest is counted."""
-    every = list(names)
-    if len(every) > most:
-        return ", ".join(every[:most]) + f" and {len(every) - most:,} more"
-    return " and ".join(filter(None, (", ".join(every[:-1]), *every[-1:])))
+    all_names = list(names)
+    if len(all_names) > max_names:
+        return ", ".join(all_names[:max_names]) + f" and {len(all_names) - max_names:,} more"
+    return " and ".join(filter(None, (", ".join(all_names[:-1]), *all_names[-1:])))
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -115,8 +115,10 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def short_path(folder: Path) -> str:
     """Return the path relative to the current folder if it lies in it, else absolute."""
-    path, here = folder.absolute(), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    path, current_folder = folder.absolute(), Path.cwd()
+    return (
+        str(path.relative_to(current_folder)) if path.is_relative_to(current_folder) else str(path)
+    )
 
 
 def technique_status(entry: Mapping[str, Any]) -> str:

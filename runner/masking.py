@@ -17,12 +17,12 @@ from urllib.parse import quote
 
 T = TypeVar("T")
 
-SHORTEST = 8  # characters; a shorter value may be part of ordinary words
-LONG_NUMBER = 16  # digits; a shorter one may be a count
+MIN_SECRET_LENGTH = 8  # characters; a shorter value may be part of ordinary words
+MIN_SECRET_DIGITS = 16  # digits; a shorter one may be a count
 NUMBER = re.compile(r"[-+]?[\d.,_eE+-]+")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # as record.markdown escapes
 
-_spellings: dict[str, str] = {}  # variable name by each spelling of its value
+_variable_by_text: dict[str, str] = {}  # variable name by each spelling of its value
 _pattern: re.Pattern[str] | None = None
 
 
@@ -35,15 +35,17 @@ def learn(name: str, value: str) -> None:
     """Make `masked` replace this value from now on, unless it is too short."""
     global _pattern
     for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
-        least = LONG_NUMBER if NUMBER.fullmatch(piece) else SHORTEST
-        if len(piece) >= least:
-            for once in set(_spelled(piece)):  # twice: an error message may quote it within JSON
-                _spellings.update(dict.fromkeys(_spelled(once), name))
-    longest_first = sorted(_spellings, key=len, reverse=True)
+        min_length = MIN_SECRET_DIGITS if NUMBER.fullmatch(piece) else MIN_SECRET_LENGTH
+        if len(piece) >= min_length:
+            for encoded in set(
+                _encodings(piece)
+            ):  # twice: an error message may quote it within JSON
+                _variable_by_text.update(dict.fromkeys(_encodings(encoded), name))
+    longest_first = sorted(_variable_by_text, key=len, reverse=True)
     _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _spelled(value: str) -> Iterator[str]:
+def _encodings(value: str) -> Iterator[str]:
     """Yield the value as written in JSON, Python, HTML, Markdown, shells, URLs and our log."""
     yield value
     yield " ".join(value.split())
@@ -63,32 +65,32 @@ def masked(text: str) -> str:
     """Return `text` with each learned value replaced by `${oc.env:NAME}`."""
     if _pattern is None:
         return text
-    return _pattern.sub(lambda match: stands_for(_spellings[match[0]]), text)
+    return _pattern.sub(lambda match: stands_for(_variable_by_text[match[0]]), text)
 
 
 def masked_all(value: T) -> T:
     """Return the value with all strings masked, at any depth of dicts, lists and dataclasses."""
-    return value if _pattern is None else _walk(value)
+    return value if _pattern is None else _mask_tree(value)
 
 
-def _walk(value: Any) -> Any:
+def _mask_tree(value: Any) -> Any:
     if isinstance(value, str):
         text = masked(value)
         return value if text == value else text
     if isinstance(value, dict):
-        return {_walk(key): _walk(item) for key, item in value.items()}
+        return {_mask_tree(key): _mask_tree(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_walk(item) for item in value)
+        return type(value)(_mask_tree(item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {name: _walk(item) for name, item in own.items()}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: _mask_tree(item) for name, item in fields.items()}
         return dataclasses.replace(value, **changed)
     return value
 
 
 def known() -> Mapping[str, str]:
     """Return variable names by spelling of their values, to pass to a child process by pipe."""
-    return dict(_spellings)
+    return dict(_variable_by_text)
 
 
 def adopt(spellings: Mapping[str, str]) -> None:

@@ -26,13 +26,15 @@ class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder
         self.folder = folder = os.getcwd()
         if not sys.flags.safe_path and sys.path and sys.path[0] in ("", folder):
             del sys.path[0]
-        typed = os.environ.get("PYTHONPATH", "")
-        asked = {os.path.abspath(entry) for entry in typed.split(os.pathsep) if entry}
-        if typed and "" in typed.split(os.pathsep) and folder not in asked:
-            sys.path[:] = [place for place in sys.path if place not in ("", folder)]
+        pythonpath = os.environ.get("PYTHONPATH", "")
+        explicit_folders = {
+            os.path.abspath(entry) for entry in pythonpath.split(os.pathsep) if entry
+        }
+        if pythonpath and "" in pythonpath.split(os.pathsep) and folder not in explicit_folders:
+            sys.path[:] = [entry for entry in sys.path if entry not in ("", folder)]
 
-    def __exit__(self, *failed: object) -> None:
-        here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-        wanted = self.restore or here == os.path.realpath(self.folder)
-        if wanted and self.folder not in sys.path:
+    def __exit__(self, *exc_info: object) -> None:
+        runner_root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+        restores = self.restore or runner_root == os.path.realpath(self.folder)
+        if restores and self.folder not in sys.path:
             sys.path.append(self.folder)

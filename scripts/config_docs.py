@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from runner.config import RunConfig
-from runner.count_limits import LARGEST
+from runner.count_limits import LIMITS
 from runner.data import config as data_config
 from runner.models import config as model_config
 from runner.sweep.config import LauncherConfig
@@ -100,7 +100,7 @@ def rows(schema: Any, prefix: str, without: Any = None, values: Any = None) -> I
             yield from rows(hint, f"{key}.", values=default)
         elif field.name not in shared:
             bounds = [str(field.metadata[name]) for name in ("bounds",) if name in field.metadata]
-            bounds += [f"≤ {LARGEST[key]:,}"] if key in LARGEST else []
+            bounds += [f"≤ {LIMITS[key]:,}"] if key in LIMITS else []
             cells = (f"`{key}`", type_name(hint), as_typed(default), " and ".join(bounds))
             row = " | ".join(cell.replace("|", "\\|") for cell in (*cells, texts[field.name]))
             yield f"| {row} |\n"

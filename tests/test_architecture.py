@@ -58,7 +58,7 @@ distributed.parallel distributed.sharded
 overrides
 config
 composing
-training.length training.left_out tables build_hooks distributed.join
+training.length training.left_out table_report build_hooks distributed.join
 build_data
 build
 doctor parity

@@ -12,7 +12,7 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.composing import compose, from_plain
 from runner.config import RunConfig, plain
-from runner.count_limits import DEFAULT, LARGEST, SEEDS, check_counts
+from runner.count_limits import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.data import config as data_config
 from runner.errors import ConfigError
 from runner.models import config as model_config
@@ -34,7 +34,7 @@ def test_a_count_beyond_its_limit_is_refused_with_the_key_and_what_is_allowed(
     override: str,
 ) -> None:
     key = override.partition("=")[0]
-    most = LARGEST.get(key, DEFAULT)
+    most = LIMITS.get(key, DEFAULT_LIMIT)
     with pytest.raises(ConfigError, match=f"{key}: .* is too many; use {most:,} or less") as caught:
         compose([*HUGE[override], override])
     assert caught.value.key == key
@@ -96,8 +96,8 @@ def test_each_limit_is_of_a_key_that_there_is_and_each_key_has_one() -> None:
     for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
         for schema in schemas.values():
             keys |= keys_of(schema, f"{group}.")
-    assert keys >= LARGEST.keys()
-    for key in keys - set(SEEDS):
+    assert keys >= LIMITS.keys()
+    for key in keys - set(SEED_KEYS):
         tree: dict[str, object] = {}
         *groups, name = key.split(".")
         inner = tree

@@ -72,8 +72,8 @@ def read_manifest(folder: Path) -> CaptureManifest:
     try:  # values of other types are errors here, not in later text
         manifest = dataclass_from_json(CaptureManifest, body)
         # names in the file are never used as paths
-        again = manifest.weights is CapturedWeights.again
-        if set(manifest.files) != ({STATE} if again else {STATE, MODEL}):
+        recomputed = manifest.weights is CapturedWeights.again
+        if set(manifest.files) != ({STATE} if recomputed else {STATE, MODEL}):
             raise ValueError
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None
@@ -96,12 +96,12 @@ def find(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"replay.path: no such folder: {path} (looked from {Path.cwd()})")
     folder = (path.parent if path.is_file() else path).absolute()
-    checkpoint = folder.parent.name == "checkpoints"
-    if (folder / NAME).is_file() and not checkpoint:
+    is_checkpoint = folder.parent.name == "checkpoints"
+    if (folder / NAME).is_file() and not is_checkpoint:
         return folder
-    steps = captures(folder.parents[1] if folder.name == "captures" else folder)
-    if steps:
-        return steps[0]
-    what = "is a checkpoint" if checkpoint else "contains no captured step"
-    name = f"name a run's {FOLDER}/step_… folder, or the run's"
-    raise UsageError(f"replay.path: {path} {what}; {name}")
+    capture_folders = captures(folder.parents[1] if folder.name == "captures" else folder)
+    if capture_folders:
+        return capture_folders[0]
+    problem = "is a checkpoint" if is_checkpoint else "contains no captured step"
+    fix = f"name a run's {FOLDER}/step_… folder, or the run's"
+    raise UsageError(f"replay.path: {path} {problem}; {fix}")

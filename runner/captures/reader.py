@@ -69,18 +69,18 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
 
     admitted = None if policy is None else admit_folder(path, policy)
     manifest = read_manifest(path)
-    for name, written in manifest.files.items():
-        seen = written if admitted is None else admitted.files.get(name)
-        if seen is None or seen.sha256 != written.sha256:
+    for name, digest in manifest.files.items():
+        scanned_digest = digest if admitted is None else admitted.files.get(name)
+        if scanned_digest is None or scanned_digest.sha256 != digest.sha256:
             raise CheckpointError(f"{path / name}: changed while it was being checked")
-    whole = read_state(path / STATE, manifest.files[STATE].sha256)
+    content = read_state(path / STATE, manifest.files[STATE].sha256)
     model: dict[str, Any] | None = None
     if MODEL in manifest.files:
         model = dict(read_tensors(path / MODEL, manifest.files[MODEL].sha256))
     try:
-        state = whole["state"]
+        state = content["state"]
         if model is not None:
-            model.update(whole["model"])
+            model.update(content["model"])
         if len(state["batch"]) != 2 or not _has_plain_numbers(state):
             raise ValueError
         state["batch"] = tuple(state["batch"])

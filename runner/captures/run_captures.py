@@ -33,13 +33,13 @@ class Captures:
         config: CaptureConfig,
         folder: Path,
         settings: Mapping[str, Any],  # the config, from `runner.config.plain`
-        given: Sequence[str] = (),  # components made by the caller of `build`
+        user_parts: Sequence[str] = (),  # components made by the caller of `build`
     ) -> None:
         self.config, self.folder = config, folder
-        self.settings, self.given = settings, list(given)
+        self.settings, self.user_parts = settings, list(user_parts)
         self.random_state = random_state()  # to detect draws from python's or numpy's generator
-        self.full = self.warned = self.announced = False
-        self.newest: tuple[int, Path] | None = None  # not yet logged
+        self.limit_reached = self.warned = self.announced = False
+        self.unlogged: tuple[int, Path] | None = None  # step and folder of a capture not yet logged
 
     def take(
         self, run: Run, step: int, kind: str, message: str, batch: Batch | None = None
@@ -50,7 +50,7 @@ class Captures:
         reached, or if writing fails, which is logged once and does not end the run. Syncs the
         host.
         """
-        if self.full:
+        if self.limit_reached:
             return None
         from runner.captures.writer import take_capture
 
@@ -63,11 +63,11 @@ class Captures:
 
     def log_capture(self) -> None:
         """Log the capture that `take` wrote, once; call it after logging the step itself."""
-        if self.newest is not None:
+        if self.unlogged is not None:
             text = "step %d captured; to inspect it: job=replay replay.path=%s"
-            log.info(text, *self.newest, extra={"live": self.announced})  # the first is on screen
+            log.info(text, *self.unlogged, extra={"live": self.announced})  # the first is on screen
             self.announced = True
-        self.newest = None
+        self.unlogged = None
 
     def warn(self, message: str) -> None:
         """Log a warning the first time, at debug level afterwards."""

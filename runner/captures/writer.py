@@ -30,44 +30,48 @@ MIB = 2**20
 
 
 def take_capture(
-    of: Captures, run: Run, step: int, kind: str, message: str, batch: Batch | None
+    recorder: Captures, run: Run, step: int, kind: str, message: str, batch: Batch | None
 ) -> str | None:
     """Write a capture; return its relative path, or None beyond a limit. Raises OSError."""
-    existing = captures(of.folder)
-    target = of.folder / FOLDER / step_name(step)
+    existing = captures(recorder.folder)
+    target = recorder.folder / FOLDER / step_name(step)
     if target in existing:  # written before the run was resumed
         return f"{FOLDER}/{target.name}"
-    of.full = len(existing) >= of.config.at_most
-    if of.full:
+    recorder.limit_reached = len(existing) >= recorder.config.at_most
+    if recorder.limit_reached:
         return None
-    rows = [] if step > run.progress.step else run.reader.since(step)  # host sync
+    reports = [] if step > run.progress.step else run.reader.since(step)  # host sync
     # a later remedy (roll-back, learning rate, loss scale) changed the state the step began with
-    unchanged = rows is not None and all(row[2] > 0 for row in rows) and run.guardian.settled < step
-    loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
+    unchanged = (
+        reports is not None and all(row[2] > 0 for row in reports) and run.guardian.settled < step
+    )
+    loss, grad_norm = (reports[0][0], reports[0][1]) if reports else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
-    earlier = run.checkpointer.before(step)
-    weights = _choose_weights(of, run, unchanged, earlier, _bytes(batch))
+    previous_checkpoint = run.checkpointer.before(step)
+    weights = _choose_weights(recorder, run, unchanged, previous_checkpoint, _tensor_bytes(batch))
     if weights is None:
-        full = f"is left of debug.capture.mb={of.config.mb:g}"
-        of.warn(f"step {step} not captured for job=replay: it needs more than {full}")
+        limit = f"is left of debug.capture.mb={recorder.config.mb:g}"
+        recorder.warn(f"step {step} not captured for job=replay: it needs more than {limit}")
         return None
-    model, now = run.model.state_dict(), random_state()
-    checkpoint = None if earlier is None else checkpoints.read_manifest(earlier).step
+    model, generators = run.model.state_dict(), random_state()
+    checkpoint = (
+        None if previous_checkpoint is None else checkpoints.read_manifest(previous_checkpoint).step
+    )
     state: dict[str, Any] = {
         "batch": batch,
         "samples": run.train.indices(step - 1),
         "loss": loss,
-        "grad_norm": norm,
+        "grad_norm": grad_norm,
         "buffers": {n: b for n, b in run.model.named_buffers() if n not in model},
         "update": None,
-        "random": now,
-        "random_then": _same_generators(of.random_state, now),
+        "random": generators,
+        "random_then": _same_generators(recorder.random_state, generators),
         "progress": asdict(run.progress),
         "remedy": run.guardian.settled,
         "skipped": [n for n in run.reader.skipped if (checkpoint or 0) < n < step],
     }
     if weights is not CapturedWeights.again:
-        overflows = sum(not np.isfinite(row[1]) for row in rows or ()) if unchanged else 0
+        overflows = sum(not np.isfinite(row[1]) for row in reports or ()) if unchanged else 0
         state["update"] = _restore_scale(run.update.state(), overflows)
     manifest = CaptureManifest(
         step=step,
@@ -78,18 +82,18 @@ def take_capture(
         seed=run.seed,
         name=run.name,
         config_hash=run.config_hash,
-        config=dict(of.settings),
-        given=of.given,
-        choices=_json_safe(_choices(run)),
+        config=dict(recorder.settings),
+        given=recorder.user_parts,
+        choices=_json_safe(_choice_values(run)),
         micro_batch=run.micro_batch,
         threads=run.device.threads,
         device=_json_safe(run.device.describe()),
         versions=versions(),
         loss=str(loss),
-        grad_norm=str(norm),
+        grad_norm=str(grad_norm),
     )
-    relative = write_capture(of.folder, manifest, model, state, earlier)
-    of.newest = step, of.folder / relative
+    relative = write_capture(recorder.folder, manifest, model, state, previous_checkpoint)
+    recorder.unlogged = step, recorder.folder / relative
     return relative
 
 
@@ -106,10 +110,10 @@ def write_capture(
     checkpoint exists. Raises OSError.
     """
     name = step_name(manifest.step)
-    again = manifest.weights is CapturedWeights.again
-    snapshot = Copier(reuse=False).take({} if again else dict(model), dict(state))
+    recomputed = manifest.weights is CapturedWeights.again
+    snapshot = Copier(reuse=False).take({} if recomputed else dict(model), dict(state))
     writers = {checkpoints.STATE: write_state}
-    if not again:
+    if not recomputed:
         writers[checkpoints.MODEL] = write_tensors
     temporary = folder / FOLDER / f".tmp-{name}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -129,20 +133,24 @@ def write_capture(
     return f"{FOLDER}/{name}"
 
 
-def _choices(run: Run) -> dict[str, Any]:
+def _choice_values(run: Run) -> dict[str, Any]:
     trials = {} if run.trials is None else {TRIALS: run.trials.history()}
     return {choice.key: choice.value for choice in run.choices} | trials
 
 
 def _choose_weights(
-    of: Captures, run: Run, unchanged: bool, earlier: Path | None, batch_bytes: int
+    recorder: Captures,
+    run: Run,
+    unchanged: bool,
+    previous_checkpoint: Path | None,
+    batch_bytes: int,
 ) -> CapturedWeights | None:
     """Choose which weights to write; None if debug.capture.mb leaves no room for needed ones."""
-    room = of.config.mb * MIB - _used_bytes(of.folder / FOLDER) - batch_bytes
-    fits = _bytes([run.model.state_dict(), run.update.state()]) <= room
-    if room < 0 or (earlier is None and not fits):
+    free_bytes = recorder.config.mb * MIB - _used_bytes(recorder.folder / FOLDER) - batch_bytes
+    fits = _tensor_bytes([run.model.state_dict(), run.update.state()]) <= free_bytes
+    if free_bytes < 0 or (previous_checkpoint is None and not fits):
         return None
-    if earlier is None and not unchanged:
+    if previous_checkpoint is None and not unchanged:
         return CapturedWeights.later
     return CapturedWeights.then if unchanged and fits else CapturedWeights.again
 
@@ -153,7 +161,7 @@ def _used_bytes(root: Path) -> int:
     return sum(file.st_size for file in files if file.st_nlink == 1)
 
 
-def _bytes(value: Any) -> int:
+def _tensor_bytes(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors(value))
 
 

@@ -22,14 +22,14 @@ from runner.data.nested import named_leaves, tree_map
 
 log = logging.getLogger("runner")
 
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 """The checked tensors of a batch by name: inputs, inputs.key, inputs[1], target."""
 
-VETOES = (CheckPolicy.skip, CheckPolicy.stop)  # policies under which no update is made
+VETO_POLICIES = (CheckPolicy.skip, CheckPolicy.stop)  # policies under which no update is made
 FORM = "form"
-LARGEST = torch.finfo(torch.float64).max
-PRESCAN_VALUES, PRESCAN_PART = 1 << 24, 1 << 22  # most values in all (0.02 s) and per chunk
-CHECKED = (
+FLOAT64_MAX = torch.finfo(torch.float64).max
+PRESCAN_VALUES, PRESCAN_CHUNK = 1 << 24, 1 << 22  # most values in all (0.02 s) and per chunk
+CHECKED_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
     *(torch.complex64, torch.complex128),
@@ -74,7 +74,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Finding:
+class BatchFinding:
     """A fault of a batch."""
 
     check: str
@@ -96,13 +96,13 @@ class BatchChecks:
         policy: CheckPolicy = getattr(self.config, check)
         return policy
 
-    def tensors(self, batch: Batch) -> Tensors:
+    def tensors(self, batch: Batch) -> NamedTensors:
         """Return the dense, non-empty tensors of a batch by name, without reading values."""
-        tensors: Tensors = {}
+        tensors: NamedTensors = {}
         for part, name in zip(batch, ("inputs", "target"), strict=True):
             for leaf, tensor in named_leaves(part, name):
                 dense = tensor.layout is torch.strided and not tensor.is_nested
-                if not dense or tensor.dtype not in CHECKED:
+                if not dense or tensor.dtype not in CHECKED_DTYPES:
                     if leaf not in self.unchecked:
                         self.unchecked.add(leaf)
                         log.warning(
@@ -112,7 +112,7 @@ class BatchChecks:
                     tensors[leaf] = tensor
         return tensors
 
-    def form_finding(self, tensors: Tensors) -> Finding | None:
+    def form_finding(self, tensors: NamedTensors) -> BatchFinding | None:
         """Return a finding if a name, dtype or shape differs from the first batch's, else None."""
         if self.config.form is CheckPolicy.off:
             return None
@@ -120,29 +120,31 @@ class BatchChecks:
         if self.reference is None:
             self.reference = form
         for name, (dtype, shape) in form.items():
-            expected, usual = self.reference.get(name, (None, ()))
-            if expected is None:
-                return Finding(FORM, f"{name} is new")
-            if dtype is not expected or not self._fits(name, usual, shape, dtype):
-                given = f"{name} is {dtype} of shape {list(shape)} a sample"
-                message = f"{given}, expected {expected} of {list(usual)}"
-                return Finding(FORM, message.replace("torch.", ""))
+            expected_dtype, expected_shape = self.reference.get(name, (None, ()))
+            if expected_dtype is None:
+                return BatchFinding(FORM, f"{name} is new")
+            if dtype is not expected_dtype or not self._shape_matches(
+                name, expected_shape, shape, dtype
+            ):
+                actual = f"{name} is {dtype} of shape {list(shape)} a sample"
+                message = f"{actual}, expected {expected_dtype} of {list(expected_shape)}"
+                return BatchFinding(FORM, message.replace("torch.", ""))
         missing = self.reference.keys() - form
-        return Finding(FORM, f"{min(missing)} is missing or empty") if missing else None
+        return BatchFinding(FORM, f"{min(missing)} is missing or empty") if missing else None
 
-    def _fits(
-        self, name: str, usual: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
+    def _shape_matches(
+        self, name: str, expected_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> bool:
         """Return whether a shape matches; lengths may vary, dimensions, features, channels not."""
-        if usual == shape or len(usual) != len(shape):
-            return usual == shape
+        if expected_shape == shape or len(expected_shape) != len(shape):
+            return expected_shape == shape
         if not dtype.is_floating_point and not dtype.is_complex:
             text = self.spec.vocab or name == "inputs.input_ids"
             if text or name != _main_leaf(self.reference or {}):
                 return True  # also labels per token, and a mask
-        return len(shape) > 1 and (usual[0] == shape[0] or usual[-1] == shape[-1])
+        return len(shape) > 1 and (expected_shape[0] == shape[0] or expected_shape[-1] == shape[-1])
 
-    def limits(self, tensors: Tensors) -> list[Limit]:
+    def limits(self, tensors: NamedTensors) -> list[Limit]:
         """Return the limits of each tensor, except of checks that are off."""
         main, limits = _main_leaf(tensors), list[Limit]()
         low, high = self.config.schema.low, self.config.schema.high
@@ -150,7 +152,7 @@ class BatchChecks:
         for name, tensor in tensors.items():
             count = self._index_count(name, main)
             if tensor.is_floating_point() or tensor.is_complex():
-                limits.append(Limit("not_finite", name, -LARGEST, LARGEST))
+                limits.append(Limit("not_finite", name, -FLOAT64_MAX, FLOAT64_MAX))
             elif tensor.dtype is torch.bool:
                 continue
             elif count:
@@ -168,7 +170,7 @@ class BatchChecks:
         return self.classes if leaf == "target" else self.spec.vocab if leaf == main else None
 
     @torch.no_grad()
-    def measure(self, tensors: Tensors, limits: Sequence[Limit]) -> Tensor:
+    def measure(self, tensors: NamedTensors, limits: Sequence[Limit]) -> Tensor:
         """Return [limits, 2] minima and maxima, on the batch's device, without a host sync."""
         rows: dict[str, Tensor] = {}
         for name in dict.fromkeys(limit.leaf for limit in limits):
@@ -180,24 +182,24 @@ class BatchChecks:
         return torch.stack([rows[limit.leaf] for limit in limits])
 
     def findings(
-        self, limits: Sequence[Limit], values: Sequence[Sequence[float]], tensors: Tensors
-    ) -> list[Finding]:
+        self, limits: Sequence[Limit], values: Sequence[Sequence[float]], tensors: NamedTensors
+    ) -> list[BatchFinding]:
         """Return a finding per violated limit, with the bad samples if its tensor is given."""
         return [
-            Finding(limit.check, limit.message(low, high), self._bad_samples(tensors, limit))
+            BatchFinding(limit.check, limit.message(low, high), self._bad_samples(tensors, limit))
             for limit, (low, high) in zip(limits, values, strict=True)
             if not limit.holds(low, high)
         ]
 
-    def _bad_samples(self, tensors: Tensors, limit: Limit) -> Tensor | None:
+    def _bad_samples(self, tensors: NamedTensors, limit: Limit) -> Tensor | None:
         if limit.leaf not in tensors or limit.check == "constant":
             return None
         values = _as_real(tensors[limit.leaf])
         values = values if values.is_floating_point() else values.long()  # uint8 has no -1
-        bad = self._outside(limit.leaf, values, limit.low, limit.high)
+        bad = self._out_of_range(limit.leaf, values, limit.low, limit.high)
         return bad.reshape(len(values), -1).any(1).cpu()
 
-    def _outside(self, leaf: str, values: Tensor, low: float, high: float) -> Tensor:
+    def _out_of_range(self, leaf: str, values: Tensor, low: float, high: float) -> Tensor:
         bad = ~((values >= low) & (values <= high))
         if leaf == "target" and self.spec.ignored is not None:
             bad &= values != self.spec.ignored
@@ -206,8 +208,10 @@ class BatchChecks:
     def veto(self, limits: Sequence[Limit], values: Tensor) -> Tensor | None:
         """Return 0-d 1.0 if a vetoing limit is violated, else 0.0; None without any. No sync."""
         pairs = zip(limits, values.unbind(), strict=True)
-        sound = [x.holds(*row.unbind()) for x, row in pairs if self.policy(x.check) in VETOES]
-        return 1.0 - torch.stack(sound).all().float() if sound else None
+        satisfied = [
+            x.holds(*row.unbind()) for x, row in pairs if self.policy(x.check) in VETO_POLICIES
+        ]
+        return 1.0 - torch.stack(satisfied).all().float() if satisfied else None
 
     def make_harmless(self, batch: Batch) -> Batch:
         """Return the batch with labels and tokens outside their range set to 0; no host sync."""
@@ -216,7 +220,7 @@ class BatchChecks:
         for leaf in ("target", main):
             tensor, count = tensors.get(leaf), self._index_count(leaf, main)
             if tensor is not None and count is not None and not tensor.is_floating_point():
-                bad = self._outside(leaf, tensor, 0, count - 1)
+                bad = self._out_of_range(leaf, tensor, 0, count - 1)
                 harmless[id(tensor)] = torch.where(bad, 0, tensor)
         inputs, target = (tree_map(x, lambda t: harmless.get(id(t), t)) for x in batch)
         return inputs, target
@@ -242,16 +246,16 @@ class Prescan:
         width, constant = max(1, self.inputs[0].numel()), 0
         if width * len(self.rows) > PRESCAN_VALUES:
             return False
-        for rows in torch.split(self.rows, max(1, PRESCAN_PART // width)):
+        for rows in torch.split(self.rows, max(1, PRESCAN_CHUNK // width)):
             batch = self.inputs.index_select(0, rows), self.target.index_select(0, rows)
-            if find(checks, checks.tensors(batch)):
+            if find_problems(checks, checks.tensors(batch)):
                 return False
             samples = batch[0].reshape(len(rows), -1)
             constant += int((samples == samples[:, :1]).all(1).sum()) if width > 1 else 0
         return constant < self.smallest or self.smallest == 1
 
 
-def find(checks: BatchChecks, tensors: Tensors) -> list[Finding]:
+def find_problems(checks: BatchChecks, tensors: NamedTensors) -> list[BatchFinding]:
     """Return all findings about a batch; takes host syncs."""
     form, limits = checks.form_finding(tensors), checks.limits(tensors)
     findings = [form] if form else []

@@ -19,7 +19,7 @@ from runner.training.hook import Hook
 from runner.training.run import Run
 
 SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
-WORST = 5  # reasons in a summary; all are in the report and the history
+MAX_SUMMARY_REASONS = 5  # reasons in a summary; all are in the report and the history
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ModelReport:
         """Return counts and the worst reasons, for a run's summary."""
         severities = [reason.severity for reason in self.reasons]
         counts = {f"{s.word}s": severities.count(s) for s in reversed(Severity)}
-        return {"ok": self.ok, **counts, "worst": self.as_dict()["reasons"][:WORST]}
+        return {"ok": self.ok, **counts, "worst": self.as_dict()["reasons"][:MAX_SUMMARY_REASONS]}
 
     def __str__(self) -> str:
         lines = [f"{r.severity.word} {r.code}: {r}" for r in self.reasons]
@@ -69,14 +69,14 @@ def check_model(model: nn.Module) -> ModelReport:
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tensors = parameters | buffers
-    plain = {name: t for name, t in tensors.items() if _is_plain(t)}
-    reasons = [*_value_reasons(plain, parameters), *_form_reasons(parameters)]
-    counted = sum(t.numel() for name, t in plain.items() if name in parameters)
-    skipped = {"not_checked": names} if (names := [n for n in tensors if n not in plain]) else {}
+    dense = {name: t for name, t in tensors.items() if _is_dense(t)}
+    reasons = [*_value_reasons(dense, parameters), *_form_reasons(parameters)]
+    counted = sum(t.numel() for name, t in dense.items() if name in parameters)
+    skipped = {"not_checked": names} if (names := [n for n in tensors if n not in dense]) else {}
     return ModelReport(reasons, {"parameters": counted} | skipped)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Return whether the tensor is dense with values in memory, and no wrapper subclass."""
     if is_lazy(tensor) or tensor.is_meta or tensor.is_quantized:
         return False
@@ -84,18 +84,18 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(wrapper)
 
 
-def _value_reasons(plain: dict[str, Tensor], parameters: dict[str, Any]) -> Iterator[Reason]:
+def _value_reasons(dense: dict[str, Tensor], parameters: dict[str, Any]) -> Iterator[Reason]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in plain.items():
+    for name, tensor in dense.items():
         if tensor.is_floating_point() and tensor.numel():
             wide = tensor.float() if tensor.element_size() == 1 else tensor
             by_device.setdefault(tensor.device, {})[name] = wide
     for group in by_device.values():
         limits = torch.stack([torch.stack(torch.aminmax(t)).float() for t in group.values()])
         for (name, tensor), (low, high) in zip(group.items(), limits.tolist(), strict=True):
-            masks = name not in parameters and low == -math.inf and high < math.inf
-            statistic = name.rpartition(".")[2].startswith("running_")
-            if not (math.isfinite(low) and math.isfinite(high)) and (statistic or not masks):
+            is_mask = name not in parameters and low == -math.inf and high < math.inf
+            is_statistic = name.rpartition(".")[2].startswith("running_")
+            if not (math.isfinite(low) and math.isfinite(high)) and (is_statistic or not is_mask):
                 yield from _not_finite(name, tensor)
 
 
@@ -112,12 +112,12 @@ def _not_finite(name: str, tensor: Tensor) -> Iterator[Reason]:
 
 
 def _form_reasons(parameters: dict[str, nn.Parameter]) -> Iterator[Reason]:
-    formed = {name: p for name, p in parameters.items() if not is_lazy(p)}
-    for name, parameter in formed.items():
+    initialized = {name: p for name, p in parameters.items() if not is_lazy(p)}
+    for name, parameter in initialized.items():
         if not parameter.numel():
             evidence = f"its shape {list(parameter.shape)} has no values"
             yield Reason("weights.empty", Severity.WARNING, name, evidence, "check its sizes for 0")
-    types = sorted({str(p.dtype) for p in formed.values() if p.is_floating_point()})
+    types = sorted({str(p.dtype) for p in initialized.values() if p.is_floating_point()})
     if len(types) > 1:
         yield Reason("weights.dtypes", Severity.NOTE, "", f"parameters are {' and '.join(types)}")
 

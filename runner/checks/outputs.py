@@ -16,8 +16,8 @@ from torch import Tensor
 from runner.data.nested import tree_map
 from runner.errors import UsageError
 
-COUNTED = ("nan", "inf", "limited")
-WORDS = ("NaN", "Inf", "beyond their limits")
+CAUSES = ("nan", "inf", "limited")
+CAUSE_NAMES = ("NaN", "Inf", "beyond their limits")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Changes:
 
     def read(self) -> dict[str, int]:
         """Return the counts by name: nan, inf, limited; a host sync."""
-        counts = [0] * len(COUNTED) if self.counts is None else self.counts.tolist()
-        return dict(zip(COUNTED, counts, strict=True))
+        counts = [0] * len(CAUSES) if self.counts is None else self.counts.tolist()
+        return dict(zip(CAUSES, counts, strict=True))
 
 
 def sanitise(
@@ -65,7 +65,7 @@ def sanitise(
         raise UsageError(f"sanitise: low must be at most high, got {low} > {high}")
     total = Changes()
 
-    def change(value: Tensor) -> Tensor:
+    def sanitise_leaf(value: Tensor) -> Tensor:
         nonlocal total
         dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
         if not dense or value.is_complex():
@@ -75,34 +75,36 @@ def sanitise(
             )
         if not value.is_floating_point():
             return value
-        value, changes = _clean(value, nan, inf, low, high)
+        value, changes = _sanitise_tensor(value, nan, inf, low, high)
         total = total + changes
         return value
 
-    return tree_map(output, change), total
+    return tree_map(output, sanitise_leaf), total
 
 
 def described(changes: Mapping[str, int]) -> str:
     """Return a text such as `2 NaN, 1 beyond their limits`; empty without changes."""
-    words = zip(COUNTED, WORDS, strict=True)
-    return ", ".join(f"{changes[name]:,} {word}" for name, word in words if changes.get(name))
+    names = zip(CAUSES, CAUSE_NAMES, strict=True)
+    return ", ".join(f"{changes[name]:,} {cause}" for name, cause in names if changes.get(name))
 
 
 class Watched:
     """A model's forward that counts the changes its outputs need, and returns them unchanged."""
 
-    def __init__(self, forward: Callable[..., Any], order: Callable[[Any], Changes]) -> None:
-        self.forward, self.order = forward, order
+    def __init__(
+        self, forward: Callable[..., Any], count_changes: Callable[[Any], Changes]
+    ) -> None:
+        self.forward, self.count_changes = forward, count_changes
         self.changes = Changes()
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Return the output of the forward, and add its changes to `changes`."""
-        output = self.forward(*inputs, **named)
-        self.changes = self.changes + self.order(output)
+        output = self.forward(*inputs, **keywords)
+        self.changes = self.changes + self.count_changes(output)
         return output
 
 
-def _clean(
+def _sanitise_tensor(
     x: Tensor, nan: float, inf: float | None, low: float | None, high: float | None
 ) -> tuple[Tensor, Changes]:
     wide = x.float() if x.element_size() < 4 else x  # as not all kernels take narrow dtypes

@@ -22,11 +22,11 @@ from runner.techniques.base import Choice
 MIN_ROWS = 20  # fewer rows may have a constant column by chance
 MIN_JUDGED = 100  # fewer rows may have a column that predicts the label by chance
 MIN_ERRORS = 20  # fewer rows outside the most common class, likewise
-LEAK = {True: 0.98, False: 0.99}  # least skill of a leak, for classes and for quantities
-EASY = 0.9  # skill of the next best column with which the label is easy, and no column a leak
+LEAK_SKILL = {True: 0.98, False: 0.99}  # least skill of a leak, for classes and for quantities
+EASY_SKILL = 0.9  # skill of the next best column with which the label is easy, and no column a leak
 MANY_VALUES = 256  # with more distinct values a column is judged by its order only
 SAMPLE_CELLS, SAMPLE_ROWS, MAX_COLUMNS = 1_500_000, 50_000, 2_048  # take 0.1 s
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CheckedTable:
     columns: tuple[Column, ...]
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
-    rows: Callable[[int], str] = RowNames()  # index -> name in messages
+    row_name: Callable[[int], str] = RowNames()  # index -> name in messages
     classes: int | None = None  # None: quantities
     ignore: str = ""  # the key that leaves a column out, where there is one
 
@@ -76,8 +76,8 @@ class TableFindings:
         name, title = table.columns[number].name, table.columns[number].title
         severity = Severity.NOTE if kind == "constant" else Severity.WARNING
         key = f"{table.ignore}=[{name}] or " if table.ignore else ""
-        known = "if it is unknown at prediction time, " if kind == "leak" else ""
-        way_out = "" if drop else f"{known}leave it out with {key}checks.table.{kind}=drop"
+        condition = "if it is unknown at prediction time, " if kind == "leak" else ""
+        way_out = "" if drop else f"{condition}leave it out with {key}checks.table.{kind}=drop"
         reason = Reason(f"table.{kind}", severity, f"column {title!r}", text, way_out)
         self.add(reason, "left out of the inputs" if drop else "", f"without {title}")
         self.drop_columns += [number] if drop else []
@@ -89,21 +89,21 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
     Raises DataError for findings under the policy `stop`, and if dropping would leave no columns or
     no validation rows.
     """
-    findings, sample = TableFindings(), _sample(table)
+    findings, sample = TableFindings(), _sample_rows(table)
     skills: list[float | None] = []
     if config.leak is not CheckPolicy.off:
         skills = _label_skills(table, sample)
     if config.constant is not CheckPolicy.off and len(table.train) >= MIN_ROWS:
         for number, values in enumerate(table.values(table.train)):
             if (values == values[0]).all():
-                value = _value(table.columns[number], values[0])
+                value = _format_value(table.columns[number], values[0])
                 text = f"is {value} in all {len(values):,} training rows"
                 drop = config.constant is CheckPolicy.drop
                 findings.add_column("constant", table, number, text, drop)
-    for number, text in _leaks(table, skills):
+    for number, text in _find_leaks(table, skills):
         findings.add_column("leak", table, number, text, config.leak is CheckPolicy.drop)
     if findings.drop_columns and len(findings.drop_columns) == len(table.columns):
-        names = "; ".join(map(str, findings.reasons[:SHOWN]))
+        names = "; ".join(map(str, findings.reasons[:MAX_SHOWN]))
         raise DataError(f"checks.table: no input columns would be left: {names}")
     if config.shared is not CheckPolicy.off:
         _check_shared(findings, table, config.shared)
@@ -119,37 +119,37 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
             for reason, action in zip(findings.reasons, findings.actions, strict=True)
         ],
     }
-    _stop(findings, config)
+    _raise_stopped(findings, config)
     return findings
 
 
-def _stop(findings: TableFindings, config: TableConfig) -> None:
+def _raise_stopped(findings: TableFindings, config: TableConfig) -> None:
     kinds = [k for k in ("constant", "leak", "shared") if getattr(config, k) is CheckPolicy.stop]
     reasons = [reason for reason in findings.reasons if reason.code.partition(".")[2] in kinds]
     if reasons:
-        shown = "; ".join(map(str, reasons[:SHOWN])) + "; …" * (len(reasons) > SHOWN)
+        shown = "; ".join(map(str, reasons[:MAX_SHOWN])) + "; …" * (len(reasons) > MAX_SHOWN)
         keys = " ".join(dict.fromkeys(f"checks.{reason.code}=warn" for reason in reasons))
         raise DataError(f"{shown}; to continue anyway: {keys}")
 
 
-def _value(column: Column, value: np.float32) -> str:
+def _format_value(column: Column, value: np.float32) -> str:
     """Return a value as it was in the file."""
     if column.values:
         return repr(dict(enumerate(column.values)).get(int(value), "a category not in training"))
     return f"{value * column.deviation + column.mean:.6g}"
 
 
-def _sample(table: CheckedTable) -> NDArray[np.int64]:
+def _sample_rows(table: CheckedTable) -> NDArray[np.int64]:
     """Return evenly spaced training rows, few enough for bounded time; the same after a resume."""
-    most = min(SAMPLE_ROWS, max(1_000, SAMPLE_CELLS // max(1, table.inputs.shape[1])))
-    if len(table.train) <= most:
+    max_rows = min(SAMPLE_ROWS, max(1_000, SAMPLE_CELLS // max(1, table.inputs.shape[1])))
+    if len(table.train) <= max_rows:
         return table.train
-    return table.train[np.linspace(0, len(table.train) - 1, most).astype(np.int64)]
+    return table.train[np.linspace(0, len(table.train) - 1, max_rows).astype(np.int64)]
 
 
-def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[int, str]]:
+def _find_leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[int, str]]:
     """Yield the number of each column that leaks the label, and the evidence."""
-    limit = LEAK[table.classes is not None]
+    limit = LEAK_SKILL[table.classes is not None]
     best, name = max(
         ((s, c.title) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
         default=(0.0, ""),
@@ -158,7 +158,7 @@ def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[in
     if table.classes is not None:
         text = "alone avoids {:.4%} of the errors made without it"
     for number, skill in enumerate(skills):
-        if skill is not None and skill >= limit and best < EASY:
+        if skill is not None and skill >= limit and best < EASY_SKILL:
             other = f"; the next best column, {name!r}, {best:.1%}" if name else ""
             yield number, text.format(skill) + other
 
@@ -185,8 +185,8 @@ def _is_monotonic(values: NDArray[Any]) -> bool:
 
 def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
     _, labels, counts = np.unique(target, return_inverse=True, return_counts=True)
-    classes, wrong = len(counts), len(labels) - int(counts.max())  # errors without any column
-    if wrong < MIN_ERRORS:
+    classes, base_errors = len(counts), len(labels) - int(counts.max())  # errors without any column
+    if base_errors < MIN_ERRORS:
         return None
     distinct, codes = np.unique(values, return_inverse=True)
     # sorted by a perfect column, labels change `classes - 1` times
@@ -197,7 +197,7 @@ def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
         commonest = pairs.reshape(-1, classes).max(1)
         # one row of each value is right by chance: a value of a single row always has its class
         errors = min(errors, len(labels) - int(commonest.sum()) + len(distinct) - classes)
-    return max(0.0, 1 - max(0.0, errors) / wrong)
+    return max(0.0, 1 - max(0.0, errors) / base_errors)
 
 
 def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
@@ -205,8 +205,8 @@ def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
     order = np.lexsort((splitmix(np.arange(len(values))), values))
     skill = 0.0
     for quantity in np.asarray(target, np.float64).reshape(len(target), -1).T[:4]:
-        _, place, count = np.unique(quantity, return_inverse=True, return_counts=True)
-        ranks = (np.cumsum(count) - count / 2)[place]
+        _, inverse, counts = np.unique(quantity, return_inverse=True, return_counts=True)
+        ranks = (np.cumsum(counts) - counts / 2)[inverse]
         steps = np.diff(ranks[order])
         skill = max(skill, 1 - float((steps * steps).mean()) / max(1e-9, 2 * float(ranks.var())))
     return skill
@@ -234,7 +234,7 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
     evidence = (
         f"{len(rows):,} of {len(table.validation):,} validation rows "
         f"({len(rows) / len(table.validation):.1%}) are also in training, such as "
-        f"{table.rows(int(rows[0]))}, equal to {table.rows(int(twin))}"
+        f"{table.row_name(int(rows[0]))}, equal to {table.row_name(int(twin))}"
     )
     drops = policy is CheckPolicy.drop
     if drops and len(rows) == len(table.validation):

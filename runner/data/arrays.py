@@ -11,20 +11,20 @@ import torch
 
 from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
-from runner.data.dataset import Tensors, scale_of
-from runner.data.labels import MOST, TASKS, check_classes, check_task, guess_task
-from runner.data.open import PLAIN, Opening
+from runner.data.dataset import Tensors, fit_target_scale
+from runner.data.labels import MAX_CLASSES, TASKS, check_classes, check_task, guess_task
+from runner.data.open import DEFAULT_OPENING, Opening
 from runner.data.paths import existing, suggestion
 from runner.data.split import split_samples
-from runner.data.usable import leave_out
+from runner.data.usable import usable_indices
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
-TABLES = (".csv", ".tsv", ".parquet")
+TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 
 
-def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
+def arrays(config: Arrays, opening: Opening = DEFAULT_OPENING) -> Tensors:
     """Open an `.npz`: floats become float32, and uint8 images are scaled to 0 … 1.
 
     Images are [samples, channels, height, width] or [samples, height, width]; integers
@@ -36,61 +36,62 @@ def arrays(config: Arrays, opening: Opening = PLAIN) -> Tensors:
     check_task(config.task, TASKS)
     path = existing(config.path)
     trained = None if opening.fitted is None else opening.fitted.sizes
-    if path.suffix.lower() in TABLES:
+    if path.suffix.lower() in TABLE_SUFFIXES:
         raise ConfigError("data.path", f"{path} is a table, not an .npz file", "use data=tabular")
     content = read_arrays(path, opening.policy or FilePolicy())
-    x, x_name = _pick(content, path, config.inputs, "data.inputs"), f"{path}: {config.inputs!r}"
-    bad = _bad_values(x, x_name, ids=x.dtype.kind in "iu" and x.ndim == 2)
-    y, y_name, task, reason = None, f"{path}: {config.target!r}", "", ""
+    x = _select_array(content, path, config.inputs, "data.inputs")
+    input_name = f"{path}: {config.inputs!r}"
+    bad = _bad_values(x, input_name, ids=x.dtype.kind in "iu" and x.ndim == 2)
+    y, target_name, task, reason = None, f"{path}: {config.target!r}", "", ""
     if opening.labelled or trained is None:
-        y = _pick(content, path, config.target, "data.target")
+        y = _select_array(content, path, config.target, "data.target")
         if len(x) != len(y):
             problem = f"{config.inputs!r} has {len(x):,} samples and {config.target!r} {len(y):,}"
             raise DataError(f"{path}: {problem}; the first dimension of both is the sample")
-        task, reason = _task(x, y, config.task if trained is None else trained.task)
-        bad = _bad_values(y, y_name, ids=y.dtype.kind in "iu" and task != "regression") | bad
-    kept, choices = leave_out(bad, len(x), config)
-    x = x[kept] if bad else x
-    inputs, sizes = _inputs(x, f"{path}: array {config.inputs!r}")
+        task, reason = _infer_task(x, y, config.task if trained is None else trained.task)
+        bad = _bad_values(y, target_name, ids=y.dtype.kind in "iu" and task != "regression") | bad
+    usable, choices = usable_indices(bad, len(x), config)
+    x = x[usable] if bad else x
+    inputs, sizes = _convert_inputs(x, f"{path}: array {config.inputs!r}")
     if trained is not None:
-        _check_trained(sizes, trained, x_name)
+        _check_trained(sizes, trained, input_name)
     target = np.zeros(len(inputs), np.int64)
     if y is not None:
-        y = y[kept] if bad else y
-        target, sizes = _target(inputs, replace(sizes, task=task), y, y_name)
+        y = y[usable] if bad else y
+        target, sizes = _convert_target(inputs, replace(sizes, task=task), y, target_name)
     strata = target if opening.labelled and task == "classification" else None
     train, validation, rule = split_samples(opening, len(inputs), config, str(path), strata)
     if trained is not None:
         if (sizes.classes or 0) > (trained.classes or 0):
             problem = f"has {sizes.classes} classes or targets, but the model was trained on"
-            raise DataError(f"{y_name} {problem} {trained.classes}")
+            raise DataError(f"{target_name} {problem} {trained.classes}")
         sizes = trained
     else:
         if task == "classification":
-            check_classes([str(label) for label in range(sizes.classes or 0)], y_name)
+            check_classes([str(label) for label in range(sizes.classes or 0)], target_name)
         if config.task == "auto":
             choices = (*choices, Choice("data.task", task, reason))
         if task == "regression":
-            mean, deviation, choice = scale_of(target, train)
+            mean, deviation, choice = fit_target_scale(target, train)
             sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
-    rows = RowNames(numbers=kept) if bad else RowNames()
+    rows = RowNames(numbers=usable) if bad else RowNames()
     return Tensors(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
 
 
 def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:
     """Raise DataError if the inputs have another shape than in training."""
     for key in ("in_features", "in_channels", "image_size", "sequence"):
-        size, wanted = getattr(shape, key), getattr(trained, key)
-        if size != wanted:
-            raise DataError(f"{where}: has {key} {size}, but the model was trained on {wanted}")
+        size, expected = getattr(shape, key), getattr(trained, key)
+        if size != expected:
+            raise DataError(f"{where}: has {key} {size}, but the model was trained on {expected}")
     if shape.vocab is not None and shape.vocab > (trained.vocab or 0):
         problem = f"has the id {shape.vocab - 1}, but the model was trained on ids below"
         raise DataError(f"{where}: {problem} {trained.vocab}")
 
 
-def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
+def _select_array(content: Any, path: Path, name: str, key: str) -> np.ndarray:
     if isinstance(content, np.ndarray):
         raise DataError(f"{path}: is a single array; save both with np.savez(path, x=…, y=…)")
     if name not in content:
@@ -106,19 +107,19 @@ def _pick(content: Any, path: Path, name: str, key: str) -> np.ndarray:
 
 
 def _bad_values(array: np.ndarray, what: str, ids: bool) -> dict[int, str]:
-    """Return the problems of samples with non-finite values, or with ids not in 0 to MOST."""
+    """Return the problems of samples with non-finite values, or with ids beyond MAX_CLASSES."""
     flat = array.reshape(len(array), -1)
     bad = ~np.isfinite(flat)
     if ids:
-        bad |= (flat < 0) | (flat >= MOST)
-    problem = f"outside 0 to {MOST:,}, the range of labels and ids" if ids else "not finite"
+        bad |= (flat < 0) | (flat >= MAX_CLASSES)
+    problem = f"outside 0 to {MAX_CLASSES:,}, the range of labels and ids" if ids else "not finite"
     return {
         row: f"{what}: sample {row} has {flat[row, bad[row].argmax()]}, which is {problem}"
         for row in np.flatnonzero(bad.any(1)).tolist()
     }
 
 
-def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
+def _convert_inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
     """Return the inputs of the model, and their sizes."""
     if x.ndim >= 3 and x.dtype == np.uint8:
         x = x.astype(np.float32) / 255
@@ -140,7 +141,9 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
     return x, Sizes("", features, in_channels=x.shape[1], image_size=side)
 
 
-def _target(x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
+def _convert_target(
+    x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str
+) -> tuple[np.ndarray, Sizes]:
     """Return the targets, and the sizes with those of the targets."""
     if sizes.task == "regression":
         return y.astype(np.float32), replace(sizes, classes=int(np.prod(y.shape[1:])))
@@ -155,15 +158,15 @@ def _target(x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str) -> tuple[np.n
     if (
         y.ndim != 1
         or (y.dtype.kind == "f" and (y != np.round(y)).any())
-        or not 0 <= y.min() <= y.max() < MOST
+        or not 0 <= y.min() <= y.max() < MAX_CLASSES
     ):
         raise DataError(f"{problem}; classification needs one whole number from 0 per sample")
     return y.astype(np.int64), replace(sizes, classes=int(y.max()) + 1)
 
 
-def _task(x: np.ndarray, y: np.ndarray, asked: str) -> tuple[str, str]:
-    if asked != "auto":
-        return asked, "requested"
+def _infer_task(x: np.ndarray, y: np.ndarray, requested: str) -> tuple[str, str]:
+    if requested != "auto":
+        return requested, "requested"
     if x.dtype.kind in "iu" and y.shape == x.shape and y.dtype.kind in "iu" and x.ndim == 2:
         return "language_modelling", "the targets are token ids of the inputs' shape"
     if y.dtype.kind == "f":

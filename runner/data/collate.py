@@ -23,27 +23,29 @@ Nest = Any
 """A tensor, or a tuple or dict of nests."""
 Sample = Callable[[int], tuple[Nest, Nest]]
 
-MOST_SAMPLES = 10_000  # read to find the largest label or id
-MOST_SECONDS = 30.0
+MAX_SAMPLES = 10_000  # read to find the largest label or id
+MAX_SECONDS = 30.0
 LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 
 
-def as_pair(sample: Any, index: int, place: int = 0) -> tuple[Nest, Nest]:
+def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
     """Return inputs and target of one sample as tensors.
 
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
-    of `LABEL_KEYS`. Raises BadSample with `place`, its position in the batch, for anything else.
+    of `LABEL_KEYS`. Raises BadSample with `batch_index`, its position in the batch, otherwise.
     """
     key = next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
     if key is not None:
         inputs: Any = {k: v for k, v in sample.items() if k != key}
-        at = index, place
-        return _tensors(inputs, "inputs", *at), _tensors(sample[key], str(key), *at)
+        position = index, batch_index
+        inputs = _to_tensors(inputs, "inputs", *position)
+        return inputs, _to_tensors(sample[key], str(key), *position)
     if not isinstance(sample, tuple | list) or len(sample) < 2:
         fix = f"return (inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
-        raise BadSample(place, f"data: sample {index} is {describe(sample)}", f"; {fix}")
+        raise BadSample(batch_index, f"data: sample {index} is {describe(sample)}", f"; {fix}")
     inputs = sample[0] if len(sample) == 2 else tuple(sample[:-1])
-    return _tensors(inputs, "inputs", index, place), _tensors(sample[-1], "target", index, place)
+    inputs = _to_tensors(inputs, "inputs", index, batch_index)
+    return inputs, _to_tensors(sample[-1], "target", index, batch_index)
 
 
 def stack_pairs(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
@@ -70,14 +72,15 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     """
     leaves = [list(named_leaves(sample, key)) for sample in samples]
     forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
-    odd = next((i for i, form in enumerate(forms) if form != forms[0]), None)
-    if odd is not None:
-        this, first = (
-            ", ".join(f"{name} is {describe(leaf)}" for name, leaf in leaves[i]) for i in (odd, 0)
+    mismatch = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    if mismatch is not None:
+        actual, first = (
+            ", ".join(f"{name} is {describe(leaf)}" for name, leaf in leaves[i])
+            for i in (mismatch, 0)
         )
         other = f"in sample {indices[0]} of the same batch {first}"
         raise DataError(
-            f"data: sample {indices[odd]}: {this}, and {other}; shapes and dtypes must match"
+            f"data: sample {indices[mismatch]}: {actual}, and {other}; shapes and dtypes must match"
         )
     columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
     return tree_map(samples[0], lambda _: next(columns))
@@ -89,11 +92,11 @@ def main_leaf(inputs: Nest) -> Tensor:
     return leaves.get("input_ids", next(iter(leaves.values())))
 
 
-def _tensors(value: Any, key: str, index: int, place: int) -> Nest:
+def _to_tensors(value: Any, key: str, index: int, batch_index: int) -> Nest:
     if isinstance(value, dict):
-        return {k: _tensors(v, f"{key}.{k}", index, place) for k, v in value.items()}
+        return {k: _to_tensors(v, f"{key}.{k}", index, batch_index) for k, v in value.items()}
     if isinstance(value, tuple):
-        return tuple(_tensors(v, f"{key}[{i}]", index, place) for i, v in enumerate(value))
+        return tuple(_to_tensors(v, f"{key}[{i}]", index, batch_index) for i, v in enumerate(value))
     if isinstance(value, bool | int | np.integer | np.bool_):
         return torch.tensor(int(value))
     if isinstance(value, float | np.floating):
@@ -105,33 +108,33 @@ def _tensors(value: Any, key: str, index: int, place: int) -> Nest:
     if not isinstance(tensor, Tensor):
         fix = "return a tensor from __getitem__, such as x.float() for floats"
         problem = f"data: sample {index}: {key} is {describe(tensor)}"
-        raise BadSample(place, problem, f"; {fix}")
+        raise BadSample(batch_index, problem, f"; {fix}")
     return tensor.detach()
 
 
 def infer_sizes(
-    dataset: Any, name: str, sample: Sample, drops: bool = False
+    dataset: Any, name: str, sample: Sample, skip_bad: bool = False
 ) -> tuple[Sizes, tuple[Choice, ...]]:
     """Return the sizes of the data set, and a choice for each that had to be counted.
 
     The attributes `sizes` (a dict of any of them), `classes` (a count or the names) and `vocab`
     take precedence; if `sizes` has a `task`, no sample is read. Otherwise float [C, H, W] is an
     image, other floats are features, integers [length] are tokens; an integer target is a class,
-    one shaped like the tokens is the next tokens, and a float one is regression. With `drops`, bad
-    samples are ignored.
+    one shaped like the tokens is the next tokens, and a float one is regression. With `skip_bad`,
+    bad samples are ignored.
     """
-    sizes = _stated_sizes(dataset, name)
+    sizes = _declared_sizes(dataset, name)
     if "task" in sizes:
         return Sizes(**sizes), ()
-    inputs, target = _first_usable(sample, len(dataset) if drops else 1)
+    inputs, target = _first_usable(sample, len(dataset) if skip_bad else 1)
     x = main_leaf(inputs)
-    task = _task(x, target, name)
+    task = _infer_task(x, target, name)
     sizes = {**_input_sizes(x), **sizes, "task": task}
-    counted = ["vocab"] * ("sequence" in sizes and "vocab" not in sizes)
-    counted += ["classes"] * (task == "classification" and "classes" not in sizes)
+    counted_sizes = ["vocab"] * ("sequence" in sizes and "vocab" not in sizes)
+    counted_sizes += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices = list[Choice]()
-    if counted:
-        largest, reason = _largest(dataset, name, sample, counted, task, drops)
+    if counted_sizes:
+        largest, reason = _find_largest(dataset, name, sample, counted_sizes, task, skip_bad)
         for key, number in largest.items():
             sizes[key] = number + 1
             choices.append(Choice(f"data.{key}", number + 1, reason))
@@ -140,32 +143,34 @@ def infer_sizes(
     return Sizes(**sizes), tuple(choices)
 
 
-def _first_usable(sample: Sample, most: int) -> tuple[Nest, Nest]:
-    for index in range(most - 1):
+def _first_usable(sample: Sample, count: int) -> tuple[Nest, Nest]:
+    for index in range(count - 1):
         with suppress(BadSample):
             return sample(index)
-    return sample(most - 1)
+    return sample(count - 1)
 
 
-def _stated_sizes(dataset: Any, name: str) -> dict[str, Any]:
-    stated: dict[str, Any] = {}
+def _declared_sizes(dataset: Any, name: str) -> dict[str, Any]:
+    declared: dict[str, Any] = {}
     classes, vocab = getattr(dataset, "classes", None), getattr(dataset, "vocab", None)
     if isinstance(classes, int):
-        stated["classes"] = classes
+        declared["classes"] = classes
     elif isinstance(classes, list | tuple):
-        stated.update(classes=len(classes), class_names=tuple(map(str, classes)))
+        declared.update(classes=len(classes), class_names=tuple(map(str, classes)))
     if isinstance(vocab, int):
-        stated["vocab"] = vocab
+        declared["vocab"] = vocab
     sizes = getattr(dataset, "sizes", None)
-    stated.update(sizes if isinstance(sizes, dict) else {})
-    known, problem = [f.name for f in fields(Sizes)], ""
-    if unknown := [str(key) for key in stated if key not in known]:
-        problem = f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], known, 'use one of')}"
-    elif stated.get("task", TASKS[0]) not in TASKS:
-        problem = f"has an unknown task {stated['task']!r}; use one of {', '.join(TASKS)}"
+    declared.update(sizes if isinstance(sizes, dict) else {})
+    field_names, problem = [f.name for f in fields(Sizes)], ""
+    if unknown := [str(key) for key in declared if key not in field_names]:
+        problem = (
+            f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], field_names, 'use one of')}"
+        )
+    elif declared.get("task", TASKS[0]) not in TASKS:
+        problem = f"has an unknown task {declared['task']!r}; use one of {', '.join(TASKS)}"
     if problem:
         raise DataError(f"data: the attribute `sizes` of {name} {problem}")
-    return stated
+    return declared
 
 
 def _input_sizes(x: Tensor) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def _input_sizes(x: Tensor) -> dict[str, Any]:
     return sizes
 
 
-def _task(x: Tensor, target: Nest, name: str) -> str:
+def _infer_task(x: Tensor, target: Nest, name: str) -> str:
     if isinstance(target, Tensor) and not target.is_complex() and not x.is_complex():
         if target.is_floating_point():
             return "regression"
@@ -193,39 +198,39 @@ def _task(x: Tensor, target: Nest, name: str) -> str:
     raise DataError(f"data: sample 0: {problem}; {fix}")
 
 
-def _largest(
-    dataset: Any, name: str, sample: Sample, counted: list[str], task: str, drops: bool
+def _find_largest(
+    dataset: Any, name: str, sample: Sample, counted_sizes: list[str], task: str, skip_bad: bool
 ) -> tuple[dict[str, int], str]:
     """Return the largest label or token id by size name, and its source."""
-    n, names = len(dataset), " and ".join(counted)
+    n, names = len(dataset), " and ".join(counted_sizes)
     labels = np.asarray(getattr(dataset, "targets", ()))
-    if counted == ["classes"] and labels.shape == (n,) and labels.dtype.kind in "iu":
+    if counted_sizes == ["classes"] and labels.shape == (n,) and labels.dtype.kind in "iu":
         _check_label(int(labels.min()), int(labels.argmin()), name)
         return {"classes": int(labels.max())}, f"from the largest of {name}.targets"
-    read = np.unique(np.linspace(0, n - 1, min(n, MOST_SAMPLES)).astype(int)).tolist()
-    largest = dict.fromkeys(counted, 1)
-    deadline = time.monotonic() + MOST_SECONDS
-    for index in read:
+    sample_indices = np.unique(np.linspace(0, n - 1, min(n, MAX_SAMPLES)).astype(int)).tolist()
+    largest = dict.fromkeys(counted_sizes, 1)
+    deadline = time.monotonic() + MAX_SECONDS
+    for index in sample_indices:
         if time.monotonic() > deadline:
             # a partial count would depend on the load of the machine
-            problem = f"reading {n:,} samples for {names} takes more than {MOST_SECONDS:.0f} s"
+            problem = f"reading {n:,} samples for {names} takes more than {MAX_SECONDS:.0f} s"
             raise DataError(f"data: {problem}; give {name} an attribute {names}")
         try:
             inputs, target = sample(index)
         except BadSample:
-            if drops:
+            if skip_bad:
                 continue
             raise
-        if "vocab" in counted:
+        if "vocab" in counted_sizes:
             ids = [main_leaf(inputs)] + [target] * (task == "language_modelling")
             largest["vocab"] = max(largest["vocab"], *(int(x.max()) for x in ids if x.numel()))
-        if "classes" in counted:
+        if "classes" in counted_sizes:
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
-    whole = "all" if len(read) == n else f"{len(read):,} of"
+    coverage = "all" if len(sample_indices) == n else f"{len(sample_indices):,} of"
     return (
         largest,
-        f"from the largest in {whole} {n:,} samples; attributes of {name} take precedence",
+        f"from the largest in {coverage} {n:,} samples; attributes of {name} take precedence",
     )
 
 

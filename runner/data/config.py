@@ -131,29 +131,29 @@ class DataConfig:
             raise ConfigError("data.folds", f"is required by data.fold={self.fold}", "data.folds=5")
         if self.folds is not None and (self.fold is None or self.fold >= self.folds):
             problem = f"must be 0 to {self.folds - 1} with data.folds={self.folds}, got {self.fold}"
-            every = ",".join(map(str, range(min(self.folds, 5)))) + ",…" * (self.folds > 5)
-            fix = f"to train with each: -m data.fold={every}"
+            folds = ",".join(map(str, range(min(self.folds, 5)))) + ",…" * (self.folds > 5)
+            fix = f"to train with each: -m data.fold={folds}"
             raise ConfigError("data.fold", problem.replace("None", "null"), fix)
 
     def _check_split(self) -> None:
-        name, by = self.split and self.split.name, getattr(self, "split_by", None)
+        rule, split_by = self.split and self.split.name, getattr(self, "split_by", None)
         kind = self.kind if self._target_ is None else "own"
         for key in ("split", "folds"):
             if kind in FIXED_SPLIT and getattr(self, key) is not None:
                 problem = f"data={kind} has its own split"
                 raise ConfigError(f"data.{key}", problem, "leave it out")
-        if name in ("group", "time"):
+        if rule in ("group", "time"):
             if kind not in ("tabular", "text"):
-                problem = f"{name} needs a table with columns"
+                problem = f"{rule} needs a table with columns"
                 raise ConfigError("data.split", problem, "use stratified or random")
-            if not by:
-                fix = f"data.split_by=COLUMN data.split={name}"
-                raise ConfigError("data.split_by", f"is required by data.split={name}", fix)
-            if by == getattr(self, "target", None):
+            if not split_by:
+                fix = f"data.split_by=COLUMN data.split={rule}"
+                raise ConfigError("data.split_by", f"is required by data.split={rule}", fix)
+            if split_by == getattr(self, "target", None):
                 fix = "name another column"
-                raise ConfigError("data.split_by", f"{by!r} is the target", fix)
-        elif by:
-            problem = f"is for data.split=group or time, got {name or 'null'}"
+                raise ConfigError("data.split_by", f"{split_by!r} is the target", fix)
+        elif split_by:
+            problem = f"is for data.split=group or time, got {rule or 'null'}"
             raise ConfigError("data.split_by", problem, "add data.split=group or data.split=time")
 
 
@@ -179,7 +179,7 @@ class StdlibText(DataConfig):
     sequence: int = bounded(128, min=1)  # bytes per sample
 
 
-PARTS = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
+STDLIB_PARTS = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 
 
 @dataclass
@@ -188,7 +188,7 @@ class StdlibParts(DataConfig):
 
     kind: str = "stdlib_parts"
     sequence: int = bounded(128, min=1)  # bytes per passage
-    parts: list[str] = field(default_factory=lambda: [*PARTS])  # package names: the classes
+    parts: list[str] = field(default_factory=lambda: [*STDLIB_PARTS])  # package names: the classes
 
 
 class SyntheticForm(Enum):

@@ -19,8 +19,10 @@ from runner.techniques.base import Choice
 def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
     """Return `target` as a vector if it has one class index per sample, else None."""
     target = np.asarray(target)
-    one_each = sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
-    return target if one_each else None
+    is_class_vector = (
+        sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
+    )
+    return target if is_class_vector else None
 
 
 def has_rare_class(counts: np.ndarray) -> bool:
@@ -109,9 +111,9 @@ class Tensors(Dataset):
         """Return a copy without these columns, and without `rows` in the validation split."""
         named, inputs, sizes = self.named_columns(), self.inputs, self.sizes
         if columns:
-            stays = [i not in columns for i in range(len(named))]
-            mask = np.repeat(stays, [column.width for column in named])
-            inputs, named = inputs[:, torch.from_numpy(mask)], tuple(compress(named, stays))
+            keep = [i not in columns for i in range(len(named))]
+            mask = np.repeat(keep, [column.width for column in named])
+            inputs, named = inputs[:, torch.from_numpy(mask)], tuple(compress(named, keep))
             sizes = replace(sizes, in_features=inputs.shape[1])
         parts = (self.train, np.setdiff1d(self.validation, rows))
         choices = (*self.choices, *choices)
@@ -120,7 +122,7 @@ class Tensors(Dataset):
         )
 
 
-def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:
+def fit_target_scale(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:
     """Return mean and standard deviation of the targets over the rows `train`, and the choice."""
     mean, deviation = float(target[train].mean()), float(target[train].std()) or 1.0
     reason = f"the model predicts (target - {mean:.4g}) / {deviation:.4g}: any unit can be learned"

@@ -17,7 +17,7 @@ from runner.device import memory
 from runner.errors import ConfigError
 
 FILES = Path(__file__).parent / "files"
-MEASURED = (
+MEASUREMENTS = (
     *("radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity"),
     *("concave points", "symmetry", "fractal dimension"),
 )
@@ -38,7 +38,11 @@ def cancer(config: Cancer) -> Tensors:
         measurements, labels = file["measurements"], file["labels"]
     parts = _split(len(measurements), config)
     means, deviations = fit_scale(measurements, parts[0])
-    names = [f"{kind} {what}" for kind in ("mean", "error of", "worst") for what in MEASURED]
+    names = [
+        f"{kind} {measurement}"
+        for kind in ("mean", "error of", "worst")
+        for measurement in MEASUREMENTS
+    ]
     columns = map(Column, names, means.tolist(), deviations.tolist())
     sizes = Sizes("classification", 30, classes=2, class_names=("malignant", "benign"))
     inputs = torch.from_numpy(scale(measurements, means, deviations))
@@ -79,12 +83,12 @@ def _split(samples: int, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
 
 def _markov_chains(config: Synthetic, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Return (ids, next ids): each token determines the next, except for 10 % random ones."""
-    following = rng.permutation(config.vocab)
+    successors = rng.permutation(config.vocab)
     ids = np.empty((config.samples, config.sequence + 1), np.int64)
     ids[:, 0] = rng.integers(config.vocab, size=config.samples)
     for position in range(config.sequence):
         random = rng.random(config.samples) < 0.1
         drawn = rng.integers(config.vocab, size=config.samples)
-        ids[:, position + 1] = np.where(random, drawn, following[ids[:, position]])
+        ids[:, position + 1] = np.where(random, drawn, successors[ids[:, position]])
     tensor = torch.from_numpy(ids)
     return tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous()

@@ -16,12 +16,12 @@ from runner.data.augment import blend, rand_augment
 from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.config import BadSamples, Images
 from runner.data.dataset import Dataset
-from runner.data.labels import labelled_files, relative_names, trained_labels
-from runner.data.open import PLAIN, Opening
+from runner.data.labels import labelled_files, relative_names, remap_labels
+from runner.data.open import DEFAULT_OPENING, Opening
 from runner.data.paths import existing
 from runner.data.saved_dataset import SavedImages, is_saved
 from runner.data.split import split_samples
-from runner.data.usable import FIX, lacks_resources
+from runner.data.usable import DROP_FIX, lacks_resources
 from runner.device import memory
 from runner.errors import BadSample, ConfigError, DataError
 from runner.techniques.base import Choice
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded, whatever the suffix: others, such as PostScript, run programs."""
-HEADS = 500  # files that are opened before training: 0.1 s
+MAX_HEADERS = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # ratio of the shorter side to the side of a random crop
 HEADER = np.dtype([("crc", np.uint32), ("height", np.uint32), ("width", np.uint32)])
 
@@ -48,8 +48,8 @@ class ImageCache:
     def __init__(self, sizes: np.ndarray, channels: int, limit: int) -> None:
         """Map memory for images of at most `sizes[i]` pixels each."""
         ends = np.cumsum(sizes.astype(np.int64) * channels + HEADER.itemsize)
-        self.kept = int(np.searchsorted(ends, limit, "right"))  # images
-        self.bytes = int(ends[self.kept - 1]) if self.kept else 0
+        self.capacity = int(np.searchsorted(ends, limit, "right"))  # images
+        self.bytes = int(ends[self.capacity - 1]) if self.capacity else 0
         self.starts, self.channels = np.concatenate([[0], ends]), channels
         # all at once: memory that grew with the steps would look like a leak
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -58,7 +58,7 @@ class ImageCache:
 
     def get(self, index: int) -> np.ndarray | None:
         """Return a view of the image's pixels, or None if it is not cached."""
-        if index >= self.kept:
+        if index >= self.capacity:
             return None
         start = int(self.starts[index])
         head = self.pixels[start : start + HEADER.itemsize].view(HEADER)[0]
@@ -74,8 +74,8 @@ class ImageCache:
 
     def store(self, index: int, pixels: np.ndarray) -> None:
         """Cache the pixels, if the image has room."""
-        start = int(self.starts[index]) if index < self.kept else 0
-        if index >= self.kept or start + HEADER.itemsize + pixels.size > self.starts[index + 1]:
+        start = int(self.starts[index]) if index < self.capacity else 0
+        if index >= self.capacity or start + HEADER.itemsize + pixels.size > self.starts[index + 1]:
             return
         flat = np.ascontiguousarray(pixels).reshape(-1)
         self.pixels[start + HEADER.itemsize :][: flat.size] = flat
@@ -93,7 +93,7 @@ class ImageFolder(Dataset):
 
     in_memory = False
 
-    def __init__(self, config: Images, opening: Opening = PLAIN) -> None:
+    def __init__(self, config: Images, opening: Opening = DEFAULT_OPENING) -> None:
         root = existing(config.path) / opening.folder
         if opening.labelled and not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
@@ -108,10 +108,10 @@ class ImageFolder(Dataset):
         self.augments = self.distorts or self.blends
         self.sources: Sequence[Any]
         read = self._read_saved if is_saved(root) else self._read_folders
-        labels, names, notes = read(root, opening)
+        labels, class_names, choices = read(root, opening)
         self.target, count = torch.from_numpy(labels), len(self.sources)
-        heads = min(HEADS, count) if config.bad_samples is BadSamples.stop else 0
-        for number in np.linspace(0, count - 1, heads).astype(int).tolist():
+        header_count = min(MAX_HEADERS, count) if config.bad_samples is BadSamples.stop else 0
+        for number in np.linspace(0, count - 1, header_count).astype(int).tolist():
             with self._named_errors(number):
                 _open(self.sources[number]).close()
         strata = labels if opening.labelled else None
@@ -119,27 +119,29 @@ class ImageFolder(Dataset):
         self.train, self.validation = parts
         features = channels * self.size**2
         shape = {"in_channels": channels, "image_size": self.size}
-        known = Sizes("classification", features, **shape, classes=len(names), class_names=names)
-        self.sizes = known if fitted is None else fitted.sizes
-        self.cache, kept = self._make_cache(channels)
-        self.choices = (*notes, *rule, *kept)
+        sizes = Sizes(
+            "classification", features, **shape, classes=len(class_names), class_names=class_names
+        )
+        self.sizes = sizes if fitted is None else fitted.sizes
+        self.cache, cache_choices = self._make_cache(channels)
+        self.choices = (*choices, *rule, *cache_choices)
 
     def _read_folders(
         self, root: Path, opening: Opening
     ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
         """Read a folder per class; return labels, class names and choices."""
-        others = []
+        other_files = []
 
-        def takes(file: Path) -> bool:
-            image = file.suffix.lower() in SUFFIXES
-            others.extend([] if image else [file])
-            return image
+        def is_image(file: Path) -> bool:
+            matches = file.suffix.lower() in SUFFIXES
+            other_files.extend([] if matches else [file])
+            return matches
 
         kinds = ", ".join(sorted(SUFFIXES))
-        files, labels, names, notes = labelled_files(root, opening, takes, f"images ({kinds})")
+        files, labels, names, notes = labelled_files(root, opening, is_image, f"images ({kinds})")
         self.sources, self.rows = files, relative_names(root, files)
-        if others:
-            reason = f"left out: files that are not images: {len(others):,}"
+        if other_files:
+            reason = f"left out: files that are not images: {len(other_files):,}"
             notes = (Choice("data.path", str(root), reason), *notes)
         return labels, names, notes
 
@@ -156,34 +158,36 @@ class ImageFolder(Dataset):
         if opening.fitted is None:
             return saved.labels, names, ()
         trained = opening.fitted.sizes.class_names
-        return trained_labels(names, saved.labels, trained, str(root)), trained, ()
+        return remap_labels(names, saved.labels, trained, str(root)), trained, ()
 
     def _make_cache(self, channels: int) -> tuple[ImageCache, tuple[Choice, ...]]:
         """Make a cache of the images before augmentation; uncropped ones with random crops."""
-        count, most = len(self.sources), self.config.cache_mb << 20
-        most = min(most, memory.available_bytes() // 4)
+        count, max_bytes = len(self.sources), self.config.cache_mb << 20
+        max_bytes = min(max_bytes, memory.available_bytes() // 4)
         sizes = np.full(count, self.size**2)
-        if self.config.augment and most:
-            sizes = self._pixel_counts(most // channels)
-        cache = ImageCache(sizes, channels, most)
-        how = f"{cache.kept:,} of {count:,} images are decoded once, {cache.bytes / 1e6:,.0f} MB"
-        choice = Choice("data.cache_mb", self.config.cache_mb, how)
+        if self.config.augment and max_bytes:
+            sizes = self._pixel_counts(max_bytes // channels)
+        cache = ImageCache(sizes, channels, max_bytes)
+        reason = (
+            f"{cache.capacity:,} of {count:,} images are decoded once, {cache.bytes / 1e6:,.0f} MB"
+        )
+        choice = Choice("data.cache_mb", self.config.cache_mb, reason)
         return cache, (choice,) if self.config.cache_mb else ()
 
-    def _pixel_counts(self, most: int) -> np.ndarray:
-        """Read pixel counts from image headers, until their sum exceeds `most`; 0 for a bad one."""
-        sizes = np.full(len(self.sources), most + 1)
+    def _pixel_counts(self, max_pixels: int) -> np.ndarray:
+        """Read pixel counts from headers, until `max_pixels` in all; 0 for a bad image."""
+        sizes = np.full(len(self.sources), max_pixels + 1)
         for number in range(len(self.sources)):
             sizes[number] = 0
             with suppress(DataError), self._named_errors(number):
                 with _open(self.sources[number]) as file:
                     sizes[number] = file.width * file.height
-            if (most := most - int(sizes[number])) < 0:
+            if (max_pixels := max_pixels - int(sizes[number])) < 0:
                 break
         return sizes
 
     @contextmanager
-    def _named_errors(self, index: int, place: int = 0) -> Iterator[None]:
+    def _named_errors(self, index: int, batch_index: int = 0) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a decoder may raise anything on malformed bytes
@@ -192,7 +196,9 @@ class ImageFolder(Dataset):
             source = self.sources[index]
             where = source if isinstance(source, Path) else f"{self.config.path}: row {index}"
             problem = f"{where}: cannot be decoded as an image ({type(error).__name__}: {error})"
-            raise BadSample(place, problem, f"; replace or remove the file, or {FIX}") from None
+            raise BadSample(
+                batch_index, problem, f"; replace or remove the file, or {DROP_FIX}"
+            ) from None
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Return decoded and cropped images; raise BadSample for a file that cannot be decoded."""
@@ -201,23 +207,23 @@ class ImageFolder(Dataset):
         batch = np.empty(shape, np.float32 if blends else np.uint8)
         target = torch.zeros(len(indices), self.sizes.classes or 1)
         for row, index in enumerate(indices.tolist()):
-            draw = None if seeds is None else np.random.Generator(np.random.PCG64(int(seeds[row])))
-            used = draw if self.distorts else None
-            if draw is not None and self.blends:
+            rng = None if seeds is None else np.random.Generator(np.random.PCG64(int(seeds[row])))
+            augment_rng = rng if self.distorts else None
+            if rng is not None and self.blends:
                 # the partner is a training sample chosen by the seed, not by the batch
-                other = int(self.train[draw.integers(len(self.train))])
-                first, second = (self._sample(i, used, row) for i in (index, other))
-                how = draw, self.config.mixup, self.config.cutmix
-                batch[row], share = blend(first, second, *how)
+                other_index = int(self.train[rng.integers(len(self.train))])
+                first, second = (self._sample(i, augment_rng, row) for i in (index, other_index))
+                options = rng, self.config.mixup, self.config.cutmix
+                batch[row], share = blend(first, second, *options)
                 target[row, self.target[index]] += share
-                target[row, self.target[other]] += 1 - share
+                target[row, self.target[other_index]] += 1 - share
             else:
-                batch[row] = self._sample(index, used, row)
+                batch[row] = self._sample(index, augment_rng, row)
         # pixels from 0 to 255 as float32 from 0 to 1, the channel second
         images = torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
         return images, target if blends else self.target[torch.from_numpy(indices)]
 
-    def _sample(self, index: int, draw: np.random.Generator | None, row: int) -> np.ndarray:
+    def _sample(self, index: int, rng: np.random.Generator | None, row: int) -> np.ndarray:
         """Return an image as uint8 [size, size, channels]; BadSample carries its `row`."""
         from PIL import Image, ImageOps
 
@@ -228,14 +234,14 @@ class ImageFolder(Dataset):
             if not self.config.augment:
                 image = self._crop(image, None)
             self.cache.store(index, _pixels(image))
-        elif draw is None and not self.config.augment:
+        elif rng is None and not self.config.augment:
             return pixels
         else:
             image = Image.fromarray(pixels if pixels.shape[2] > 1 else pixels[..., 0])
         if self.config.augment:
-            image = self._crop(image, draw)
-        if draw is not None and self.config.randaugment:
-            image = rand_augment(image, draw, self.config.randaugment, self.config.magnitude)
+            image = self._crop(image, rng)
+        if rng is not None and self.config.randaugment:
+            image = rand_augment(image, rng, self.config.randaugment, self.config.magnitude)
         return _pixels(image)
 
     def labels(self) -> np.ndarray:
@@ -268,8 +274,8 @@ def _open(source: Any) -> Image:
     from PIL import Image
 
     file = Image.open(source, formats=FORMATS)
-    most = Image.MAX_IMAGE_PIXELS
-    if most is not None and file.width * file.height > most:  # PIL would only warn
+    max_pixels = Image.MAX_IMAGE_PIXELS
+    if max_pixels is not None and file.width * file.height > max_pixels:  # PIL would only warn
         file.close()
         raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")
     return file

@@ -17,8 +17,8 @@ from runner.techniques.base import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
 NO_LOSS = -100  # torch's own default for a target that carries no loss
-MOST = 1_000_000  # classes or tokens
-FEW = 20  # integer targets with more distinct values than this are a regression
+MAX_CLASSES = 1_000_000  # classes or tokens
+MAX_INTEGER_CLASSES = 20  # integer targets with more distinct values than this are a regression
 
 
 def check_task(task: str, allowed: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ def guess_task(values: np.ndarray) -> tuple[str, str]:
     distinct = len(np.unique(values))
     if not (values == np.round(values)).all():
         return "regression", "the targets are not whole numbers"
-    task = "regression" if distinct > FEW else "classification"
+    task = "regression" if distinct > MAX_INTEGER_CLASSES else "classification"
     return task, f"the targets are {distinct} different whole numbers"
 
 
@@ -43,17 +43,17 @@ def check_classes(names: Sequence[str], what: str) -> None:
         raise DataError(f"{what}: {problem}")
 
 
-def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:
+def check_id_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:
     """Raise BadSample for numbers outside 0 … below-1; -100 passes: a target without loss.
 
     Runs on the CPU: it costs microseconds and no host sync.
     """
     bad = ((target < 0) | (target >= below)) & (target != NO_LOSS)
     if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        value = target[tuple(where)].item()
-        problem = f"{what} {indices[where[0]]}: {value} is not in 0 to {below - 1}"
-        raise BadSample(where[0], problem, f"; {fix}")
+        position = bad.nonzero()[0].tolist()
+        value = target[tuple(position)].item()
+        problem = f"{what} {indices[position[0]]}: {value} is not in 0 to {below - 1}"
+        raise BadSample(position[0], problem, f"; {fix}")
 
 
 def class_name(value: object) -> str:
@@ -62,32 +62,32 @@ def class_name(value: object) -> str:
     return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
 
 
-def trained_labels(
+def remap_labels(
     names: Sequence[str], labels: np.ndarray, trained: Sequence[str], what: str
 ) -> np.ndarray:
     """Map labels that index `names` to indices into `trained`.
 
     DataError names the classes that the model was not trained on, and how many samples have them.
     """
-    places = {name: place for place, name in enumerate(trained)}
-    unknown = [name for name in names if name not in places]
+    index_of = {name: index for index, name in enumerate(trained)}
+    unknown = [name for name in names if name not in index_of]
     if unknown:
-        at = np.isin(labels, [names.index(name) for name in unknown])
-        names_unknown = listed(repr(name[:40]) for name in unknown)
+        affected = np.isin(labels, [names.index(name) for name in unknown])
+        unknown_names = listed(repr(name[:40]) for name in unknown)
         classes = ", ".join(name[:40] for name in trained[:10])
         raise DataError(
-            f"data.path: {what}: {int(at.sum()):,} of {len(labels):,} samples have a class that "
-            f"the model was not trained on: {names_unknown}; its classes are {classes}; remove "
-            "these samples, or add their classes to the training set"
+            f"data.path: {what}: {int(affected.sum()):,} of {len(labels):,} samples have a class "
+            f"that the model was not trained on: {unknown_names}; its classes are {classes}; "
+            "remove these samples, or add their classes to the training set"
         )
-    trained_places: np.ndarray = np.array([places[name] for name in names], np.int64)[labels]
-    return trained_places
+    remapped: np.ndarray = np.array([index_of[name] for name in names], np.int64)[labels]
+    return remapped
 
 
 def labelled_files(
-    root: Path, opening: Opening, takes: Callable[[Path], bool], what: str
+    root: Path, opening: Opening, accepts: Callable[[Path], bool], what: str
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
-    """Return the files in `root` that `takes` accepts, their labels, class names, and choices.
+    """Return the files in `root` that `accepts` selects, their labels, class names, and choices.
 
     Files are sorted by name, at any depth; hidden folders and those without files are no classes.
     Raises SecurityError for a symlink out of `root`; `what` names the files in messages.
@@ -95,17 +95,17 @@ def labelled_files(
     if not opening.labelled:
         files_inside = [root]  # one file
         if root.is_dir():
-            files_inside = _inside(root, root.rglob("*"), opening, Path.is_file)
-        files = [file for file in files_inside if takes(file)]
+            files_inside = _list_visible(root, root.rglob("*"), opening, Path.is_file)
+        files = [file for file in files_inside if accepts(file)]
         if not files:
             raise DataError(f"{root}: has no {what}")
         return files, np.zeros(len(files), np.int64), (), ()
     classes = dict[str, list[Path]]()
     skipped = [f"{f.name} (hidden)" for f in sorted(root.glob(".*/"))]
-    for folder in _inside(root, root.iterdir(), opening, Path.is_dir):
-        inside = _inside(root, folder.rglob("*"), opening, Path.is_file)
-        if taken := [file for file in inside if takes(file)]:
-            classes[folder.name] = taken
+    for folder in _list_visible(root, root.iterdir(), opening, Path.is_dir):
+        files_inside = _list_visible(root, folder.rglob("*"), opening, Path.is_file)
+        if class_files := [file for file in files_inside if accepts(file)]:
+            classes[folder.name] = class_files
         else:
             skipped.append(f"{folder.name} (has no {what})")
     choices: tuple[Choice, ...] = ()
@@ -116,12 +116,17 @@ def labelled_files(
         raise ConfigError("data.path", f"{problem}; {note}" if note else problem, fix)
     if note:
         choices = (Choice("data.path", str(root), f"left out: {note}"),)
-    names, files = tuple(classes), [file for taken in classes.values() for file in taken]
-    labels = np.repeat(np.arange(len(names)), [len(taken) for taken in classes.values()])
+    names, files = (
+        tuple(classes),
+        [file for class_files in classes.values() for file in class_files],
+    )
+    labels = np.repeat(
+        np.arange(len(names)), [len(class_files) for class_files in classes.values()]
+    )
     if opening.fitted is None:
         return files, labels, names, choices
     trained = opening.fitted.sizes.class_names
-    return files, trained_labels(names, labels, trained, str(root)), trained, choices
+    return files, remap_labels(names, labels, trained, str(root)), trained, choices
 
 
 def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
@@ -130,8 +135,8 @@ def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
     return RowNames(names=[str(file.relative_to(folder)) for file in files])
 
 
-def _inside(
+def _list_visible(
     root: Path, paths: Iterable[Path], opening: Opening, kind: Callable[[Path], bool]
 ) -> list[Path]:
-    shown = (path for path in paths if kind(path) and not path.name.startswith("."))
-    return sorted(check_link(path, root, opening.policy) for path in shown)
+    visible = (path for path in paths if kind(path) and not path.name.startswith("."))
+    return sorted(check_link(path, root, opening.policy) for path in visible)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from runner.data.workers import Key, Workers
     from runner.errors import WorkerLost
 
-MOST_WORKERS = 4  # limit of the automatic choice
-QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
+MAX_WORKERS = 4  # limit of the automatic choice
+MIN_FETCH_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
 PREFETCH = 2  # batches per worker: one ready, one being fetched
 
 
@@ -50,13 +50,13 @@ def make_loader(
     augment: bool,
     placements: Sequence[Callable[[Batch], Batch]] = (),
     labels: np.ndarray | None = None,
-    part: Callable[[int], slice] | None = None,
+    rank_slice: Callable[[int], slice] | None = None,
 ) -> BatchLoader:
     """Build a loader of the samples `indices`: endless epochs with `repeat`, else one pass.
 
     `data.drop_last` applies to training only: a single pass drops no sample. `placements` are
     applied to each batch on the device. With `labels`, the classes of `indices`, each class is
-    drawn equally often. `part` selects this process's share of a batch. Raises ConfigError or
+    drawn equally often. `rank_slice` selects this process's share of a batch. Raises ConfigError or
     DataError if there is no batch.
     """
     n = len(indices)
@@ -69,34 +69,34 @@ def make_loader(
         raise ConfigError("training.batch_size", problem, fix)
     seeds = augment and source.augments
     sizes = batch_size, batches, seed, shuffle, seeds
-    order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, part)
+    order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, rank_slice)
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
-    for key, honoured, reason in (
+    for key, applies, reason in (
         ("pin_memory", pin, "pinned memory needs CUDA"),
         ("device_prefetch", aside, "needs CUDA and pinned memory"),
         ("persistent_workers", workers > 0, "there are no workers"),
         ("prefetch", workers > 0, "there are no workers"),
     ):
-        if getattr(config, key) and not honoured:
+        if getattr(config, key) and not applies:
             choices.append(Choice(f"data.{key}", False, reason))
     move = mover(device, pin, aside)
     placements = [*([move] if move else []), *placements]
-    usable = None
+    usable_fetch = None
     if config.bad_samples is BadSamples.drop:
         from runner.data.usable import UsableFetch
 
-        usable = UsableFetch(source, order)
-    fetch = usable or Fetch(source, order)
+        usable_fetch = UsableFetch(source, order)
+    fetch = usable_fetch or Fetch(source, order)
     persistent = config.persistent_workers is not False
     pool = None
     if workers:
         from runner.data.workers import Workers
 
-        ahead = config.prefetch or PREFETCH
+        prefetch = config.prefetch or PREFETCH
         limits = config.timeout_s, config.worker_restarts
-        pool = Workers(fetch, workers, ahead, *limits, share=persistent)
+        pool = Workers(fetch, workers, prefetch, *limits, freeze_objects=persistent)
     return BatchLoader(fetch, repeat, placements, [*source.choices, *choices], pool, persistent)
 
 
@@ -136,10 +136,10 @@ class BatchLoader:
         else:
             batches = self._from_workers(epochs, self.pool)
         if self.usable is not None:
-            batches = map(self.usable.take, batches)
+            batches = map(self.usable.record_batch, batches)
         if self.inspector is not None:  # on the CPU
             batches = map(self.inspector.inspect, count(start), batches)
-        yield from map(self._placed, batches) if self.placements else batches
+        yield from map(self._place, batches) if self.placements else batches
 
     def peek(self) -> Batch:
         """Return the first batch, fetched in this process: workers are not disturbed."""
@@ -147,9 +147,9 @@ class BatchLoader:
 
     def at(self, step: int) -> Batch:
         """Return the batch of `step`, fetched in this process; iterators are unaffected."""
-        return self._placed(self.first(step))
+        return self._place(self.fetch_on_cpu(step))
 
-    def first(self, step: int = 0) -> Batch:
+    def fetch_on_cpu(self, step: int = 0) -> Batch:
         """Return the batch of `step` on the CPU, without placements or checks."""
         fetched: Any = self.fetch(divmod(step, self.steps_per_epoch))
         batch: Batch = fetched if self.usable is None else fetched.batch
@@ -160,13 +160,13 @@ class BatchLoader:
         key = divmod(step, self.steps_per_epoch)
         chosen = self.fetch.order.batch(*key)[0]
         if self.usable is not None:
-            chosen = self.usable.remaining(key, chosen)
+            chosen = self.usable.usable_among(key, chosen)
         return [int(index) for index in chosen]
 
     @property
     def empty(self) -> bool:
         """Whether the last batch is a stand-in, as all of its samples were bad."""
-        return self.usable is not None and not len(self.usable.last.kept)
+        return self.usable is not None and not len(self.usable.last.indices)
 
     def samples(self, step: int) -> int:
         """Return the size of the batch of `step`, over all processes."""
@@ -174,7 +174,7 @@ class BatchLoader:
 
     def ready(self) -> tuple[int, int]:
         """Return the batches that were ready when requested, and those requested."""
-        return (0, 0) if self.pool is None else (self.pool.ready, self.pool.asked)
+        return (0, 0) if self.pool is None else (self.pool.ready, self.pool.requested)
 
     def report_lost_workers(self, report: Callable[[WorkerLost], None]) -> None:
         """Call `report` when a worker is replaced; by default that is logged."""
@@ -186,9 +186,9 @@ class BatchLoader:
         if self.pool is not None:
             self.pool.close()
 
-    def _placed(self, batch: Batch) -> Batch:
-        for place in self.placements:
-            batch = place(batch)
+    def _place(self, batch: Batch) -> Batch:
+        for placement in self.placements:
+            batch = placement(batch)
         return batch
 
     def _epochs(self, start: int) -> Iterator[Iterator[Key]]:
@@ -214,13 +214,13 @@ def _choose_workers(
     if config.workers is not None:
         return config.workers, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = min(MOST_WORKERS, cores or 1)
+    workers = min(MAX_WORKERS, cores or 1)
     reason = f"samples are fetched one by one, {cores} cores"
     if source.in_memory:
         workers, reason = 0, "the data is in memory; workers would only copy it"
     elif source.sample_seconds is not None:
         seconds = source.sample_seconds * batch_size
-        workers = 0 if seconds < QUICK_S else workers
+        workers = 0 if seconds < MIN_FETCH_S else workers
         reason = f"a batch takes {1e3 * seconds:.3g} ms to fetch, on {cores} cores"
     return workers, [Choice("data.workers", workers, reason)]
 
@@ -249,10 +249,10 @@ def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Bat
     def move_on_stream(batch: Batch) -> Batch:
         with torch.cuda.stream(stream):
             moved = move(batch)
-        steps = torch.cuda.current_stream(device)
-        steps.wait_stream(stream)  # the device waits, the host does not
+        compute_stream = torch.cuda.current_stream(device)
+        compute_stream.wait_stream(stream)  # the device waits, the host does not
         for tensor in tensors(moved):  # keeps the allocator from reusing its memory early
-            tensor.record_stream(steps)
+            tensor.record_stream(compute_stream)
         return moved
 
     return move_on_stream

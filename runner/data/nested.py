@@ -16,33 +16,33 @@ def tensors(value: Any) -> list[Tensor]:
     return [tensor for _, tensor in named_leaves(value)]
 
 
-def named_leaves(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (path, tensor) pairs; with `place="output"` paths are `output.key`, `output[1]`."""
+def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) pairs; with `path="output"` paths are `output.key`, `output[1]`."""
     if isinstance(value, Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from named_leaves(item, f"{place}.{key}" if place else str(key))
+            yield from named_leaves(item, f"{path}.{key}" if path else str(key))
     elif hasattr(value, "_fields"):  # a namedtuple
-        yield from named_leaves(value._asdict(), place)
+        yield from named_leaves(value._asdict(), path)
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from named_leaves(item, f"{place}[{i}]" if place else str(i))
+            yield from named_leaves(item, f"{path}[{i}]" if path else str(i))
 
 
-def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the nest with `change` applied to every tensor; other leaves are kept."""
+def tree_map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the nest with `function` applied to every tensor; other leaves are kept."""
     if isinstance(value, Tensor):
-        return change(value)
+        return function(value)
     if isinstance(value, dict):
-        items = {key: tree_map(item, change) for key, item in value.items()}
+        items = {key: tree_map(item, function) for key, item in value.items()}
         if isinstance(value, defaultdict):
             return defaultdict(value.default_factory, items)
         return items if type(value) is dict else type(value)(items)
     if isinstance(value, tuple | list):
-        parts = [tree_map(item, change) for item in value]
-        fields = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
-        return type(value)(*parts) if fields else type(value)(parts)
+        parts = [tree_map(item, function) for item in value]
+        is_namedtuple = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
+        return type(value)(*parts) if is_namedtuple else type(value)(parts)
     return value
 
 

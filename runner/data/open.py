@@ -37,27 +37,27 @@ class Opening:
     fitted: Preprocessing | None = None  # applied; nothing is fitted then
     evaluates: bool = False  # the data are evaluated and not trained on
     labelled: bool = True  # False: the data may lack the target
-    rule: str | None = None  # the split of the run that is resumed
+    split_rule: str | None = None  # the split of the run that is resumed
     folder: str = ""  # subfolder of data.path with the samples; "": all of it
-    trains: bool = False  # all samples are trained on: validation is elsewhere
+    trains_on_all: bool = False  # all samples are trained on: validation is elsewhere
 
-    def divides(self, config: DataConfig) -> bool:
+    def splits_samples(self, config: DataConfig) -> bool:
         """Whether the samples are split into training and validation."""
-        return not self.trains and not self.whole(config)
+        return not self.trains_on_all and not self.evaluates_all(config)
 
-    def whole(self, config: DataConfig) -> bool:
+    def evaluates_all(self, config: DataConfig) -> bool:
         """Whether all samples are evaluated or predicted, not only a validation split."""
         if self.fitted is None or not self.evaluates:
             return False
         return not self.labelled or self.fitted.source != source_of(config)
 
 
-PLAIN = Opening()
+DEFAULT_OPENING = Opening()
 """Defaults: training data, nothing fitted."""
 
 
 def open_data(
-    config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening = PLAIN
+    config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening = DEFAULT_OPENING
 ) -> Dataset:
     """Open the data set that `config` names: a built-in one, or the user's by `_target_`.
 

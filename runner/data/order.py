@@ -61,8 +61,8 @@ def take_fold(
     number, folds = fold
     if len(ranked) < folds:
         raise DataError(f"{what}: {len(ranked)} samples are too few for data.folds={folds}")
-    within = np.arange(len(ranked)) % folds == number
-    return np.sort(ranked[~within]), np.sort(ranked[within])
+    in_fold = np.arange(len(ranked)) % folds == number
+    return np.sort(ranked[~in_fold]), np.sort(ranked[in_fold])
 
 
 def split_hash(split_seed: int, indices: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.argsort(splitmix(np.arange(n), mix(_SHUFFLE, seed, epoch)), kind="stable")
 
 
-def balanced(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def balanced_order(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `len(labels)` class-balanced indices, and how often each was drawn before in `epoch`.
 
     Every k consecutive indices have each of the k classes once, in random order. A class is
@@ -89,8 +89,8 @@ def balanced(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarray, np.
     slots = np.arange(-(-n // classes) * classes)
     drawn = splitmix(slots, mix(_BALANCE, seed, epoch))
     slots = np.lexsort((drawn, slots // classes))[:n]
-    turn, which = np.divmod(slots, classes)
-    return grouped[starts[which] + turn % counts[which]], turn // counts[which]
+    cycle, class_index = np.divmod(slots, classes)
+    return grouped[starts[class_index] + cycle % counts[class_index]], cycle // counts[class_index]
 
 
 def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
@@ -100,9 +100,9 @@ def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
     generators with 32-bit seeds. The upper 32 depend on (seed, epoch), for choices that a whole
     epoch shares.
     """
-    own = splitmix(indices, mix(_SAMPLE, seed, epoch)) & np.uint64(0xFFFF_FFFF)
-    common: np.ndarray = own | np.uint64((mix(_EPOCH, seed, epoch) & 0xFFFF_FFFF) << 32)
-    return common
+    per_sample = splitmix(indices, mix(_SAMPLE, seed, epoch)) & np.uint64(0xFFFF_FFFF)
+    seeds: np.ndarray = per_sample | np.uint64((mix(_EPOCH, seed, epoch) & 0xFFFF_FFFF) << 32)
+    return seeds
 
 
 def splitmix(positions: np.ndarray, start: int = 0) -> np.ndarray:
@@ -129,7 +129,7 @@ class BatchSampler:
     shuffle: bool
     seeds: bool  # whether the samples get seeds
     labels: np.ndarray | None = None  # of `indices`: draw each class equally often
-    part: Callable[[int], slice] | None = None  # batch size -> the slice of this process
+    rank_slice: Callable[[int], slice] | None = None  # batch size -> the slice of this process
 
     def __post_init__(self) -> None:
         self._epoch, self._order, self._repeats = -1, self.indices, np.zeros_like(self.indices)
@@ -142,18 +142,18 @@ class BatchSampler:
         """Return the sample indices of a batch of `epoch`, and their seeds or None."""
         if epoch != self._epoch and self.shuffle:
             if self.labels is None:
-                places = permutation(self.seed, epoch, len(self.indices))
+                positions = permutation(self.seed, epoch, len(self.indices))
             else:
-                places, self._repeats = balanced(self.seed, epoch, self.labels)
-            self._order, self._epoch = self.indices[places], epoch
-        part = slice(number * self.batch_size, (number + 1) * self.batch_size)
-        if self.part is not None:
-            own = self.part(self.samples(number))
-            if own.start == own.stop:  # no share: the first sample of the batch stands in
-                own = slice(0, 1)
-            part = slice(part.start + own.start, part.start + own.stop)
-        chosen = self._order[part]
+                positions, self._repeats = balanced_order(self.seed, epoch, self.labels)
+            self._order, self._epoch = self.indices[positions], epoch
+        batch_slice = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        if self.rank_slice is not None:
+            share = self.rank_slice(self.samples(number))
+            if share.start == share.stop:  # no share: the first sample of the batch stands in
+                share = slice(0, 1)
+            batch_slice = slice(batch_slice.start + share.start, batch_slice.start + share.stop)
+        chosen = self._order[batch_slice]
         if not self.seeds:
             return chosen, None
         # a repeated sample gets another seed, so another augmentation
-        return chosen, sample_seeds(self.seed, epoch, chosen + (self._repeats[part] << 32))
+        return chosen, sample_seeds(self.seed, epoch, chosen + (self._repeats[batch_slice] << 32))

@@ -13,25 +13,27 @@ from runner.security.files.policy import FilePolicy
 
 def existing(path: str, key: str = "data.path") -> Path:
     """Return the file or folder `path`; raise a ConfigError that suggests similar names."""
-    place = Path(path).expanduser()
-    if place.is_file() or place.is_dir():
-        return place
-    if place.exists():
+    target = Path(path).expanduser()
+    if target.is_file() or target.is_dir():
+        return target
+    if target.exists():
         raise ConfigError(key, f"{path} is a pipe, a socket or a device", "name a file")
-    folder = place.parent
+    folder = target.parent
     if not folder.is_dir():
         raise ConfigError(key, f"{path} does not exist, nor does its folder {folder.absolute()}")
     names = (p.name for p in folder.iterdir())
-    near = suggestion(place.name, names, f"{folder.absolute()} has")
+    near = suggestion(target.name, names, f"{folder.absolute()} has")
     raise ConfigError(key, f"{path} does not exist", near)
 
 
-def suggestion(name: str, known: Iterable[str], has: str) -> str:
-    """Return "did you mean …?" for a close name, else `has` and the first `known` names."""
-    names = sorted(known)
-    if near := nearest(name, names):
+def suggestion(name: str, names: Iterable[str], introduction: str) -> str:
+    """Return "did you mean …?" for a close name, else `introduction` and the first of `names`."""
+    sorted_names = sorted(names)
+    if near := nearest(name, sorted_names):
         return f"did you mean {near!r}?"
-    return f"{has} {listed(names, 10)}" if names else f"{has} nothing"
+    return (
+        f"{introduction} {listed(sorted_names, 10)}" if sorted_names else f"{introduction} nothing"
+    )
 
 
 def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:

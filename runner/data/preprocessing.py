@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "preprocessing.json"
 FORMAT = 1
-PREDICTED = ("classification", "regression")
+PREDICTABLE_TASKS = ("classification", "regression")
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Preprocessing:
     @classmethod
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
         """Return the preprocessing of a data set opened with `config`."""
-        chosen = {c.key: str(c.value) for c in data.choices if c.value != "none"}
+        choices = {c.key: str(c.value) for c in data.choices if c.value != "none"}
         decimal, thousands = (
-            getattr(config, sign, None) or chosen.get(f"data.{sign}", "")
+            getattr(config, sign, None) or choices.get(f"data.{sign}", "")
             for sign in ("decimal", "thousands")
         )
         if not decimal and thousands in ("point", "."):
             decimal = "comma"
-        rule = config.split.name if config.split else chosen.get("data.split", "random")
-        known = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
+        rule = config.split.name if config.split else choices.get("data.split", "random")
+        fitted = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
         split = rule, config.folds or 0, config.fold or 0
         signs = decimal, thousands, getattr(data, "tokenizer", "")
-        return cls(kind_of(config), source_of(config), *known, *split, *signs)
+        return cls(kind_of(config), source_of(config), *fitted, *split, *signs)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
         """Return how each table column was interpreted, with its missing cells in training rows.
@@ -108,8 +108,8 @@ def check_predicts(fitted: Preprocessing | None) -> None:
     if fitted is None:
         problem = "predict needs a trained model with its preprocessing"
         raise ConfigError("job", problem, "name a run: checkpoint.resume=RUN")
-    if fitted.sizes.task not in PREDICTED:
-        problem = f"predict needs {' or '.join(PREDICTED)}, got {fitted.sizes.task}"
+    if fitted.sizes.task not in PREDICTABLE_TASKS:
+        problem = f"predict needs {' or '.join(PREDICTABLE_TASKS)}, got {fitted.sizes.task}"
         raise ConfigError("job", problem, "use job=evaluate")
 
 

@@ -10,27 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.data.cells import LONGEST
+from runner.data.cells import MAX_CELL_CHARS
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
 from runner.data.paths import suggestion
-from runner.data.usable import KEY, NAMED, examples
+from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
 from runner.errors import ConfigError, DataError, with_fix
 from runner.format import listed, nearest
 from runner.record.provenance import changed_command
 from runner.record.text import quote_for_hydra
 from runner.techniques.base import Choice
 
-GAPS = "data.missing"
-TYPES = "data.types"
-IGNORE = "data.ignore"
-KINDS = 10  # kinds of bad rows, in a message
-MOST_DROPPED = 0.5  # share of rows that a suggested command may drop
-COMMAND = 2_000  # characters; a longer command is left out
-PLAIN = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*")
+MISSING_KEY = "data.missing"
+TYPES_KEY = "data.types"
+IGNORE_KEY = "data.ignore"
+MAX_KINDS = 10  # kinds of bad rows, in a message
+MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
+MAX_COMMAND_CHARS = 2_000  # characters; a longer command is left out
+UNQUOTED = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*")
 
 
 @dataclass
-class Problems:
+class TableProblems:
     """Problems of a table, and the command that reads it in spite of them.
 
     `needed` are column names by config key. An absent column is replaced by the one with the
@@ -46,7 +46,7 @@ class Problems:
     total: int = 0  # rows
     bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop drops
     gaps: dict[int, str] = field(default_factory=dict)  # rows that data.missing=drop drops
-    fixed: bool = False  # the columns are those the model was trained on
+    columns_fixed: bool = False  # the columns are those the model was trained on
     absent: list[tuple[str, str]] = field(default_factory=list)  # by the key that names them
     columns: str = ""  # which are absent
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
@@ -55,18 +55,21 @@ class Problems:
 
     def __post_init__(self) -> None:
         gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
-        self.drops = {KEY: self.config.bad_samples is BadSamples.drop, GAPS: gaps}
+        self.drops = {
+            BAD_SAMPLES_KEY: self.config.bad_samples is BadSamples.drop,
+            MISSING_KEY: gaps,
+        }
 
     def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
         """Check the file's column `names` against the configured ones, or those `trained` on."""
         for name, count in Counter(names).items():
             if count > 1:
-                what = f"are called {name[:LONGEST]!r}" if name else "have no name"
+                what = f"are called {name[:MAX_CELL_CHARS]!r}" if name else "have no name"
                 fix = "give each a unique name in the first line"
                 raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
         names = [name for name in names if name]
         if trained:
-            self.fixed = True
+            self.columns_fixed = True
             if missing := [name for name in dict.fromkeys(trained) if name not in names]:
                 problem = f"lacks {listed(map(repr, missing))}, which the model was trained on"
                 others = [name for name in names if name not in trained]
@@ -75,44 +78,49 @@ class Problems:
             return
         if self.absent:  # the file is opened a second time
             return
-        lists = {IGNORE: self.ignore, TYPES: self.types}
-        asked = [*self.needed.items(), *((key, n) for key, some in lists.items() for n in some)]
-        if absent := [(key, name) for key, name in asked if name not in names]:
+        lists = {IGNORE_KEY: self.ignore, TYPES_KEY: self.types}
+        configured = [
+            *self.needed.items(),
+            *((key, n) for key, column_names in lists.items() for n in column_names),
+        ]
+        if absent := [(key, name) for key, name in configured if name not in names]:
             self._replace(absent, names)
 
     def _replace(self, absent: list[tuple[str, str]], names: Sequence[str]) -> None:
         names = [name for name in names if name not in self.needed.values()]
-        near = dict.fromkeys(suggestion(n, names, "its columns are") for _, n in absent[:NAMED])
+        near = dict.fromkeys(
+            suggestion(n, names, "its columns are") for _, n in absent[:MAX_EXAMPLES]
+        )
         more = f", nor {listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
         self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
         self.absent = absent
         for key, name in absent:
-            instead = nearest(name, names)
+            replacement = nearest(name, names)
             if key in self.needed:
-                self.needed[key] = instead or ""
-                self.avoidable &= instead is not None
-            elif key == IGNORE:
-                self.ignore = [instead or "" if n == name else n for n in self.ignore]
+                self.needed[key] = replacement or ""
+                self.avoidable &= replacement is not None
+            elif key == IGNORE_KEY:
+                self.ignore = [replacement or "" if n == name else n for n in self.ignore]
             elif kind := self.types.pop(name):
-                self.types |= {instead: kind} if instead else {}
+                self.types |= {replacement: kind} if replacement else {}
         self.ignore = [name for name in self.ignore if name]
 
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
         """Record columns whose cells are not single numbers, times or texts."""
-        self.unreadable |= {name: str(arrow)[:LONGEST] for name, arrow in types.items()}
+        self.unreadable |= {name: str(arrow)[:MAX_CELL_CHARS] for name, arrow in types.items()}
         needed = not types.keys().isdisjoint(self.needed.values())
         self.avoidable &= not types or (isinstance(self.config, Tabular) and not needed)
 
     def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
         """Record problems of rows; they are dropped if the config key `key` says so."""
-        rows = self.bad if key == KEY else self.gaps
+        rows = self.bad if key == BAD_SAMPLES_KEY else self.gaps
         for row, text in problems.items():
             rows.setdefault(row, text)
             if not self.drops[key]:
                 kind = re.sub(": .* is ", ": is ", text)
                 self.kinds.setdefault(kind, (text, []))[1].append(row)
 
-    def refuse(self, cause: DataError | None = None) -> None:
+    def raise_if_any(self, cause: DataError | None = None) -> None:
         """Raise all problems, if any, as one error; `cause` is the error that ended the reading."""
         rows = [*self._rows()]
         types = listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
@@ -130,24 +138,26 @@ class Problems:
             raise ConfigError(self.absent[0][0], text, fix)
         raise DataError(with_fix(text, fix))
 
-    def left_out(self) -> tuple[Choice, ...]:
+    def dropped_choices(self) -> tuple[Choice, ...]:
         """Return the choices that report the dropped rows."""
         return tuple(
             Choice(key, f"{len(rows):,} of {self.total:,} left out", self._examples(rows))
-            for key, rows in ((KEY, self.bad), (GAPS, self.gaps))
+            for key, rows in ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps))
             if rows
         )
 
     def _rows(self) -> Iterator[str]:
         """Yield a text for each kind of row problem: cells first, then whole rows."""
         kinds = sorted(self.kinds.values(), key=lambda kind: (", column" not in kind[0], kind[1]))
-        for text, rows in kinds[:KINDS]:
-            following = ", ".join(map(str, rows[1:NAMED])) + ", …" * (len(rows) > NAMED)
+        for text, rows in kinds[:MAX_KINDS]:
+            following = ", ".join(map(str, rows[1:MAX_EXAMPLES])) + ", …" * (
+                len(rows) > MAX_EXAMPLES
+            )
             more = f" ({len(rows):,} {self.word}s in all: also {following})" if rows[1:] else ""
             yield f"{self.word} {rows[0]}{text}{more}"
-        if len(kinds) > KINDS:
-            yield f"and {len(kinds) - KINDS:,} more kinds of bad rows"
-        for key, bad in ((KEY, self.bad), (GAPS, self.gaps)):
+        if len(kinds) > MAX_KINDS:
+            yield f"and {len(kinds) - MAX_KINDS:,} more kinds of bad rows"
+        for key, bad in ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps)):
             if self.drops[key] and len(bad) > self.config.most_bad * self.total:
                 limit = f"more than data.most_bad={self.config.most_bad:g}"
                 count = f"{len(bad):,} of {self.total:,} rows cannot be used"
@@ -159,34 +169,40 @@ class Problems:
     def _fix(self, rows: bool) -> str:
         changes = self._changes()
         ways = ["correct them"] if rows or self.unreadable else []
-        ways += [f"fill missing values with {GAPS}=mean"] if changes.get(GAPS) == "drop" else []
-        ways += [f"leave out a column with {IGNORE}"] if rows and not self.fixed else []
+        ways += (
+            [f"fill missing values with {MISSING_KEY}=mean"]
+            if changes.get(MISSING_KEY) == "drop"
+            else []
+        )
+        ways += [f"leave out a column with {IGNORE_KEY}"] if rows and not self.columns_fixed else []
         command = changed_command(changes) if self.avoidable else ""
-        if command and len(command) <= COMMAND:
+        if command and len(command) <= MAX_COMMAND_CHARS:
             ways.append(f"or run with {command}" if ways else f"run with {command}")
         return ", ".join(ways)
 
     def _changes(self) -> dict[str, str]:
         """Return the overrides that avoid the problems."""
-        absent, most, total = dict(self.absent), self.config.most_bad, max(self.total, 1)
-        changes = {key: _typed(self.needed[key]) for key in absent if key in self.needed}
-        if self.unreadable or IGNORE in absent:
-            changes[IGNORE] = f"[{','.join(map(_typed, [*self.ignore, *self.unreadable]))}]"
-        if TYPES in absent:
+        absent, max_share, total = dict(self.absent), self.config.most_bad, max(self.total, 1)
+        changes = {key: _quote_name(self.needed[key]) for key in absent if key in self.needed}
+        if self.unreadable or IGNORE_KEY in absent:
+            changes[IGNORE_KEY] = (
+                f"[{','.join(map(_quote_name, [*self.ignore, *self.unreadable]))}]"
+            )
+        if TYPES_KEY in absent:
             types = ", ".join(f"{name}: {kind.name}" for name, kind in self.types.items())
-            changes[f"+{TYPES}"] = f"{{{types}}}"
+            changes[f"+{TYPES_KEY}"] = f"{{{types}}}"
         bad, gaps = len(self.bad) / total, len(self.gaps) / total
-        if gaps and not self.drops[GAPS]:
-            changes[GAPS] = "drop" if gaps <= most else "mean"
-            gaps = gaps if gaps <= most else 0.0
-        if bad and not self.drops[KEY]:
-            changes[KEY] = "drop"
-        if (largest := max(bad, gaps)) > most:
+        if gaps and not self.drops[MISSING_KEY]:
+            changes[MISSING_KEY] = "drop" if gaps <= max_share else "mean"
+            gaps = gaps if gaps <= max_share else 0.0
+        if bad and not self.drops[BAD_SAMPLES_KEY]:
+            changes[BAD_SAMPLES_KEY] = "drop"
+        if (largest := max(bad, gaps)) > max_share:
             changes["data.most_bad"] = f"{math.ceil(100 * largest) / 100:g}"
-            self.avoidable &= largest <= MOST_DROPPED
+            self.avoidable &= largest <= MAX_DROPPED
         return changes
 
 
-def _typed(name: str) -> str:
+def _quote_name(name: str) -> str:
     """Return `name`, quoted for a Hydra override if needed."""
-    return name if PLAIN.fullmatch(name) else quote_for_hydra(name, "double")
+    return name if UNQUOTED.fullmatch(name) else quote_for_hydra(name, "double")

@@ -19,7 +19,7 @@ from runner.errors import DataError
 from runner.security.files.policy import FilePolicy
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-LARGEST = 1 << 24  # bytes of a JSON file
+MAX_JSON_BYTES = 1 << 24  # bytes of a JSON file
 
 
 def is_saved(path: Path) -> bool:
@@ -57,15 +57,15 @@ def read_saved(path: Path, policy: FilePolicy | None = None) -> Any:
         for number, column in enumerate(table.column_names):
             classes = (features.get(column) or {}).get("names")
             if (features.get(column) or {}).get("_type") == "ClassLabel" and classes:
-                named = _named(table.column(column), [*map(str, classes)])
-                table = table.set_column(number, column, named)
+                decoded = _decode_classes(table.column(column), [*map(str, classes)])
+                table = table.set_column(number, column, decoded)
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"data.path: {path}: not a save_to_disk dataset: {reason}") from None
     return table
 
 
-def _named(codes: Any, classes: Sequence[str]) -> Any:
+def _decode_classes(codes: Any, classes: Sequence[str]) -> Any:
     """Convert a column of class numbers to names; -1 (no class) becomes null."""
     import pyarrow
     from pyarrow import compute
@@ -73,8 +73,8 @@ def _named(codes: Any, classes: Sequence[str]) -> Any:
     numbers = codes.combine_chunks().cast(pyarrow.int32())
     numbers = compute.if_else(compute.equal(numbers, -1), None, numbers)
     dictionary = pyarrow.array(classes, pyarrow.string())
-    made = pyarrow.DictionaryArray.from_arrays(numbers, dictionary)  # checks that all are in it
-    return pyarrow.chunked_array([made])
+    decoded = pyarrow.DictionaryArray.from_arrays(numbers, dictionary)  # checks that all are in it
+    return pyarrow.chunked_array([decoded])
 
 
 class SavedImages(Sequence[BytesIO]):
@@ -91,7 +91,7 @@ class SavedImages(Sequence[BytesIO]):
         table = read_saved(path, policy)
         self.path, self.column = path, table.column(images[0])
         self.class_names = tuple(map(str, features[classes[0]]["names"])) if classes else ()
-        self.labels = None if not classes else _codes(table.column(classes[0]), path)
+        self.labels = None if not classes else _class_codes(table.column(classes[0]), path)
 
     def __len__(self) -> int:
         return len(self.column)
@@ -105,7 +105,7 @@ class SavedImages(Sequence[BytesIO]):
         return BytesIO(content)
 
 
-def _codes(column: Any, path: Path) -> np.ndarray:
+def _class_codes(column: Any, path: Path) -> np.ndarray:
     codes = column.combine_chunks().indices
     if codes.null_count:
         raise DataError(f"data.path: {path}: {codes.null_count} rows have no class (-1)")
@@ -115,8 +115,8 @@ def _codes(column: Any, path: Path) -> np.ndarray:
 
 def _read_json(path: Path, key: str) -> Any:
     try:
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"it has more than {LARGEST >> 20} MiB")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
         return json.loads(path.read_bytes())[key]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(f"data.path: {path} cannot be read: {error}") from None

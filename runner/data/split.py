@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from runner.data.open import Opening
 
 KEY = "data.split"
-Parts = tuple[np.ndarray, np.ndarray]
+SplitIndices = tuple[np.ndarray, np.ndarray]
 """Indices of the training and of the validation part, each ascending."""
 
 
@@ -30,29 +30,29 @@ def split_samples(
     config: DataConfig,
     what: str,
     labels: np.ndarray | None = None,  # of classes
-    by: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
+    split_column: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
     """Training and validation samples; data that were not trained on are evaluated whole.
 
     `what` names the data in errors.
     """
-    fitted, every = opening.fitted, np.arange(samples)
-    if opening.whole(config):  # both splits are all samples
+    fitted, all_samples = opening.fitted, np.arange(samples)
+    if opening.evaluates_all(config):  # both splits are all samples
         if not samples:
             raise DataError(f"{what}: has no samples")
         verb = "evaluated" if opening.labelled else "predicted"
         source = "" if fitted is None else f"; the model was trained on {fitted.source}"
         reason = f"all {samples:,} are {verb}{source}"
-        return every, every, (Choice("data.validation", "all", reason),)
-    if opening.trains:
-        return every, every[:0], ()
-    rule, choices = _choose_rule(config, opening.rule, labels)
+        return all_samples, all_samples, (Choice("data.validation", "all", reason),)
+    if opening.trains_on_all:
+        return all_samples, all_samples[:0], ()
+    rule, choices = _choose_rule(config, opening.split_rule, labels)
     if fitted is not None and fitted.folds and config.folds is None:
         choices.append(
             Choice("data.folds", fitted.folds, f"as before, with data.fold={fitted.fold}")
         )
         config = replace(config, folds=fitted.folds, fold=fitted.fold)
-    train, validation = _divide(rule, samples, config, what, labels, by)
+    train, validation = _split_by_rule(rule, samples, config, what, labels, split_column)
     if rule == "time" and config.folds is not None:
         earlier = f"{len(train):,} earlier samples are trained on, the next {len(validation):,}"
         later = f"held out, {samples - len(train) - len(validation):,} later ones not used"
@@ -76,21 +76,25 @@ def _choose_rule(
     return "stratified", [Choice(KEY, "stratified", "same class shares in both parts")]
 
 
-def _divide(
+def _split_by_rule(
     rule: str,
     samples: int,
     config: DataConfig,
     what: str,
     labels: np.ndarray | None,
-    by: np.ndarray | None,
-) -> Parts:
+    split_column: np.ndarray | None,
+) -> SplitIndices:
     """Split the samples by `rule`."""
     share, seed, fold = config.validation, config.split_seed, config.validation_fold
-    if by is not None:
+    if split_column is not None:
         what = f"{what}: column {getattr(config, 'split_by', '')!r}"
         if rule == "group":
-            return split_groups(by, share, seed, what, fold)
-        return split_times(by, share, what) if fold is None else fold_times(by, fold, what)
+            return split_groups(split_column, share, seed, what, fold)
+        return (
+            split_times(split_column, share, what)
+            if fold is None
+            else fold_times(split_column, fold, what)
+        )
     if rule == "stratified" and labels is not None and samples > 1:
         if fold is not None:  # sorted by class, so each fold gets its share of each class
             ranked = np.lexsort((split_hash(seed, np.arange(samples)), labels))
@@ -99,7 +103,7 @@ def _divide(
     return split(samples, share, seed, what, fold)
 
 
-def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Parts:
+def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> SplitIndices:
     """Split with the same share of each class in both parts, sized as by `order.split`.
 
     The samples of a class with the smallest hashes are held out. A class of two or more samples is
@@ -111,11 +115,11 @@ def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Par
     # differences of rounded cumulative sums, so that the sizes add up to that of the whole
     held_out = np.diff(np.rint(np.cumsum(sizes) * validation), prepend=0)
     held_out = np.clip(held_out, sizes >= 2, np.maximum(sizes - 1, 0))
-    every = np.arange(len(labels))
-    ranked = np.lexsort((split_hash(split_seed, every), classes))
-    place = every - (np.cumsum(sizes) - sizes)[classes[ranked]]
-    within = place < held_out[classes[ranked]]
-    return np.sort(ranked[~within]), np.sort(ranked[within])
+    positions = np.arange(len(labels))
+    ranked = np.lexsort((split_hash(split_seed, positions), classes))
+    rank = positions - (np.cumsum(sizes) - sizes)[classes[ranked]]
+    is_held_out = rank < held_out[classes[ranked]]
+    return np.sort(ranked[~is_held_out]), np.sort(ranked[is_held_out])
 
 
 def split_groups(
@@ -124,7 +128,7 @@ def split_groups(
     split_seed: int,
     what: str = "the data",
     fold: Fold | None = None,
-) -> Parts:
+) -> SplitIndices:
     """Split by group: groups with the smallest hashes are held out, as near to the share as fits.
 
     A group's hash is that of its first sample. With `fold`, groups go to folds largest first, each
@@ -137,31 +141,31 @@ def split_groups(
         raise DataError(f"{what}: has one value; training and validation need at least one each")
     if fold is not None:
         return _fold_groups(codes, np.lexsort((split_hash(split_seed, first), -sizes)), fold, what)
-    missing, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
+    remaining, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
     # all but the last, so that training keeps a group
     for group in np.argsort(split_hash(split_seed, first), kind="stable")[:-1].tolist():
-        if sizes[group] < 2 * missing:  # with it the size is nearer to the share
+        if sizes[group] < 2 * remaining:  # with it the size is nearer to the share
             held_out[group] = True
-            missing -= sizes[group]
+            remaining -= sizes[group]
     if not held_out.any():
         held_out[sizes.argmin()] = True
     return np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
 
 
-def _fold_groups(codes: np.ndarray, largest: np.ndarray, fold: Fold, what: str) -> Parts:
+def _fold_groups(codes: np.ndarray, largest: np.ndarray, fold: Fold, what: str) -> SplitIndices:
     number, folds = fold
     if len(largest) < folds:
         raise DataError(f"{what}: {len(largest)} values are too few for data.folds={folds}")
-    sizes, place = np.bincount(codes), np.empty(len(largest), np.int64)
-    smallest = [(0, which) for which in range(folds)]
+    sizes, fold_of = np.bincount(codes), np.empty(len(largest), np.int64)
+    smallest = [(0, fold_number) for fold_number in range(folds)]
     for group in largest.tolist():
-        samples, place[group] = smallest[0]
-        heapreplace(smallest, (samples + int(sizes[group]), int(place[group])))
-    within = place[codes] == number
-    return np.flatnonzero(~within), np.flatnonzero(within)
+        samples, fold_of[group] = smallest[0]
+        heapreplace(smallest, (samples + int(sizes[group]), int(fold_of[group])))
+    in_fold = fold_of[codes] == number
+    return np.flatnonzero(~in_fold), np.flatnonzero(in_fold)
 
 
-def split_times(times: np.ndarray, validation: float, what: str = "the data") -> Parts:
+def split_times(times: np.ndarray, validation: float, what: str = "the data") -> SplitIndices:
     """Split by time: the last share is held out; samples of equal time stay together."""
     n = len(times)
     start = np.sort(times)[n - min(max(round(n * validation), 1), n - 1)] if n > 1 else times.max()
@@ -173,14 +177,14 @@ def split_times(times: np.ndarray, validation: float, what: str = "the data") ->
     return np.flatnonzero(~late), np.flatnonzero(late)
 
 
-def fold_times(times: np.ndarray, fold: Fold, what: str = "the data") -> Parts:
+def fold_times(times: np.ndarray, fold: Fold, what: str = "the data") -> SplitIndices:
     """Split by expanding window: of k + 1 periods one is held out, earlier ones are trained on.
 
     Later periods are not used, so training never sees samples after its validation period.
     """
     number, folds = fold
     ordered = np.sort(times)
-    starts = ordered[[len(times) * stretch // (folds + 1) for stretch in range(folds + 1)]]
+    starts = ordered[[len(times) * period // (folds + 1) for period in range(folds + 1)]]
     late = times >= starts[number + 1]
     if number + 2 <= folds:
         late &= times < starts[number + 2]

@@ -11,12 +11,12 @@ import numpy as np
 
 from runner.data.config import StdlibParts, StdlibText
 from runner.data.paths import suggestion
-from runner.data.text import TextDataset, byte_sizes, cut
+from runner.data.text import TextDataset, byte_sizes, cut_passages
 from runner.data.tokens import TokenStream, TokenWindows
 from runner.errors import ConfigError, DataError
 
 # Packages installed beside the library, and tests, which some systems omit.
-LEFT_OUT = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
+EXCLUDED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
 def stdlib_text(config: StdlibText) -> TokenWindows:
@@ -46,17 +46,17 @@ def stdlib_parts(config: StdlibParts) -> TextDataset:
     for label, part in enumerate(config.parts):
         ranked = sorted(files.get(part, []), key=lambda f: _rank(f[0], config.split_seed))
         if len(ranked) < 2:
-            near = suggestion(part, [n for n, several in files.items() if len(several) > 1], "e.g.")
+            near = suggestion(part, [n for n, sources in files.items() if len(sources) > 1], "e.g.")
             problem = f"{part!r} has {len(ranked)} files in the standard library; 2 are needed"
             raise ConfigError("data.parts", problem, near)
         validation = min(max(round(len(ranked) * config.validation), 1), len(ranked) - 1)
         for number, (_, text) in enumerate(ranked):
-            passages = cut(text, config.sequence)
+            passages = cut_passages(text, config.sequence)
             texts += passages
             labels += [label] * len(passages)
             held_out += [number < validation] * len(passages)
-    where = np.array(held_out)
-    parts, names = (np.flatnonzero(~where), np.flatnonzero(where)), tuple(config.parts)
+    is_held_out = np.array(held_out)
+    parts, names = (np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)), tuple(config.parts)
     return TextDataset(texts, np.array(labels), byte_sizes(names, config.sequence), parts)
 
 
@@ -64,8 +64,8 @@ def read_stdlib() -> list[tuple[str, bytes]]:
     """Return the relative path and content of each non-empty .py file, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
-    for folder, inside, files in os.walk(root):
-        inside[:] = [name for name in inside if name not in LEFT_OUT]  # not entered
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]  # not entered
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     sources = sorted((p.relative_to(root).as_posix(), p) for p in paths if p.is_file())
     texts = [(name, text) for name, path in sources if (text := path.read_bytes())]

@@ -12,21 +12,21 @@ import numpy as np
 
 from runner.data.batch import RowNames
 from runner.data.cells import (
+    DATE_EXAMPLES,
+    DATE_PARTS,
     GAP,
-    LONGEST,
-    MOST_UNPARSED,
-    PARTS,
-    READABLE,
-    Kind,
+    MAX_CELL_CHARS,
+    MAX_UNPARSED,
+    CellKind,
+    ColumnValues,
     ParsedColumn,
-    Texts,
-    Values,
+    TextColumn,
     describe_form,
     id_reason,
-    is_none,
+    is_missing,
     missing_cells,
-    number,
     parse_column,
+    parse_number,
     parse_time,
     select_rows,
 )
@@ -34,21 +34,21 @@ from runner.data.config import BadSamples, ColumnType, Missing, SplitRule, Tabul
 from runner.data.labels import class_name
 from runner.data.paths import existing
 from runner.data.preprocessing import Preprocessing
-from runner.data.problems import GAPS, IGNORE, TYPES, Problems
+from runner.data.problems import IGNORE_KEY, MISSING_KEY, TYPES_KEY, TableProblems
 from runner.data.saved_dataset import is_saved
-from runner.data.table_files import Content, read_content
-from runner.data.usable import KEY, NAMED
+from runner.data.table_files import TableContent, read_content
+from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
 
-MOST_WORDS = 100  # texts read as missing that are stored for other data
-KINDS = {
-    ColumnType.number: Kind.numbers,
-    ColumnType.text: Kind.texts,
-    ColumnType.date: Kind.times,
-    ColumnType.id: Kind.texts,
+MAX_WORDS = 100  # texts read as missing that are stored for other data
+KIND_BY_TYPE = {
+    ColumnType.number: CellKind.numbers,
+    ColumnType.text: CellKind.texts,
+    ColumnType.date: CellKind.times,
+    ColumnType.id: CellKind.texts,
 }
 
 
@@ -57,7 +57,7 @@ class Table:
     """A table's columns by name, without the dropped rows."""
 
     path: Path
-    columns: dict[str, Values]
+    columns: dict[str, ColumnValues]
     rows: RowNames  # names of rows in messages, such as `line 17`
     choices: tuple[Choice, ...]  # which rows were left out, and what columns were read as
     size: int  # rows
@@ -84,17 +84,17 @@ def read_table(
     if path.is_dir() and not is_saved(path):
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
     types = config.types if isinstance(config, Tabular) and fitted is None else {}
-    problems = Problems(path, config, dict(needed), [*(ignore or ())], dict(types))
+    problems = TableProblems(path, config, dict(needed), [*(ignore or ())], dict(types))
     kinds = {} if fitted is None else _fitted_kinds(fitted)
 
-    def kind(name: str) -> Kind:
+    def kind(name: str) -> CellKind:
         if ignore is None:
-            return Kind.texts
+            return CellKind.texts
         declared = problems.types.get(name)
-        return KINDS[declared] if declared else kinds.get(name, Kind.any)
+        return KIND_BY_TYPE[declared] if declared else kinds.get(name, CellKind.any)
 
     def select(names: Sequence[str], unreadable: Mapping[str, Any]) -> list[str]:
-        return _select(problems, ignore is None, fitted, names, unreadable)
+        return _select_columns(problems, ignore is None, fitted, names, unreadable)
 
     try:
         content = read_content(path, select, kind, config, fitted)
@@ -102,12 +102,12 @@ def read_table(
         if not problems.total:
             raise DataError(f"data.path: {path} has no rows below its header")
     except DataError as error:
-        problems.refuse(error)
+        problems.raise_if_any(error)
         raise
-    index = _take_index(content, path)
-    ids, id_choices = _take_ids(content, problems, fitted)
+    index = _drop_index_column(content, path)
+    ids, id_choices = _pop_id_columns(content, problems, fitted)
     columns = _parse_columns(content, kind, problems, fitted)
-    problems.refuse()
+    problems.raise_if_any()
     types_chosen = _type_choices(columns, content)
     left_out = [*problems.bad, *problems.gaps]
     usable = ~np.isin(content.numbers, left_out) if left_out else slice(None)
@@ -115,17 +115,17 @@ def read_table(
         path,
         {name: select_rows(column.values, usable) for name, column in columns.items()},
         RowNames(content.word, content.numbers[usable]),
-        (*content.choices, *index, *id_choices, *problems.left_out(), *types_chosen),
+        (*content.choices, *index, *id_choices, *problems.dropped_choices(), *types_chosen),
         problems.total - len(left_out),
-        {n: tuple(sorted({*c.unparsed.values()}))[:MOST_WORDS] for n, c in columns.items()},
+        {n: tuple(sorted({*c.unparsed.values()}))[:MAX_WORDS] for n, c in columns.items()},
         {n: column.filter(usable) for n, column in ids.items()} if left_out else ids,
         {name: column.form for name, column in columns.items() if column.form},
     )
 
 
-def _select(
-    problems: Problems,
-    only: bool,  # the needed columns
+def _select_columns(
+    problems: TableProblems,
+    needed_only: bool,  # the needed columns
     fitted: Preprocessing | None,
     names: Sequence[str],
     unreadable: Mapping[str, Any],
@@ -133,22 +133,22 @@ def _select(
     """Return the columns to read: the needed ones, those trained on, or all."""
     trained = [] if fitted is None else [column.name for column in fitted.columns]
     problems.check_names(names, trained and [*trained, *problems.needed.values()])
-    used = list(dict.fromkeys([*trained, *problems.needed.values()]))
+    selected = list(dict.fromkeys([*trained, *problems.needed.values()]))
     if fitted is not None and trained:
-        used += [name for name in fitted.ids if name not in used]
-    elif not only:
-        used = [name for name in names if name in used or name not in problems.ignore]
-    problems.add_unreadable({name: unreadable[name] for name in used if name in unreadable})
-    readable = [name for name in used if name in names and name not in unreadable]
+        selected += [name for name in fitted.ids if name not in selected]
+    elif not needed_only:
+        selected = [name for name in names if name in selected or name not in problems.ignore]
+    problems.add_unreadable({name: unreadable[name] for name in selected if name in unreadable})
+    readable = [name for name in selected if name in names and name not in unreadable]
     if not readable:
-        problems.refuse()
+        problems.raise_if_any()
     return readable
 
 
 def _parse_columns(
-    content: Content,
-    kind: Callable[[str], Kind],
-    problems: Problems,
+    content: TableContent,
+    kind: Callable[[str], CellKind],
+    problems: TableProblems,
     fitted: Preprocessing | None,
 ) -> dict[str, ParsedColumn]:
     """Parse each column, and add the problems of its cells to `problems`, by row."""
@@ -156,7 +156,7 @@ def _parse_columns(
     policy = config.missing if isinstance(config, Tabular) else None
     share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
     trained = {} if fitted is None else {c.name: c for c in fitted.columns}
-    problems.add_rows(KEY, content.malformed)
+    problems.add_rows(BAD_SAMPLES_KEY, content.malformed)
     columns = dict[str, ParsedColumn]()
     for name in list(content.columns):
         cells = content.columns.pop(name)  # popped, so that its memory is free after parsing
@@ -164,7 +164,7 @@ def _parse_columns(
             column = columns[name] = parse_column(
                 cells,
                 kind(name),
-                most_unparsed=1.0 if name in problems.types else MOST_UNPARSED,
+                max_unparsed=1.0 if name in problems.types else MAX_UNPARSED,
                 bad_share=share,
                 missing=trained[name].missing if name in trained else (),
                 marker=name not in needed,
@@ -174,11 +174,11 @@ def _parse_columns(
             problems.add_unreadable({name: error})
             continue
         _check_declared(name, column, problems)
-        wrong = [(KEY, column.bad)]
+        wrong = [(BAD_SAMPLES_KEY, column.bad)]
         if name in needed:
-            wrong.append((KEY, column.missing()))
+            wrong.append((BAD_SAMPLES_KEY, column.missing()))
         elif policy in (Missing.drop, Missing.error):
-            wrong.append((GAPS, column.missing()))
+            wrong.append((MISSING_KEY, column.missing()))
         for key, bad in wrong:
             texts = {int(content.numbers[i]): f", column {name!r}: {bad[i]}" for i in bad}
             problems.add_rows(key, texts)
@@ -187,35 +187,35 @@ def _parse_columns(
     return columns
 
 
-def _check_declared(name: str, column: ParsedColumn, problems: Problems) -> None:
+def _check_declared(name: str, column: ParsedColumn, problems: TableProblems) -> None:
     """Raise ConfigError if most cells do not have the type declared in `data.types`."""
     if name not in problems.types or not column.unparsed:
         return
     count = len(column.unparsed)
     present = int((~missing_cells(column.values)).sum()) + count
     if 2 * count > present:
-        example = next(iter(column.unparsed.values()))[:LONGEST]
+        example = next(iter(column.unparsed.values()))[:MAX_CELL_CHARS]
         cells = f"{count:,} of {present:,} cells of {name!r}, such as {example!r},"
-        fix = f"dates are read as {READABLE}" if column.kind is Kind.times else "use text"
-        raise ConfigError(TYPES, f"{problems.path}: {cells} are not {column.kind.value}", fix)
+        fix = f"dates are read as {DATE_EXAMPLES}" if column.kind is CellKind.times else "use text"
+        raise ConfigError(TYPES_KEY, f"{problems.path}: {cells} are not {column.kind.value}", fix)
 
 
-def _take_index(content: Content, path: Path) -> tuple[Choice, ...]:
+def _drop_index_column(content: TableContent, path: Path) -> tuple[Choice, ...]:
     """Remove an unnamed column that numbers the rows, as pandas writes; DataError for others."""
     import pyarrow
     from pyarrow import compute
 
     if (cells := content.columns.pop("", None)) is None:
         return ()
-    whole = pyarrow.types.is_integer(cells.type) and not cells.null_count
-    if not whole or compute.min(cells).as_py() < 0 or len(cells.unique()) < len(cells):
+    is_integer = pyarrow.types.is_integer(cells.type) and not cells.null_count
+    if not is_integer or compute.min(cells).as_py() < 0 or len(cells.unique()) < len(cells):
         problem = "a column has no name, and its cells are not row numbers"
         raise DataError(f"data.path: {path}: {problem}; name it in the first line")
-    return (Choice(IGNORE, "1 column left out", "unnamed row numbers"),)
+    return (Choice(IGNORE_KEY, "1 column left out", "unnamed row numbers"),)
 
 
-def _take_ids(
-    content: Content, problems: Problems, fitted: Preprocessing | None
+def _pop_id_columns(
+    content: TableContent, problems: TableProblems, fitted: Preprocessing | None
 ) -> tuple[dict[str, Any], list[Choice]]:
     """Remove and return the id columns of `content`, and the choices; one column stays."""
     declared, needed = problems.types, problems.needed.values()
@@ -228,9 +228,11 @@ def _take_ids(
             if name not in declared and len(reasons) + 1 < len(names):
                 if reason := id_reason(name, content.columns[name]):
                     reasons[name] = reason
-    way = "not an input, but copied to predictions; to use it, set its data.types"
+    advice = "not an input, but copied to predictions; to use it, set its data.types"
     choices = [
-        Choice(TYPES, f"{n}: id", f"{reason}: {way}") for n, reason in reasons.items() if reason
+        Choice(TYPES_KEY, f"{n}: id", f"{reason}: {advice}")
+        for n, reason in reasons.items()
+        if reason
     ]
     columns = {name: content.columns.pop(name) for name in names if name in reasons}
     for name, column in columns.items():
@@ -238,57 +240,65 @@ def _take_ids(
     return columns, choices
 
 
-def split_values(table: Table, by: str, rule: SplitRule | None) -> np.ndarray:
-    """Return the column `by` as group codes or as times.
+def split_values(table: Table, split_by: str, rule: SplitRule | None) -> np.ndarray:
+    """Return the column `split_by` as group codes or as times.
 
     Times are numbers, or ISO 8601 dates and times; others are a DataError.
     """
-    values = table.columns[by]
-    if not isinstance(values, Texts):
+    values = table.columns[split_by]
+    if not isinstance(values, TextColumn):
         return values
     if rule is SplitRule.group:
         return values.codes
-    for parse in (number, parse_time):
+    for parse in (parse_number, parse_time):
         times = np.array([parse(word) for word in values.words])
-        if not (none := is_none(times)).any():
+        if not (missing := is_missing(times)).any():
             return np.asarray(times[values.codes])
-    word = values.words[int(none.argmax())]
-    problem = f"column {by!r} holds {word[:LONGEST]!r}, neither a number nor an ISO date"
+    word = values.words[int(missing.argmax())]
+    problem = (
+        f"column {split_by!r} holds {word[:MAX_CELL_CHARS]!r}, neither a number nor an ISO date"
+    )
     fix = "write dates as 2024-05-31, or use data.split=group or random"
     raise DataError(f"data.split_by: {table.path}: {problem}; {fix}")
 
 
-def _fitted_kinds(fitted: Preprocessing) -> dict[str, Kind]:
+def _fitted_kinds(fitted: Preprocessing) -> dict[str, CellKind]:
     """Return the types that columns were fitted as: cells of a new file may suggest others."""
-    kinds = dict.fromkeys(fitted.ids, Kind.texts)
+    kinds = dict.fromkeys(fitted.ids, CellKind.texts)
     for column in fitted.columns:
-        kind = Kind.texts if column.values else Kind.times if column.part in PARTS else Kind.numbers
+        kind = (
+            CellKind.texts
+            if column.values
+            else CellKind.times
+            if column.part in DATE_PARTS
+            else CellKind.numbers
+        )
         # only its missing flag was fitted: it is a number or a date
-        kinds.setdefault(column.name, Kind.any if column.part == GAP else kind)
-    if any(class_name(number(name)) != name for name in fitted.sizes.class_names):
-        kinds[fitted.target] = Kind.texts
+        kinds.setdefault(column.name, CellKind.any if column.part == GAP else kind)
+    if any(class_name(parse_number(name)) != name for name in fitted.sizes.class_names):
+        kinds[fitted.target] = CellKind.texts
     return kinds
 
 
-def _type_choices(columns: Mapping[str, ParsedColumn], content: Content) -> Iterator[Choice]:
+def _type_choices(columns: Mapping[str, ParsedColumn], content: TableContent) -> Iterator[Choice]:
     """Yield choices on unparsed cells and on ambiguous or recognised types."""
     for name, column in columns.items():
         if column.unparsed:
             cells = [
-                f"{column.unparsed[row][:LONGEST]!r} in {content.word} {content.numbers[row]}"
-                for row in list(column.unparsed)[:NAMED]
+                f"{text[:MAX_CELL_CHARS]!r} in {content.word} {content.numbers[row]}"
+                for row, text in list(column.unparsed.items())[:MAX_EXAMPLES]
             ]
-            more = ", …" if len(column.unparsed) > NAMED else ""
+            more = ", …" if len(column.unparsed) > MAX_EXAMPLES else ""
             count = f"{len(column.unparsed):,} of {len(content.numbers):,} cells of {name!r}"
             reason = f"not {column.kind.value}: {', '.join(cells)}{more}"
-            yield Choice(GAPS, f"{count} read as missing", reason)
+            yield Choice(MISSING_KEY, f"{count} read as missing", reason)
         if column.note:
-            kind, (how, effect) = "date" if column.form else "text", column.remedy
-            advice = f"with +{TYPES}={{{name}: {how}}} {effect}"
+            kind, (type_name, effect) = "date" if column.form else "text", column.remedy
+            advice = f"with +{TYPES_KEY}={{{name}: {type_name}}} {effect}"
             if column.form:
                 advice = f"read as {describe_form(column.form)}"
             reason = f"{column.note}; {advice}"
-            log.warning("%s: column %r is read as %ss: %s", TYPES, name, kind, reason)
-            yield Choice(TYPES, f"{name}: {kind}", reason)
+            log.warning("%s: column %r is read as %ss: %s", TYPES_KEY, name, kind, reason)
+            yield Choice(TYPES_KEY, f"{name}: {kind}", reason)
         elif column.form:
-            yield Choice(TYPES, f"{name}: date", f"its cells are {describe_form(column.form)}")
+            yield Choice(TYPES_KEY, f"{name}: date", f"its cells are {describe_form(column.form)}")

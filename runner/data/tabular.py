@@ -16,12 +16,21 @@ import numpy as np
 import torch
 
 from runner.data.batch import Column, Sizes
-from runner.data.cells import GAP, ID_ROWS, LONGEST, PARTS, Texts, Values, missing_cells, part_of
+from runner.data.cells import (
+    DATE_PARTS,
+    GAP,
+    ID_ROWS,
+    MAX_CELL_CHARS,
+    ColumnValues,
+    TextColumn,
+    extract_part,
+    missing_cells,
+)
 from runner.data.config import Missing, SplitRule, Tabular
-from runner.data.dataset import Tensors, fit_scale, scale, scale_of
-from runner.data.labels import check_classes, check_task, class_name, guess_task, trained_labels
-from runner.data.open import PLAIN, Opening
-from runner.data.problems import GAPS, TYPES
+from runner.data.dataset import Tensors, fit_scale, fit_target_scale, scale
+from runner.data.labels import check_classes, check_task, class_name, guess_task, remap_labels
+from runner.data.open import DEFAULT_OPENING, Opening
+from runner.data.problems import MISSING_KEY, TYPES_KEY
 from runner.data.split import split_samples
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
@@ -29,28 +38,28 @@ from runner.errors import ConfigError, DataError
 from runner.format import listed
 from runner.techniques.base import Choice
 
-FEATURE = 4  # bytes of a float32
-MOST = "data.categories"
+FLOAT32_BYTES = 4  # bytes of a float32
+CATEGORIES_KEY = "data.categories"
 UNKNOWN = "data.unknown_categories"
-REPEATED = 0.1  # share of rows with a repeated text, below which a column is no input
+MIN_REPEATED = 0.1  # share of rows with a repeated text, below which a column is no input
 
 log = logging.getLogger(__name__)
 
 
-def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
+def tabular(config: Tabular, opening: Opening = DEFAULT_OPENING) -> Tensors:
     """Open a table: rows float32 [features], and targets (int64 labels or float32 values)."""
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
     needed = {"data.target": config.target} if opening.labelled else {}
-    if config.split_by is not None and opening.divides(config):
+    if config.split_by is not None and opening.splits_samples(config):
         needed["data.split_by"] = config.split_by
     table = read_table(config, needed, config.ignore, fitted, opening.folder)
     target = table.columns.pop(config.target) if opening.labelled else None
-    train, validation, rule = _divide(table, target, config, opening)
+    train, validation, rule = _split_rows(table, target, config, opening)
     if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no input column besides the target")
     if fitted is None:
-        left_out = [*_take_unrepeated(table, train, config)]
+        left_out = [*_move_unrepeated_to_ids(table, train, config)]
         columns = fit_columns(table, train, config)
         encoded, unknown = encode(table, columns, config.missing.value)
         rule = (*rule, *left_out, *_column_choices(columns))
@@ -77,55 +86,57 @@ def tabular(config: Tabular, opening: Opening = PLAIN) -> Tensors:
     )
 
 
-def _divide(
-    table: Table, target: Values | None, config: Tabular, opening: Opening
+def _split_rows(
+    table: Table, target: ColumnValues | None, config: Tabular, opening: Opening
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
     """Split the rows; remove the split column from the table if it is no input."""
-    rows, column, fitted = None, config.split_by, opening.fitted
+    split_column_values, split_by, fitted = None, config.split_by, opening.fitted
     choices: tuple[Choice, ...] = ()
-    if column is not None and opening.divides(config):
-        rows = split_values(table, column, config.split)
-        if column in config.ignore:
-            del table.columns[column]
+    if split_by is not None and opening.splits_samples(config):
+        split_column_values = split_values(table, split_by, config.split)
+        if split_by in config.ignore:
+            del table.columns[split_by]
         elif config.split is SplitRule.group:
-            del table.columns[column]
+            del table.columns[split_by]
             reason = "not an input: it defines the groups"
-            choices = (Choice("data.split_by", column, reason),)
+            choices = (Choice("data.split_by", split_by, reason),)
     labels = None
     if target is not None:
-        task = _task(target, config)[0] if fitted is None else fitted.sizes.task
-        labels = _classes(target)[1] if task == "classification" else None
+        task = _infer_task(target, config)[0] if fitted is None else fitted.sizes.task
+        labels = _class_labels(target)[1] if task == "classification" else None
     train, validation, rule = split_samples(
-        opening, table.size, config, str(table.path), labels, rows
+        opening, table.size, config, str(table.path), labels, split_column_values
     )
     return train, validation, (*choices, *rule)
 
 
-def _take_unrepeated(table: Table, train: np.ndarray, config: Tabular) -> Iterator[Choice]:
+def _move_unrepeated_to_ids(table: Table, train: np.ndarray, config: Tabular) -> Iterator[Choice]:
     """Turn text columns with few repeated texts into ids; at least one column stays."""
     import pyarrow
 
     for name, values in [*table.columns.items()]:
-        if not isinstance(values, Texts) or name in config.types or len(table.columns) == 1:
+        if not isinstance(values, TextColumn) or name in config.types or len(table.columns) == 1:
             continue
-        known = values.codes[train][~missing_cells(values)[train]]
-        counts = np.bincount(known)
+        present_codes = values.codes[train][~missing_cells(values)[train]]
+        counts = np.bincount(present_codes)
         repeated = int(counts[counts > 1].sum())
-        if len(known) >= ID_ROWS and repeated < REPEATED * len(known):
+        if len(present_codes) >= ID_ROWS and repeated < MIN_REPEATED * len(present_codes):
             table.ids[name] = pyarrow.array(values.words).take(pyarrow.array(values.codes))
             del table.columns[name]
             reason = (
-                f"{repeated:,} of {len(known):,} training rows have a repeated text, too few to "
-                "learn from: not an input, but copied to predictions; to use it as an input: "
-                f"'+{TYPES}={{{name}: text}}'"
+                f"{repeated:,} of {len(present_codes):,} training rows have a repeated text, too "
+                "few to learn from: not an input, but copied to predictions; to use it as an "
+                f"input: '+{TYPES_KEY}={{{name}: text}}'"
             )
-            log.warning("%s: column %r is left out: %s", TYPES, name, reason)
-            yield Choice(TYPES, f"{name}: left out", reason)
+            log.warning("%s: column %r is left out: %s", TYPES_KEY, name, reason)
+            yield Choice(TYPES_KEY, f"{name}: left out", reason)
 
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
     """Fit each column on the rows `train`: mean and standard deviation, or categories."""
-    return tuple(column for name in table.columns for column in _fit(table, name, train, config))
+    return tuple(
+        column for name in table.columns for column in _fit_column(table, name, train, config)
+    )
 
 
 def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
@@ -134,11 +145,13 @@ def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
         if column.others:
             kept, total = len(column.values), len(column.values) + column.others
             reason = f"the {kept:,} most frequent of {total:,} texts have an input each"
-            yield Choice(MOST, f"{column.name}: {kept:,}", f"{reason}; the others share one")
+            yield Choice(
+                CATEGORIES_KEY, f"{column.name}: {kept:,}", f"{reason}; the others share one"
+            )
     for name, same in groupby(columns, key=lambda column: column.name):
-        if parts := [column.part for column in same if column.part in PARTS]:
+        if parts := [column.part for column in same if column.part in DATE_PARTS]:
             reason = "varying date parts in UTC, and days since the first date"
-            yield Choice(TYPES, f"{name}: {', '.join(parts)}", reason)
+            yield Choice(TYPES_KEY, f"{name}: {', '.join(parts)}", reason)
 
 
 def encode(
@@ -153,35 +166,37 @@ def encode(
     widest = max(columns, key=lambda column: column.width)
     what = f"{width:,} numbers a row, {widest.width:,} of them for column {widest.name!r},"
     fix = f"leave it out with data.ignore=[{widest.name}]" if fill else "split the file"
-    check_memory(table.path, FEATURE * table.size * width, what, fix)
+    check_memory(table.path, FLOAT32_BYTES * table.size * width, what, fix)
     inputs = np.zeros((table.size, width), np.float32)
-    rows, at = np.arange(len(inputs)), 0
+    rows, offset = np.arange(len(inputs)), 0
     choices, gaps = list[Choice](), dict[str, int]()
     for name, parts in groupby(columns, key=lambda column: column.name):
         values = table.columns.pop(name)
         missing = missing_cells(values)
         gaps[name] = int(missing.sum())
         for column in parts:
-            if isinstance(values, Texts):
-                places, unknown = _places(column, values, missing)
-                inputs[rows, at + places] = 1.0
+            if isinstance(values, TextColumn):
+                positions, unknown = _category_positions(column, values, missing)
+                inputs[rows, offset + positions] = 1.0
                 choices += unknown if fill is None or not column.others else ()
             else:
-                inputs[:, at] = _standardised(table, column, part_of(values, column.part), not fill)
-            at += column.width
+                inputs[:, offset] = _standardise(
+                    table, column, extract_part(values, column.part), not fill
+                )
+            offset += column.width
     return inputs, (*choices, *_gap_choices(gaps, fill or "as in training"))
 
 
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
     if filled := [f"{name!r} ({count:,})" for name, count in gaps.items() if count]:
-        how = "numbers get the training rows' fill value, texts a category"
-        yield Choice(GAPS, fill, f"missing cells of {listed(filled)}: {how}")
+        reason = "numbers get the training rows' fill value, texts a category"
+        yield Choice(MISSING_KEY, fill, f"missing cells of {listed(filled)}: {reason}")
 
 
-def _fit(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:
+def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:
     values, unparsed = table.columns[name], table.unparsed.get(name, ())
     gaps = int(missing_cells(values)[train].sum())
-    if isinstance(values, Texts):
+    if isinstance(values, TextColumn):
         codes, counts = np.unique(values.codes[train], return_counts=True)
         total = len(codes)
         if len(train) >= ID_ROWS and name not in config.types and (counts > 1).any():
@@ -192,47 +207,57 @@ def _fit(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterato
         return
     parts = [""]
     if values.dtype.kind == "M":
-        varies = [part for part in PARTS if len(np.unique(_known(values, part, train))) > 1]
-        parts = varies or ["days"]
+        varying = [
+            part for part in DATE_PARTS if len(np.unique(_present_values(values, part, train))) > 1
+        ]
+        parts = varying or ["days"]
     column = Column(name, missing=unparsed, form=table.forms.get(name, ""), gaps=gaps)
     for part in parts:
-        known = _known(values, part, train)
-        mean, deviation = (float(x[0]) for x in fit_scale(known[:, None], np.arange(len(known))))
-        fill = float(np.median(known)) if config.missing is Missing.median else mean
+        numbers = _present_values(values, part, train)
+        mean, deviation = (
+            float(x[0]) for x in fit_scale(numbers[:, None], np.arange(len(numbers)))
+        )
+        fill = float(np.median(numbers)) if config.missing is Missing.median else mean
         yield replace(column, mean=mean, deviation=deviation, part=part, fill=fill)
     if gaps:
         yield replace(column, part=GAP)
 
 
-def _known(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
+def _present_values(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
     """Return `part` of the training rows without missing values, or [0] if all are missing."""
-    numbers = part_of(values[train], part)
+    numbers = extract_part(values[train], part)
     numbers = numbers[~np.isnan(numbers)]
     return numbers if len(numbers) else np.zeros(1)
 
 
-def _places(column: Column, values: Texts, missing: np.ndarray) -> tuple[np.ndarray, list[Choice]]:
+def _category_positions(
+    column: Column, values: TextColumn, missing: np.ndarray
+) -> tuple[np.ndarray, list[Choice]]:
     """Return the input of the column that each row sets (the last one if unknown), and choices."""
-    known = {word: place for place, word in enumerate(column.values)}
-    places = np.array([known.get(word, len(known)) for word in values.words])[values.codes]
-    unknown = (places == len(known)) & ~missing
+    position_of = {word: position for position, word in enumerate(column.values)}
+    positions = np.array([position_of.get(word, len(position_of)) for word in values.words])[
+        values.codes
+    ]
+    unknown = (positions == len(position_of)) & ~missing
     if not unknown.any():
-        return places, []
-    words = [values.words[code][:LONGEST] for code in np.unique(values.codes[unknown]).tolist()]
-    those = "not in training" if not column.others else "unknown or rare in training"
-    reason = f"column {column.name!r}: categories {those}: {listed(map(repr, words))}"
-    value = f"{column.name}: {int(unknown.sum()):,} of {len(places):,} rows"
-    return places, [Choice(UNKNOWN, value, reason)]
+        return positions, []
+    words = [
+        values.words[code][:MAX_CELL_CHARS] for code in np.unique(values.codes[unknown]).tolist()
+    ]
+    status = "not in training" if not column.others else "unknown or rare in training"
+    reason = f"column {column.name!r}: categories {status}: {listed(map(repr, words))}"
+    value = f"{column.name}: {int(unknown.sum()):,} of {len(positions):,} rows"
+    return positions, [Choice(UNKNOWN, value, reason)]
 
 
-def _standardised(table: Table, column: Column, values: np.ndarray, fixed: bool) -> np.ndarray:
+def _standardise(table: Table, column: Column, values: np.ndarray, is_fitted: bool) -> np.ndarray:
     fill = column.mean if column.fill is None else column.fill
     with np.errstate(all="ignore"):  # infinities are an error below
         scaled = scale(np.where(np.isnan(values), fill, values), column.mean, column.deviation)
-    if len(far := np.flatnonzero(~np.isfinite(scaled))):
-        row = int(far[0])
+    if len(infinite_rows := np.flatnonzero(~np.isfinite(scaled))):
+        row = int(infinite_rows[0])
         problem = f"{values[row]:g} is an extreme outlier (standard deviation {column.deviation:g})"
-        ways = [] if fixed else [f"leave the column out with data.ignore=[{column.name}]"]
+        ways = [] if is_fitted else [f"leave the column out with data.ignore=[{column.name}]"]
         fix = ", or ".join(["correct it", *ways])
         where = f"{table.rows(row)}, column {column.title!r}"
         raise DataError(f"{table.path}: {where}: {problem}; {fix}")
@@ -240,55 +265,57 @@ def _standardised(table: Table, column: Column, values: np.ndarray, fixed: bool)
 
 
 def fit_target(
-    target: Values, config: Tabular, table: Table, train: np.ndarray
+    target: ColumnValues, config: Tabular, table: Table, train: np.ndarray
 ) -> tuple[np.ndarray, Sizes, tuple[Choice, ...]]:
     """Return labels or float targets, their sizes, and the choices."""
-    task, reason = _task(target, config)
+    task, reason = _infer_task(target, config)
     choices: tuple[Choice, ...] = ()
     if config.task == "auto":
         choices = (Choice("data.task", task, reason),)
     if task == "regression" and isinstance(target, np.ndarray):
-        mean, deviation, choice = scale_of(target, train)
+        mean, deviation, choice = fit_target_scale(target, train)
         sizes = Sizes(task, classes=1, target_mean=mean, target_deviation=deviation)
         return target.astype(np.float32), sizes, (*choices, choice)
-    names, labels = _classes(target)
+    names, labels = _class_labels(target)
     check_classes(names, f"{table.path}: column {config.target!r}")
     return labels, Sizes(task, classes=len(names), class_names=names), choices
 
 
 def _trained_target(
-    target: Values | None, sizes: Sizes, config: Tabular, table: Table
+    target: ColumnValues | None, sizes: Sizes, config: Tabular, table: Table
 ) -> np.ndarray:
     """Return the targets encoded as in training; DataError if they do not fit."""
     what = f"{table.path}: column {config.target!r}"
     if target is None:
         return np.zeros(table.size, np.int64)
     if sizes.task == "regression":
-        if isinstance(target, Texts):
-            problem = f"holds texts such as {target.words[0][:LONGEST]!r}"
+        if isinstance(target, TextColumn):
+            problem = f"holds texts such as {target.words[0][:MAX_CELL_CHARS]!r}"
             raise DataError(f"{what} {problem}, but the model was trained on numbers")
         return target.astype(np.float32)
-    names, labels = _classes(target)
-    return trained_labels(names, labels, sizes.class_names, what)
+    names, labels = _class_labels(target)
+    return remap_labels(names, labels, sizes.class_names, what)
 
 
-def _task(target: Values, config: Tabular) -> tuple[str, str]:
+def _infer_task(target: ColumnValues, config: Tabular) -> tuple[str, str]:
     """Return the task and the reason."""
     if isinstance(target, np.ndarray) and target.dtype.kind == "M":
         problem = f"column {config.target!r} holds dates, which cannot be predicted"
         raise ConfigError("data.target", problem, "name another column, or convert it to numbers")
-    if isinstance(target, Texts):
+    if isinstance(target, TextColumn):
         if config.task == "regression":
-            problem = f"column {config.target!r} holds texts such as {target.words[0][:LONGEST]!r}"
+            problem = (
+                f"column {config.target!r} holds texts such as {target.words[0][:MAX_CELL_CHARS]!r}"
+            )
             raise ConfigError("data.task", problem, "use classification")
         return "classification", f"column {config.target!r} holds texts"
     task, reason = guess_task(target)
     return (task, reason) if config.task == "auto" else (config.task, "requested")
 
 
-def _classes(target: Values) -> tuple[tuple[str, ...], np.ndarray]:
+def _class_labels(target: ColumnValues) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class names and the label of each row."""
-    if isinstance(target, Texts):
+    if isinstance(target, TextColumn):
         return target.words, target.codes
     distinct, labels = np.unique(target, return_inverse=True)
     return tuple(class_name(value) for value in distinct.tolist()), labels

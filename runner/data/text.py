@@ -10,21 +10,21 @@ import numpy as np
 import torch
 
 from runner.data.batch import Batch, RowNames, Sizes
-from runner.data.cells import Texts
+from runner.data.cells import TextColumn
 from runner.data.config import Text
 from runner.data.dataset import Dataset, class_labels
-from runner.data.labels import check_classes, labelled_files, relative_names, trained_labels
-from runner.data.open import PLAIN, Opening
+from runner.data.labels import check_classes, labelled_files, relative_names, remap_labels
+from runner.data.open import DEFAULT_OPENING, Opening
 from runner.data.paths import existing
 from runner.data.saved_dataset import is_saved
 from runner.data.split import split_samples
 from runner.data.table import read_table, split_values
-from runner.data.usable import lacks_resources, leave_out
+from runner.data.usable import lacks_resources, usable_indices
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
-MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor cores take
+LENGTH_MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor cores take
 
 
 class TextDataset(Dataset):
@@ -46,22 +46,22 @@ class TextDataset(Dataset):
     ) -> None:
         self.rows, self.sizes, self.choices = names or RowNames(), sizes, choices
         self.tokenizer, (self.train, self.validation) = tokenizer, parts
-        self.most, self.padding = sizes.sequence or 1, sizes.padding or 0
+        self.max_length, self.padding = sizes.sequence or 1, sizes.padding or 0
         if not tokenizer:
             self.padding = PADDING
-        ids = [text[: self.most] for text in texts]
+        ids = [text[: self.max_length] for text in texts]
         self.lengths = np.array([len(text) for text in ids], np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.tokens, self.target = np.concatenate(ids), torch.from_numpy(labels.astype(np.int64))
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Return the padded ids with their mask, and the labels."""
-        lengths, width = self.lengths[indices][:, None], self.most
+        lengths, width = self.lengths[indices][:, None], self.max_length
         if self.tokenizer:
-            width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, width)
-        places = np.arange(width)
-        mask = places < lengths
-        ids = self.tokens[np.where(mask, self.starts[indices][:, None] + places, 0)]
+            width = min(-(-int(lengths.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, width)
+        positions = np.arange(width)
+        mask = positions < lengths
+        ids = self.tokens[np.where(mask, self.starts[indices][:, None] + positions, 0)]
         ids = np.where(mask, ids.astype(np.int64), self.padding)
         inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask * 1)}
         return inputs, self.target[torch.from_numpy(indices)]
@@ -71,46 +71,48 @@ class TextDataset(Dataset):
         return class_labels(self.target, self.sizes)
 
 
-def cut(text: bytes, sequence: int) -> list[np.ndarray]:
+def cut_passages(text: bytes, sequence: int) -> list[np.ndarray]:
     """Cut text into pieces of `sequence` bytes; a last piece under half of that is dropped."""
     ids = np.frombuffer(text, np.uint8)
     pieces = [ids[start : start + sequence] for start in range(0, len(ids), sequence)]
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
-def text(config: Text, opening: Opening = PLAIN) -> TextDataset:
+def text(config: Text, opening: Opening = DEFAULT_OPENING) -> TextDataset:
     """Open labelled texts: the first `data.sequence` bytes or tokens of each, and its label."""
     path, fitted = existing(config.path) / opening.folder, opening.fitted
     folder = path.is_dir() and not is_saved(path)
-    if folder and config.split_by is not None and opening.divides(config):
+    if folder and config.split_by is not None and opening.splits_samples(config):
         problem = f"needs a table column, but {path} is a folder"
         raise ConfigError("data.split", problem, "use data.split=stratified or random")
-    passages = folder or (path.suffix == ".txt" and not opening.labelled)
-    read = _from_folders(path, config, opening) if passages else _from_table(config, opening)
-    texts, labels, classes, rows, choices, by = read
+    from_folder = folder or (path.suffix == ".txt" and not opening.labelled)
+    content = _from_folders(path, config, opening) if from_folder else _from_table(config, opening)
+    texts, labels, classes, rows, choices, by = content
     sequence = config.sequence
     if fitted is None:
         check_classes(classes, str(path))
     else:
         classes, sequence = fitted.sizes.class_names, fitted.sizes.sequence or sequence
     strata = labels if opening.labelled else None
-    train, validation, more = split_samples(opening, len(texts), config, str(path), strata, by)
-    choices = (*choices, *more)
-    ids: Iterable[np.ndarray] = (np.frombuffer(content, np.uint8) for content in texts)
+    train, validation, split_choices = split_samples(
+        opening, len(texts), config, str(path), strata, by
+    )
+    choices = (*choices, *split_choices)
+    ids: Iterable[np.ndarray] = (np.frombuffer(encoded, np.uint8) for encoded in texts)
     vocab, padding, digest = PADDING + 1, None, ""
     if config.tokenizer is not None:
         from runner.data.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(config.tokenizer, fitted)
-        sequence, limits = tokenizer.length(sequence)
+        sequence, limits = tokenizer.limit_length(sequence)
         ids, choices = tokenizer.encode(texts, sequence), (*choices, *limits)
         vocab, padding, digest = tokenizer.vocab, tokenizer.padding, tokenizer.digest
     sizes = byte_sizes(classes, sequence, vocab, padding) if fitted is None else fitted.sizes
     data = TextDataset(ids, labels, sizes, (train, validation), choices, rows, digest)
     if (empty := np.flatnonzero(data.lengths == 0)).size:
         raise DataError(f"data.path: {rows(int(empty[0]))}: the tokenizer returns no tokens")
-    if full := int((data.lengths == sequence).sum()):
-        reason = f"{full:,} of {len(texts):,} texts reach it; longer ones are truncated"
+    if at_limit := int((data.lengths == sequence).sum()):
+        reason = f"{at_limit:,} of {len(texts):,} texts reach it; longer ones are truncated"
         data.choices = (*choices, Choice("data.sequence", sequence, reason))
     return data
 
@@ -129,35 +131,35 @@ def byte_sizes(
     )
 
 
-Labelled = tuple[
+LabelledTexts = tuple[
     list[bytes], np.ndarray, tuple[str, ...], RowNames, tuple[Choice, ...], np.ndarray | None
 ]
 """Texts, labels, class names, row names, choices, and the values of `data.split_by`."""
 
 
-def _from_table(config: Text, opening: Opening) -> Labelled:
+def _from_table(config: Text, opening: Opening) -> LabelledTexts:
     needed = {"data.text": config.text}
     if opening.labelled:
         needed["data.target"] = config.target
-    by = config.split_by if opening.divides(config) else None
+    by = config.split_by if opening.splits_samples(config) else None
     if by is not None:
         needed["data.split_by"] = by
     table = read_table(config, needed, folder=opening.folder)
     values = None if by is None else split_values(table, by, config.split)
-    texts = cast("Texts", table.columns[config.text])
+    texts = cast("TextColumn", table.columns[config.text])
     encoded = [word.encode() for word in texts.words]
     contents = [encoded[code] for code in texts.codes.tolist()]
     if not opening.labelled:
         return contents, np.zeros(len(contents), np.int64), (), table.rows, table.choices, None
-    target = cast("Texts", table.columns[config.target])
+    target = cast("TextColumn", table.columns[config.target])
     labels = target.codes
     if opening.fitted is not None:
         what = f"{table.path}: column {config.target!r}"
-        labels = trained_labels(target.words, labels, opening.fitted.sizes.class_names, what)
+        labels = remap_labels(target.words, labels, opening.fitted.sizes.class_names, what)
     return contents, labels, target.words, table.rows, table.choices, values
 
 
-def _from_folders(root: Path, config: Text, opening: Opening) -> Labelled:
+def _from_folders(root: Path, config: Text, opening: Opening) -> LabelledTexts:
     files, labels, names, skipped = labelled_files(root, opening, lambda file: True, "files")
     texts, bad = list[bytes](), dict[int, str]()
     for number, file in enumerate(files):
@@ -172,6 +174,6 @@ def _from_folders(root: Path, config: Text, opening: Opening) -> Labelled:
             texts.append(content)
         else:
             bad[number] = f"{file}: {problem}"
-    kept, choices = leave_out(bad, len(files), config)
-    rows = relative_names(root, [files[number] for number in kept])
-    return texts, labels[kept], names, rows, (*skipped, *choices), None
+    usable, choices = usable_indices(bad, len(files), config)
+    rows = relative_names(root, [files[number] for number in usable])
+    return texts, labels[usable], names, rows, (*skipped, *choices), None

@@ -31,17 +31,19 @@ class Tokenizer:
             problem = f"{folder} has a different vocabulary from the trained model's"
             raise ConfigError(KEY, problem, "name the folder of its tokenizer")
         auto = import_transformers(KEY).AutoTokenizer
-        self.of: Any = load_from(folder, KEY, auto.from_pretrained, use_fast=True)
-        self.vocab = max(len(self.of), max(self.of.get_vocab().values()) + 1)
-        padding = (self.of.pad_token_id, self.of.eos_token_id, 0)
+        self.hf_tokenizer: Any = load_from(folder, KEY, auto.from_pretrained, use_fast=True)
+        self.vocab = max(len(self.hf_tokenizer), max(self.hf_tokenizer.get_vocab().values()) + 1)
+        padding = (self.hf_tokenizer.pad_token_id, self.hf_tokenizer.eos_token_id, 0)
         self.padding = int(next(number for number in padding if number is not None))
 
-    def length(self, sequence: int) -> tuple[int, tuple[Choice, ...]]:
+    def limit_length(self, sequence: int) -> tuple[int, tuple[Choice, ...]]:
         """Return the maximum tokens per text: `sequence`, limited by model_max_length."""
-        most = int(min(self.of.model_max_length, 1 << 30))
-        if most >= sequence:
+        model_limit = int(min(self.hf_tokenizer.model_max_length, 1 << 30))
+        if model_limit >= sequence:
             return sequence, ()
-        return most, (Choice("data.sequence", most, "maximum length of the tokenizer's model"),)
+        return model_limit, (
+            Choice("data.sequence", model_limit, "maximum length of the tokenizer's model"),
+        )
 
     def encode(self, texts: Sequence[bytes], sequence: int) -> Iterator[np.ndarray]:
         """Yield the ids of each text, with special tokens, truncated to `sequence`."""
@@ -50,16 +52,16 @@ class Tokenizer:
             for ids in self._ids(part, truncation=True, max_length=sequence):
                 yield np.array(ids, np.int32)
 
-    def stream(self, path: Path) -> np.ndarray:
+    def encode_file(self, path: Path) -> np.ndarray:
         """Return the ids of a text file, 1-d, without special tokens except a final EOS."""
         with path.open(encoding="utf-8", errors="replace") as file:
             pieces = iter(lambda: file.readlines(PIECE), [])
             parts = self._ids(["".join(lines) for lines in pieces], add_special_tokens=False)
-        end = [] if self.of.eos_token_id is None else [[self.of.eos_token_id]]
+        end = [] if self.hf_tokenizer.eos_token_id is None else [[self.hf_tokenizer.eos_token_id]]
         rows = [np.array(part, np.int32) for part in [*parts, *end]]
         return np.concatenate([np.zeros(0, np.int32), *rows])
 
     def _ids(self, texts: list[str], **options: Any) -> list[list[int]]:
         plain = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        ids: list[list[int]] = self.of(texts, **plain, **options)["input_ids"]
+        ids: list[list[int]] = self.hf_tokenizer(texts, **plain, **options)["input_ids"]
         return ids

@@ -13,7 +13,7 @@ import torch
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
-from runner.data.open import PLAIN, Opening
+from runner.data.open import DEFAULT_OPENING, Opening
 from runner.data.paths import check_link, existing
 from runner.errors import BadSample, ConfigError, DataError
 
@@ -73,18 +73,18 @@ class TokenWindows(Dataset):
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
+def tokens(config: Tokens, opening: Opening = DEFAULT_OPENING) -> TokenWindows:
     """Open windows of `data.sequence` ids, checked against `data.vocab` as they are read.
 
     The ids of text files are kept in memory, 4 bytes each.
     """
     path, tokenizer = existing(config.path), None
-    texts = path.suffix == ".txt" or (path / "train.txt").is_file()
-    if config.tokenizer is not None and (texts or config.vocab is None):
+    is_text = path.suffix == ".txt" or (path / "train.txt").is_file()
+    if config.tokenizer is not None and (is_text or config.vocab is None):
         from runner.data.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(config.tokenizer, opening.fitted)
-    elif texts:
+    elif is_text:
         problem = f"{path} is text, but data=tokens takes ids"
         raise ConfigError("data.tokenizer", problem, "name the folder of a tokenizer")
     vocab = config.vocab if tokenizer is None else tokenizer.vocab
@@ -94,13 +94,13 @@ def tokens(config: Tokens, opening: Opening = PLAIN) -> TokenWindows:
         raise ConfigError("data.vocab", f"must be ≥ 2, got {vocab}")
     if config.dtype not in DTYPES:
         raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
-    if tokenizer is not None and texts:
-        streams = _streams(config, path, opening, "txt", tokenizer.stream)
+    if tokenizer is not None and is_text:
+        streams = _streams(config, path, opening, "txt", tokenizer.encode_file)
     else:
-        read = partial(_map, kind=np.dtype(config.dtype))
+        read = partial(_map_file, kind=np.dtype(config.dtype))
         streams = _streams(config, path, opening, "bin", read)
     windows = TokenWindows(*streams, vocab=vocab, sequence=config.sequence)
-    if tokenizer is not None and texts:
+    if tokenizer is not None and is_text:
         windows.tokenizer = tokenizer.digest
     return windows
 
@@ -110,17 +110,17 @@ def _streams(
 ) -> tuple[TokenStream, TokenStream]:
     """Return training and validation ids: two files of a folder, or one file and its end."""
     if path.is_dir():
-        places = (existing(f"{path}/{name}.{kind}") for name in ("train", "val"))
-        files = [check_link(place, path, opening.policy) for place in places]
+        paths = (existing(f"{path}/{name}.{kind}") for name in ("train", "val"))
+        files = [check_link(file_path, path, opening.policy) for file_path in paths]
         train, validation = (TokenStream(read(file), str(file)) for file in files)
         return train, validation
     ids = read(path)
-    cut = len(ids) - round(len(ids) * config.validation) if opening.divides(config) else 0
-    validation = TokenStream(ids[cut:], str(path), cut)
-    return (TokenStream(ids[:cut], str(path)) if cut else validation), validation
+    start = len(ids) - round(len(ids) * config.validation) if opening.splits_samples(config) else 0
+    validation = TokenStream(ids[start:], str(path), start)
+    return (TokenStream(ids[:start], str(path)) if start else validation), validation
 
 
-def _map(path: Path, kind: np.dtype) -> np.ndarray:
+def _map_file(path: Path, kind: np.dtype) -> np.ndarray:
     size = path.stat().st_size
     if not size or size % kind.itemsize:
         problem = f"{size:,} bytes are not a multiple of the {kind} size" if size else "is empty"

@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     from runner.data.dataset import Dataset
     from runner.data.order import BatchSampler
 
-KEY = "data.bad_samples"
-FIX = f"use {KEY}=drop"
-NAMED = 5  # samples, in a message
+BAD_SAMPLES_KEY = "data.bad_samples"
+DROP_FIX = f"use {BAD_SAMPLES_KEY}=drop"
+MAX_EXAMPLES = 5  # samples, in a message
 
 
 @dataclass(frozen=True)
-class Usable:
+class UsableBatch:
     """A batch without its bad samples; if all are bad, one other sample stands in."""
 
     batch: Batch
-    kept: np.ndarray  # indices
+    indices: np.ndarray  # of its samples, in the data set
     bad: dict[int, str]  # problem of each dropped sample, by index
 
 
 def fetch_usable(
     source: Dataset, indices: np.ndarray, seeds: np.ndarray | None, others: np.ndarray
-) -> Usable:
+) -> UsableBatch:
     """Fetch a batch without its bad samples, as a pure function of samples and seeds.
 
     It keeps no state, so every process and every resumed run gets the same batch. The first usable
     sample of `others` stands in if all are bad; DataError if there is none.
     """
-    places, bad = np.arange(len(indices)), dict[int, str]()
-    while len(places):
-        kept = indices[places]
+    positions, bad = np.arange(len(indices)), dict[int, str]()
+    while len(positions):
+        remaining = indices[positions]
         try:
-            batch = source.fetch(kept, None if seeds is None else seeds[places])
-            return Usable(batch, kept, bad)
+            batch = source.fetch(remaining, None if seeds is None else seeds[positions])
+            return UsableBatch(batch, remaining, bad)
         except BadSample as error:
-            bad[int(kept[error.place])] = error.problem
-            places = np.delete(places, error.place)
+            bad[int(remaining[error.batch_index])] = error.problem
+            positions = np.delete(positions, error.batch_index)
     unusable = dict[int, str]()
     for other in others.tolist():
         try:
-            return Usable(source.fetch(np.array([other]), None), indices[:0], bad)
+            return UsableBatch(source.fetch(np.array([other]), None), indices[:0], bad)
         except BadSample as error:
             unusable[other] = error.problem
     raise DataError(f"none of {len(others):,} samples can be used: {examples(unusable)}")
@@ -67,23 +67,23 @@ class UsableFetch:
     def __init__(self, source: Dataset, order: BatchSampler) -> None:
         self.source, self.order = source, order
         self.bad: dict[int, str] = {}  # problem of each sample dropped so far, by index
-        self.last = Usable((None, None), order.indices, {})  # the last batch, without its tensors
+        self.last = UsableBatch((None, None), order.indices, {})  # without the batch's tensors
 
-    def __call__(self, key: tuple[int, int]) -> Usable:
+    def __call__(self, key: tuple[int, int]) -> UsableBatch:
         """Return the batch of `key`: (epoch, number in the epoch)."""
         return fetch_usable(self.source, *self.order.batch(*key), self.order.indices)
 
-    def take(self, fetched: Usable) -> Batch:
+    def record_batch(self, fetched: UsableBatch) -> Batch:
         """Record which samples of `fetched` were kept, and return its batch."""
-        self.last = Usable((None, None), fetched.kept, fetched.bad)
+        self.last = UsableBatch((None, None), fetched.indices, fetched.bad)
         return fetched.batch
 
-    def remaining(self, key: tuple[int, int], indices: np.ndarray) -> np.ndarray:
+    def usable_among(self, key: tuple[int, int], indices: np.ndarray) -> np.ndarray:
         """Return the usable ones of `indices`, the samples of batch `key`; may fetch it again."""
-        last = [*self.last.kept.tolist(), *self.last.bad]
+        last = [*self.last.indices.tolist(), *self.last.bad]
         if sorted(last) == sorted(indices.tolist()):
-            return self.last.kept
-        return indices if self.bad.keys().isdisjoint(indices.tolist()) else self(key).kept
+            return self.last.indices
+        return indices if self.bad.keys().isdisjoint(indices.tolist()) else self(key).indices
 
     def add(self, bad: Mapping[int, str]) -> list[str]:
         """Record dropped samples, and return the problems of those that are new."""
@@ -99,15 +99,15 @@ def lacks_resources(error: Exception) -> bool:
 
 
 def examples(problems: Mapping[Any, str]) -> str:
-    """Return the first NAMED problems and the number of further ones, as one text."""
-    texts = [problems[index] for index in sorted(problems)[:NAMED]]
-    more = f"; and {len(problems) - NAMED:,} more" if len(problems) > NAMED else ""
+    """Return the first MAX_EXAMPLES problems and the number of further ones, as one text."""
+    texts = [problems[index] for index in sorted(problems)[:MAX_EXAMPLES]]
+    more = f"; and {len(problems) - MAX_EXAMPLES:,} more" if len(problems) > MAX_EXAMPLES else ""
     return "; ".join(texts) + more
 
 
 def left_out(problems: Mapping[int, str], total: int) -> Choice:
     """Return the choice that reports the dropped samples."""
-    return Choice(KEY, f"{len(problems):,} of {total:,} left out", examples(problems))
+    return Choice(BAD_SAMPLES_KEY, f"{len(problems):,} of {total:,} left out", examples(problems))
 
 
 def check_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> None:
@@ -118,13 +118,13 @@ def check_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> 
         raise DataError(f"{count}, {limit}: {examples(problems)}")
 
 
-def leave_out(
+def usable_indices(
     problems: Mapping[int, str], total: int, config: DataConfig
 ) -> tuple[np.ndarray, tuple[Choice, ...]]:
     """Return the indices of usable samples; DataError if bad ones may not be dropped."""
     if not problems:
         return np.arange(total), ()
     if config.bad_samples is BadSamples.stop:
-        raise DataError(examples(problems) + f"; correct them, or {FIX}")
+        raise DataError(examples(problems) + f"; correct them, or {DROP_FIX}")
     check_share(problems, total, config)
     return np.delete(np.arange(total), sorted(problems)), (left_out(problems, total),)

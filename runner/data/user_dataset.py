@@ -17,18 +17,18 @@ from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, infer_sizes, main_leaf, stack, stack_pairs
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
-from runner.data.labels import check_range
+from runner.data.labels import check_id_range
 from runner.data.nested import named_leaves, tree_map
-from runner.data.open import PLAIN, Opening
+from runner.data.open import DEFAULT_OPENING, Opening
 from runner.data.order import sample_seeds
 from runner.data.split import split_samples
 from runner.data.usable import lacks_resources
 from runner.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
 
-TIMED = 4  # samples; the first one opens and imports
+TIMED_SAMPLES = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # a slower sample ends the timing
-LOW = 0xFFFF_FFFF  # bits of a seed for NumPy
+SEED_MASK = 0xFFFF_FFFF  # bits of a seed for NumPy
 
 
 class UserDataset(Dataset):
@@ -43,42 +43,46 @@ class UserDataset(Dataset):
     augments = True
     dtype = torch.float32  # of the weights; floats are cast to it if either dtype is float64
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
-    draws = False  # whether a sample has drawn from Python's or NumPy's global generator
+    uses_global_rng = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
-        self, dataset: Any, target: str, config: DataConfig, opening: Opening = PLAIN
+        self, dataset: Any, class_name: str, config: DataConfig, opening: Opening = DEFAULT_OPENING
     ) -> None:
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
-                problem = f"{target} has no {method}, so its samples cannot be fetched by index"
+                problem = f"{class_name} has no {method}, so its samples cannot be fetched by index"
                 fix = "define __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset = dataset
-        self.train, self.validation, choices = split_samples(opening, len(dataset), config, target)
+        self.train, self.validation, choices = split_samples(
+            opening, len(dataset), config, class_name
+        )
         if opening.fitted is None:
-            drops = config.bad_samples is BadSamples.drop
+            skip_bad = config.bad_samples is BadSamples.drop
             self.sizes, inferred = infer_sizes(
-                dataset, target, lambda index: self._time([index])[0], drops
+                dataset, class_name, lambda index: self._time_samples([index])[0], skip_bad
             )
             choices = (*choices, *inferred)
         else:
             self.sizes = opening.fitted.sizes
         self.choices = choices
         with suppress(BadSample):  # it is raised when its batch is fetched
-            numbers = list(range(1, min(TIMED, len(dataset))))
-            while numbers and self.sample_seconds is not None and self.sample_seconds < SLOW_S:
-                several = len(numbers) if _fetches_batches(dataset) else 1
-                self._time(numbers[:several])
-                numbers = numbers[several:]
+            indices = list(range(1, min(TIMED_SAMPLES, len(dataset))))
+            while indices and self.sample_seconds is not None and self.sample_seconds < SLOW_S:
+                chunk_size = len(indices) if _fetches_batches(dataset) else 1
+                self._time_samples(indices[:chunk_size])
+                indices = indices[chunk_size:]
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
         """Cast float64 samples to the dtype of the weights; for float64 weights cast all floats."""
         weights = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.dtype = next(iter(weights), self.dtype)
-        cast = {dtype for dtype in self.dtypes if self._casts(dtype)}
-        if not cast:
+        cast_dtypes = {dtype for dtype in self.dtypes if self._casts(dtype)}
+        if not cast_dtypes:
             return ()
-        own, *others = (str(x).removeprefix("torch.") for x in (self.dtype, *sorted(cast, key=str)))
+        own, *others = (
+            str(x).removeprefix("torch.") for x in (self.dtype, *sorted(cast_dtypes, key=str))
+        )
         reason = f"samples have {' and '.join(others)}; the weights of the model are {own}"
         return (Choice("data._target_", f"cast to {own}", reason),)
 
@@ -96,14 +100,14 @@ class UserDataset(Dataset):
             return labels if labels is not None and len(labels) == len(self.dataset) else None
         return None
 
-    def _time(self, numbers: list[int]) -> list[tuple[Nest, Nest]]:
+    def _time_samples(self, indices: list[int]) -> list[tuple[Nest, Nest]]:
         started = time.perf_counter()
         with _global_generators():
-            samples = self._samples(numbers, sample_seeds(0, 0, np.array(numbers)).tolist())
-        seconds = (time.perf_counter() - started) / len(numbers)
+            samples = self._samples(indices, sample_seeds(0, 0, np.array(indices)).tolist())
+        seconds = (time.perf_counter() - started) / len(indices)
         # the minimum: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
-        pairs = _pairs(samples, numbers)
+        pairs = _as_pairs(samples, indices)
         self.dtypes = {leaf.dtype for _, leaf in named_leaves(pairs[0])}
         return pairs
 
@@ -111,55 +115,57 @@ class UserDataset(Dataset):
         """Return the stacked samples; raise BadSample for labels or ids out of range."""
         if seeds is None:  # not augmented, but the data set may still draw random numbers
             seeds = sample_seeds(0, 0, indices)
-        numbers = indices.tolist()
+        sample_indices = indices.tolist()
         with _global_generators():
-            samples = self._samples(numbers, seeds.tolist())
+            samples = self._samples(sample_indices, seeds.tolist())
             batch = stack_pairs(samples)
             if batch is None:
-                columns = zip(*_pairs(samples, numbers), strict=True)
+                columns = zip(*_as_pairs(samples, sample_indices), strict=True)
                 names = ("inputs", "target")
-                batch = tuple(stack(c, numbers, n) for c, n in zip(columns, names, strict=True))
+                batch = tuple(
+                    stack(c, sample_indices, n) for c, n in zip(columns, names, strict=True)
+                )
         inputs, target = (tree_map(part, self._cast) for part in batch)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
             limits.append(("target", target, "classes", self.sizes.classes))
-        for what, values, size, below in limits:
-            if below is not None and not values.is_floating_point():
+        for what, values, size, limit in limits:
+            if limit is not None and not values.is_floating_point():
                 fix = f"correct it, or set the data set's attribute `{size}`"
-                check_range(values, below, indices, f"data: {what} of sample", fix)
+                check_id_range(values, limit, indices, f"data: {what} of sample", fix)
         return inputs, target
 
-    def _samples(self, numbers: list[int], seeds: list[int]) -> list[Any]:
+    def _samples(self, indices: list[int], seeds: list[int]) -> list[Any]:
         """Read the samples by `__getitems__` where the data set has it, else one by one."""
         if not _fetches_batches(self.dataset):
-            return self._read_each(numbers, seeds)
+            return self._read_each(indices, seeds)
         _seed(seeds[0])
         try:
-            samples = self.dataset.__getitems__(numbers)
+            samples = self.dataset.__getitems__(indices)
         except RunnerError:
             raise
         except Exception as error:
-            self._read_each(numbers, seeds)  # raises the error of a bad sample, if there is one
-            text = f"data: __getitems__ fails for {len(numbers)} samples that __getitem__ can read"
+            self._read_each(indices, seeds)  # raises the error of a bad sample, if there is one
+            text = f"data: __getitems__ fails for {len(indices)} samples that __getitem__ can read"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
-        if not isinstance(samples, list | tuple) or len(samples) != len(numbers):
+        if not isinstance(samples, list | tuple) or len(samples) != len(indices):
             kind = type(samples).__name__
             size = f" of {len(samples)}" if isinstance(samples, list | tuple) else ""
-            problem = f"data: __getitems__ of {len(numbers)} samples returns a {kind}{size}"
+            problem = f"data: __getitems__ of {len(indices)} samples returns a {kind}{size}"
             raise DataError(f"{problem}; return a list with one item per index")
         return [*samples]
 
-    def _read_each(self, numbers: list[int], seeds: list[int]) -> list[Any]:
+    def _read_each(self, indices: list[int], seeds: list[int]) -> list[Any]:
         """Read samples one by one; seed each, which is slow, only once a sample has drawn.
 
         The first batch that draws is read again with seeds, so the samples do not depend on this.
         """
 
         def read() -> list[Any]:
-            pairs = enumerate(zip(numbers, seeds, strict=True))
-            return [self._sample(number, seed, place) for place, (number, seed) in pairs]
+            pairs = enumerate(zip(indices, seeds, strict=True))
+            return [self._sample(index, seed, batch_index) for batch_index, (index, seed) in pairs]
 
-        if not self.draws:
+        if not self.uses_global_rng:
             before = _generator_states()
             try:
                 samples = read()
@@ -169,14 +175,14 @@ class UserDataset(Dataset):
             else:
                 if _generator_states() == before:
                     return samples
-            self.draws = True
+            self.uses_global_rng = True
         return read()
 
-    def _sample(self, index: int, seed: int, place: int) -> Any:
-        if self.draws:
+    def _sample(self, index: int, seed: int, batch_index: int) -> Any:
+        if self.uses_global_rng:
             _seed(seed)
         else:  # a data set may read torch's seed and draw from its own generator
-            torch.default_generator.manual_seed(seed & LOW)
+            torch.default_generator.manual_seed(seed & SEED_MASK)
         try:
             return self.dataset[index]
         except RunnerError:
@@ -185,26 +191,27 @@ class UserDataset(Dataset):
             problem = f"data: sample {index}: {type(error).__name__}: {error}"
             if lacks_resources(error):
                 raise DataError(f"{problem}\n{traceback.format_exc()}") from error
-            raise BadSample(place, problem, f"\n{traceback.format_exc()}") from error
+            raise BadSample(batch_index, problem, f"\n{traceback.format_exc()}") from error
 
 
 def _fetches_batches(dataset: Any) -> bool:
     """Whether `__getitems__` reads a batch at once; torch's Subset and StackDataset delegate it."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    own = not isinstance(dataset, StackDataset)
-    return own and callable(getattr(dataset, "__getitems__", None))
+    is_user_class = not isinstance(dataset, StackDataset)
+    return is_user_class and callable(getattr(dataset, "__getitems__", None))
 
 
-def _pairs(samples: list[Any], numbers: list[int]) -> list[tuple[Nest, Nest]]:
-    rows = enumerate(zip(samples, numbers, strict=True))
-    return [as_pair(sample, number, place) for place, (sample, number) in rows]
+def _as_pairs(samples: list[Any], indices: list[int]) -> list[tuple[Nest, Nest]]:
+    rows = enumerate(zip(samples, indices, strict=True))
+    return [as_pair(sample, index, batch_index) for batch_index, (sample, index) in rows]
 
 
 def _seed(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed & LOW)
-    torch.default_generator.manual_seed(seed & LOW)  # torch.manual_seed would touch the device's
+    np.random.seed(seed & SEED_MASK)
+    # torch.manual_seed would touch the device's
+    torch.default_generator.manual_seed(seed & SEED_MASK)
 
 
 def _generator_states() -> tuple[Any, ...]:

@@ -43,12 +43,12 @@ from runner.training.signals import ENDS
 log = logging.getLogger("runner")
 
 REQUEST = struct.Struct("qqq")  # number of the pass, epoch, number of the batch
-ANSWER = struct.Struct("qqq")  # number of the pass, start of the pickle, bytes in all
+RESPONSE = struct.Struct("qqq")  # number of the pass, start of the pickle, bytes in all
 ALIGNMENT = 64  # of each storage, as torch allocates
 POPULATE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-SLICE_S = 1.0  # of a wait, so that time in suspension does not count as a worker's
+WAIT_SLICE_S = 1.0  # of a wait, so that time in suspension does not count as a worker's
 STACK_S = 1.0  # time for a hung worker to write its stack
-ASKS_STACK = getattr(signal, "SIGUSR2", None)
+STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 
 Key = tuple[int, int]
 """A batch: (epoch, number in the epoch)."""
@@ -71,19 +71,20 @@ class Workers:
         ahead: int,
         timeout_s: float,
         most_restarts: int = 0,
-        share: bool = False,
+        freeze_objects: bool = False,
     ) -> None:
         self.fetch, self.count, self.ahead, self.timeout_s = fetch, count, ahead, timeout_s
-        self.share = share  # gc.freeze until `close`: GC must not write to shared pages
+        # gc.freeze until `close`: GC must not write to shared pages
+        self.freeze_objects = freeze_objects
         self.most_restarts, self.restarts = most_restarts, 0
         self.report_lost: Callable[[WorkerLost], None] = lambda error: log.warning("%s", error)
         self.processes: list[Any] = []
         self.sockets: list[socket.socket] = []
-        self.owed: list[deque[Key]] = []  # by worker: batches requested and not yet received
+        self.pending: list[deque[Key]] = []  # by worker: batches requested and not yet received
         self.round = 0  # number of the pass; answers to requests of an earlier one are dropped
         self.at_exit: multiprocessing.util.Finalize | None = None
-        self.asked = self.ready = 0  # batches requested by the loop; those that were ready
-        self.stack = -1  # anonymous file to which a hung worker writes its stack
+        self.requested = self.ready = 0  # batches requested by the loop; those that were ready
+        self.stack_file = -1  # anonymous file to which a hung worker writes its stack
 
     def batches(self, keys: Iterator[Key]) -> Iterator[Any]:
         """Yield the batches of `keys` in order; each worker prefetches up to `ahead`.
@@ -94,49 +95,49 @@ class Workers:
         if not self.processes:
             self._start_all()
         self.round += 1
-        for owed in self.owed:
-            owed.clear()
-        turns: deque[int] = deque()  # which workers owe the next batches
+        for pending in self.pending:
+            pending.clear()
+        worker_order: deque[int] = deque()  # which workers owe the next batches
         worker = 0
         for key in keys:
-            self.owed[worker].append(key)
-            self._ask(worker, key)
-            turns.append(worker)
+            self.pending[worker].append(key)
+            self._request(worker, key)
+            worker_order.append(worker)
             worker = (worker + 1) % self.count
-            if len(turns) == self.count * self.ahead:
-                yield self._receive(turns.popleft())
-        while turns:
-            yield self._receive(turns.popleft())
+            if len(worker_order) == self.count * self.ahead:
+                yield self._receive(worker_order.popleft())
+        while worker_order:
+            yield self._receive(worker_order.popleft())
 
     def close(self) -> None:
         """Kill every worker; they have no state to save."""
         if self.at_exit is not None:
             self.at_exit()
             self.at_exit = None
-        self.processes, self.sockets, self.owed, self.stack = [], [], [], -1
+        self.processes, self.sockets, self.pending, self.stack_file = [], [], [], -1
 
     def _start_all(self) -> None:
         if hasattr(os, "memfd_create"):
-            self.stack = os.memfd_create("stack")
-        if frozen := self.share and not gc.get_freeze_count():
+            self.stack_file = os.memfd_create("stack")
+        if frozen := self.freeze_objects and not gc.get_freeze_count():
             gc.freeze()
-        resources = (self.processes, self.sockets, self.stack, frozen, os.getpid())
+        resources = (self.processes, self.sockets, self.stack_file, frozen, os.getpid())
         # before the interpreter's own clean-up, which sends SIGTERM and waits: workers ignore it
         self.at_exit = multiprocessing.util.Finalize(self, _kill, args=resources, exitpriority=100)
         for number in range(self.count):
-            self.owed.append(deque())
+            self.pending.append(deque())
             self._start(number)
 
     def _start(self, number: int) -> None:
         context = multiprocessing.get_context()
-        ours, theirs = socket.socketpair()
-        ours.settimeout(self.timeout_s)  # a blocked send means a hung worker
-        arguments = (theirs, self.fetch, os.getpid(), self.stack)
+        local_end, worker_end = socket.socketpair()
+        local_end.settimeout(self.timeout_s)  # a blocked send means a hung worker
+        arguments = (worker_end, self.fetch, os.getpid(), self.stack_file)
         process: Any = context.Process(target=_serve, args=arguments, daemon=True)
         process.name = f"data worker {number}"
         # before the start, so that `close` finds both if this is interrupted
         self.processes[number : number + 1] = [process]
-        self.sockets[number : number + 1] = [ours]
+        self.sockets[number : number + 1] = [local_end]
         # a signal between fork and the worker's first line would run our handler in the worker
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:
@@ -145,47 +146,51 @@ class Workers:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
         finally:
-            theirs.close()
+            worker_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _ask(self, worker: int, key: Key) -> None:
+    def _request(self, worker: int, key: Key) -> None:
         """Request a batch. A dead worker is noticed when the batch is received."""
         try:
             self.sockets[worker].sendall(REQUEST.pack(self.round, *key))
         except OSError as error:
-            log.debug("data worker %d was not asked: %s", worker, error)
+            log.debug("data worker %d: no request sent: %s", worker, error)
 
     def _receive(self, worker: int) -> Any:
         """Return the next batch that `worker` owes, replacing the worker if it is lost."""
-        self.asked += 1
+        self.requested += 1
         self.ready += bool(wait([self.sockets[worker]], 0))
         while True:
             try:
-                asked_in, result = self._answer(worker)
+                request_round, result = self._read_response(worker)
             except WorkerLost as lost:
                 self._replace(worker, lost)
                 continue
-            if asked_in != self.round:
+            if request_round != self.round:
                 continue  # requested in an earlier pass
-            self.owed[worker].popleft()
+            self.pending[worker].popleft()
             if isinstance(result, _Failure):
                 raise DataError(result.message)
             return result
 
-    def _answer(self, worker: int) -> tuple[int, Any]:
-        end, process = self.sockets[worker], self.processes[worker]
+    def _read_response(self, worker: int) -> tuple[int, Any]:
+        connection, process = self.sockets[worker], self.processes[worker]
         waited = 0.0
         # the host waits here; signal handlers that raise interrupt it
-        while not (ready := wait([end, process.sentinel], min(SLICE_S, self.timeout_s - waited))):
-            waited += SLICE_S
+        while not (
+            ready := wait(
+                [connection, process.sentinel], min(WAIT_SLICE_S, self.timeout_s - waited)
+            )
+        ):
+            waited += WAIT_SLICE_S
             if waited >= self.timeout_s:
-                raise self._hung(worker)
+                raise self._hang_error(worker)
         try:
-            if end not in ready:
+            if connection not in ready:
                 raise EOFError
-            return receive_batch(end)
+            return receive_batch(connection)
         except (EOFError, OSError):
-            raise self._dead(worker) from None
+            raise self._death_error(worker) from None
 
     def _replace(self, worker: int, lost: WorkerLost) -> None:
         """Replace a lost worker, and request again the batches that it owed."""
@@ -200,47 +205,50 @@ class Workers:
         self.processes[worker].close()
         self.sockets[worker].close()
         self._start(worker)
-        for key in self.owed[worker]:
-            self._ask(worker, key)
+        for key in self.pending[worker]:
+            self._request(worker, key)
 
-    def _dead(self, worker: int) -> WorkerLost:
+    def _death_error(self, worker: int) -> WorkerLost:
         process = self.processes[worker]
         process.join(1.0)
         code = process.exitcode
-        how = f"ended with exit code {code}"
+        cause = f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name} (possibly low memory)"
-        return WorkerLost(f"{process.name} {how} while fetching {self._next_batch(worker)}")
+            cause = f"was killed by {signal.Signals(-code).name} (possibly low memory)"
+        return WorkerLost(f"{process.name} {cause} while fetching {self._next_batch(worker)}")
 
-    def _hung(self, worker: int) -> WorkerLost:
+    def _hang_error(self, worker: int) -> WorkerLost:
         process = self.processes[worker]
         stack = self._python_stack(process.pid)
         where = stack.splitlines()[1].strip() if stack.count("\n") > 1 else ""
-        silent = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
-        problem = f"{process.name} {silent} {self._next_batch(worker)}"
+        symptom = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
+        problem = f"{process.name} {symptom} {self._next_batch(worker)}"
         return WorkerLost(f"{problem} (at {where})\n{stack}" if where else problem)
 
     def _next_batch(self, worker: int) -> str:
-        epoch, number = self.owed[worker][0]
+        epoch, number = self.pending[worker][0]
         return f"batch {number} of epoch {epoch}"
 
     def _python_stack(self, pid: int) -> str:
         """Return the stack that a worker dumps on SIGUSR1; "" if it does not within STACK_S."""
-        if self.stack < 0 or ASKS_STACK is None:
+        if self.stack_file < 0 or STACK_SIGNAL is None:
             return ""
-        os.ftruncate(self.stack, 0)
-        os.lseek(self.stack, 0, os.SEEK_SET)  # the worker shares the file offset
-        os.kill(pid, ASKS_STACK)
+        os.ftruncate(self.stack_file, 0)
+        os.lseek(self.stack_file, 0, os.SEEK_SET)  # the worker shares the file offset
+        os.kill(pid, STACK_SIGNAL)
         os.kill(pid, signal.SIGCONT)  # a stopped process handles the signal now
-        until, before = time.monotonic() + STACK_S, -1
-        while time.monotonic() < until and (size := os.fstat(self.stack).st_size) != before:
-            before = size or before
+        deadline, previous_size = time.monotonic() + STACK_S, -1
+        while (
+            time.monotonic() < deadline
+            and (size := os.fstat(self.stack_file).st_size) != previous_size
+        ):
+            previous_size = size or previous_size
             time.sleep(0.05)
-        return os.pread(self.stack, 20_000, 0).decode("utf-8", "replace").strip()
+        return os.pread(self.stack_file, 20_000, 0).decode("utf-8", "replace").strip()
 
 
 def _kill(
-    processes: list[Any], sockets: list[socket.socket], stack: int, frozen: bool, owner: int
+    processes: list[Any], sockets: list[socket.socket], stack_file: int, frozen: bool, owner: int
 ) -> None:
     if os.getpid() != owner:
         return
@@ -252,30 +260,32 @@ def _kill(
     for process in started:
         process.join()
         process.close()
-    for end in sockets:
-        end.close()
-    if stack >= 0:
-        os.close(stack)
+    for connection in sockets:
+        connection.close()
+    if stack_file >= 0:
+        os.close(stack_file)
 
 
-def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: int = -1) -> None:
+def _serve(
+    connection: socket.socket, fetch: Callable[[Key], Any], parent: int, stack_file: int = -1
+) -> None:
     """Answer each request with a batch, until the parent is gone."""
     # signals may go to the whole process group; the main process decides what they mean
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
-    if stack >= 0 and ASKS_STACK is not None:
-        faulthandler.register(ASKS_STACK, file=stack)
+    if stack_file >= 0 and STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=stack_file)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     die_with_parent(parent)  # on other systems the closed socket ends it, after this batch
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; cores have workers
     while True:
         try:
-            request = end.recv(REQUEST.size, socket.MSG_WAITALL)
+            request = connection.recv(REQUEST.size, socket.MSG_WAITALL)
         except OSError:
             return
         if len(request) < REQUEST.size:
             return
-        asked_in, *numbers = REQUEST.unpack(request)
+        request_round, *numbers = REQUEST.unpack(request)
         key = (numbers[0], numbers[1])
         result: Any
         try:
@@ -285,11 +295,11 @@ def _serve(end: socket.socket, fetch: Callable[[Key], Any], parent: int, stack: 
         except BaseException as error:  # also StopIteration and SystemExit: no batch may be lost
             result = _failure(error, key)
         try:
-            send_batch(end, asked_in, result)
+            send_batch(connection, request_round, result)
         except (BrokenPipeError, ConnectionError):
             return  # the parent is gone
         except Exception as error:
-            send_batch(end, asked_in, _failure(error, key))
+            send_batch(connection, request_round, _failure(error, key))
 
 
 def _failure(error: BaseException, key: Key) -> _Failure:
@@ -303,7 +313,7 @@ def _failure(error: BaseException, key: Key) -> _Failure:
 class _View(NamedTuple):
     """Placeholder of a tensor in the pickle: a view into the shared memory."""
 
-    place: int
+    start: int
     nbytes: int
     dtype: torch.dtype
     offset: int
@@ -318,24 +328,24 @@ def send_batch(to: socket.socket, number: int, value: Any) -> None:
 
     def outline(part: Any) -> _View | None:
         nonlocal end
-        if type(part) is not Tensor or not _is_plain(part):
+        if type(part) is not Tensor or not _is_dense(part):
             return None  # pickled as it is
         storage = part.untyped_storage()
         address = storage.data_ptr()
         if address not in storages:
             storages[address] = end, torch.empty(0, dtype=torch.uint8).set_(storage)
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        place, bytes_ = storages[address]
+        start, bytes_ = storages[address]
         offset, stride = int(part.storage_offset()), part.stride()
-        return _View(place, bytes_.numel(), part.dtype, offset, tuple(part.shape), stride)
+        return _View(start, bytes_.numel(), part.dtype, offset, tuple(part.shape), stride)
 
     pickled = dumps_outline(value, outline)
     memory = _anonymous_file()
     try:
-        for place, bytes_ in storages.values():
-            _write(memory, bytes_.numpy(), place)
+        for start, bytes_ in storages.values():
+            _write(memory, bytes_.numpy(), start)
         _write(memory, pickled, end)
-        header = ANSWER.pack(number, end, end + len(pickled))
+        header = RESPONSE.pack(number, end, end + len(pickled))
         socket.send_fds(to, [header], [memory])
     finally:
         os.close(memory)
@@ -343,10 +353,10 @@ def send_batch(to: socket.socket, number: int, value: Any) -> None:
 
 def receive_batch(source: socket.socket) -> tuple[int, Any]:
     """Receive a message; return pass number and value. EOFError if the sender is gone."""
-    header, descriptors, _, _ = socket.recv_fds(source, ANSWER.size, 1)
-    if len(header) < ANSWER.size or not descriptors:
+    header, descriptors, _, _ = socket.recv_fds(source, RESPONSE.size, 1)
+    if len(header) < RESPONSE.size or not descriptors:
         raise EOFError
-    number, start, end = ANSWER.unpack(header)
+    number, start, end = RESPONSE.unpack(header)
     try:
         memory = mmap.mmap(descriptors[0], end, POPULATE)
     finally:
@@ -357,12 +367,12 @@ def receive_batch(source: socket.socket) -> tuple[int, Any]:
         tensor = torch.empty(0, dtype=view.dtype)
         if not view.nbytes:
             return tensor.as_strided(view.size, view.stride)
-        if view.place not in storages:
+        if view.start not in storages:
             bytes_ = torch.frombuffer(
-                memory, dtype=torch.uint8, count=view.nbytes, offset=view.place
+                memory, dtype=torch.uint8, count=view.nbytes, offset=view.start
             )
-            storages[view.place] = bytes_.untyped_storage()
-        return tensor.set_(storages[view.place], view.offset, view.size, view.stride)
+            storages[view.start] = bytes_.untyped_storage()
+        return tensor.set_(storages[view.start], view.offset, view.size, view.stride)
 
     value = loads_outline(memory[start:end], fill)
     # torch.load's list would keep the sparse tensors of every batch alive
@@ -370,10 +380,12 @@ def receive_batch(source: socket.socket) -> tuple[int, Any]:
     return number, value
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    quirks = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return dense and not quirks
+    has_special_state = (
+        tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    )
+    return dense and not has_special_state
 
 
 def _anonymous_file() -> int:
@@ -383,8 +395,8 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def _write(file: int, values: Any, place: int) -> None:
-    rest = memoryview(values)
-    while rest:
-        count = os.pwrite(file, rest, place)
-        rest, place = rest[count:], place + count
+def _write(file: int, values: Any, offset: int) -> None:
+    remaining = memoryview(values)
+    while remaining:
+        count = os.pwrite(file, remaining, offset)
+        remaining, offset = remaining[count:], offset + count

@@ -38,7 +38,7 @@ class Limits(Hook):
 
     def __init__(self, config: LimitsConfig) -> None:
         self.config = config
-        self.before = 0  # bytes in the run's folder when the run began or was resumed
+        self.initial_bytes = 0  # bytes in the run's folder when the run began or was resumed
         self.next_check = self.next_scan = 0.0
         self.saved_step = -1  # of the last checkpoint that was counted
 
@@ -47,10 +47,10 @@ class Limits(Hook):
         """Set the allocator's limit. Raises ConfigError if memory_mb is exceeded at the start."""
         config = self.config
         if config.disk_mb is not None and run.folder is not None:
-            self.before = folder_bytes(run.folder)
-        if taken := _memory_taken(config.memory_mb):
+            self.initial_bytes = folder_bytes(run.folder)
+        if usage := _memory_usage(config.memory_mb):
             fix = "a higher limit; torch alone takes some 300 MB"
-            raise ConfigError(f"{KEY}.memory_mb", f"{taken} before the first step", fix)
+            raise ConfigError(f"{KEY}.memory_mb", f"{usage} before the first step", fix)
         with ExitStack() as scope:
             if config.device_memory_mb is not None:
                 _limit_allocator(run, config.device_memory_mb, scope)
@@ -59,12 +59,12 @@ class Limits(Hook):
     def on_step(self, run: Run, step: Step) -> Verdict | None:
         """Check the limits every CHECK_S seconds and after a checkpoint; STOP if one is reached."""
         now = time.monotonic()
-        counted = self.config.disk_mb is None or self.saved_step == run.saved_step
-        if (now < self.next_check and counted) or step.number >= run.total_steps:
+        checkpoint_counted = self.config.disk_mb is None or self.saved_step == run.saved_step
+        if (now < self.next_check and checkpoint_counted) or step.number >= run.total_steps:
             return None
         self.next_check = now + CHECK_S
-        for key, taken, way_out in self._exceeded(run, now):
-            message, fix = f"{taken} ({KEY}.{key})", f", and a higher limit or {way_out}"
+        for key, usage, way_out in self._exceeded(run, now):
+            message, fix = f"{usage} ({KEY}.{key})", f", and a higher limit or {way_out}"
             return stop_for(run, f"limit_{key}", message, fix, step.number, "resources")
         return None
 
@@ -72,18 +72,18 @@ class Limits(Hook):
         """Yield key, usage and way out of each limit that is reached."""
         config, hours, device = self.config, (now - run.started) / 3600, _device_bytes(run) / MB
         if config.hours is not None and hours >= config.hours:
-            taken = f"{hours:.3g} hours have passed of {config.hours:.3g}"
-            yield "hours", taken, "nothing else: it has as much time again"
-        if taken := _memory_taken(config.memory_mb):
-            yield "memory_mb", taken, "a smaller training.batch_size, fewer data.workers"
+            usage = f"{hours:.3g} hours have passed of {config.hours:.3g}"
+            yield "hours", usage, "nothing else: it has as much time again"
+        if usage := _memory_usage(config.memory_mb):
+            yield "memory_mb", usage, "a smaller training.batch_size, fewer data.workers"
         if config.device_memory_mb is not None and device > config.device_memory_mb:
-            taken = f"{device:,.0f} MB of the device's memory are held"
-            taken += f", of {config.device_memory_mb:,.0f}"
-            yield "device_memory_mb", taken, "a smaller training.batch_size"
-        if taken := self._disk_taken(run, now):
-            yield "disk_mb", taken, "a smaller checkpoint.keep, less to debug"
+            usage = f"{device:,.0f} MB of the device's memory are held"
+            usage += f", of {config.device_memory_mb:,.0f}"
+            yield "device_memory_mb", usage, "a smaller training.batch_size"
+        if usage := self._disk_usage(run, now):
+            yield "disk_mb", usage, "a smaller checkpoint.keep, less to debug"
 
-    def _disk_taken(self, run: Run, now: float) -> str:
+    def _disk_usage(self, run: Run, now: float) -> str:
         """Return the usage if two more checkpoints would exceed the limit, else "".
 
         One may be written before the next check, and one is the run's last. Other files written
@@ -95,19 +95,21 @@ class Limits(Hook):
             return ""
         self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
         run.checkpointer.wait()  # a file being written is not counted
-        grown = (folder_bytes(folder) - self.before) / MB
-        last = max((folder_bytes(p) for p in folder.glob("checkpoints/step_*")), default=0) / MB
-        if grown + 2 * last <= limit:
+        grown_mb = (folder_bytes(folder) - self.initial_bytes) / MB
+        checkpoint_mb = (
+            max((folder_bytes(p) for p in folder.glob("checkpoints/step_*")), default=0) / MB
+        )
+        if grown_mb + 2 * checkpoint_mb <= limit:
             return ""
-        size = f"{grown:,.1f} MB of {limit:,.1f}, and a checkpoint takes {last:,.1f}"
+        size = f"{grown_mb:,.1f} MB of {limit:,.1f}, and a checkpoint takes {checkpoint_mb:,.1f}"
         return f"the run's folder has grown by {size}"
 
 
-def _memory_taken(limit_mb: float | None) -> str:
+def _memory_usage(limit_mb: float | None) -> str:
     """Return the usage above the limit, else ""; 4 µs, plus 0.1 ms per worker."""
-    if limit_mb is None or (used := memory_bytes() / MB) <= limit_mb:
+    if limit_mb is None or (used_mb := memory_bytes() / MB) <= limit_mb:
         return ""
-    return f"this process and its workers hold {used:,.0f} MB of {limit_mb:,.0f}"
+    return f"this process and its workers hold {used_mb:,.0f} MB of {limit_mb:,.0f}"
 
 
 def _device_bytes(run: Run) -> int:
@@ -118,28 +120,28 @@ def _device_bytes(run: Run) -> int:
 
 def _limit_allocator(run: Run, limit_mb: float, scope: ExitStack) -> None:
     """Set the limit in torch's allocator, if it is below the current one, until `scope` closes."""
-    where = run.device.torch
+    device = run.device.torch
     if run.device.kind == "cuda":
-        total = torch.cuda.get_device_properties(where).total_memory
-        before = torch.cuda.get_per_process_memory_fraction(where)
+        total = torch.cuda.get_device_properties(device).total_memory
+        before = torch.cuda.get_per_process_memory_fraction(device)
     elif run.device.kind == "mps":
         total, before = torch.mps.recommended_max_memory(), run.device.memory_fraction or 1.0
     else:
         log.info("%s.device_memory_mb has nothing to limit: the model is on the CPU", KEY)
         return
-    share = limit_mb * MB / total
-    if share < before:
-        numerics.set_memory_fraction(share, where, scope)
+    fraction = limit_mb * MB / total
+    if fraction < before:
+        numerics.set_memory_fraction(fraction, device, scope)
 
 
 def memory_bytes() -> int:
     """Return the resident bytes of this process and its workers; shared memory counts once."""
     own, workers = memory.process_bytes(), multiprocessing.active_children()
     processes = [os.getpid(), *(child.pid for child in workers)] if workers else []
-    return max(own, sum(_share(pid) for pid in processes if pid is not None))
+    return max(own, sum(_pss_bytes(pid) for pid in processes if pid is not None))
 
 
-def _share(pid: int) -> int:
+def _pss_bytes(pid: int) -> int:
     """Return a process's proportional set size (PSS); 0 if it has ended."""
     try:
         return int(getattr(psutil.Process(pid).memory_full_info(), "pss", 0))  # Linux alone

@@ -38,16 +38,16 @@ class ProgressDisplay(Hook):
     def __init__(self, config: MonitoringConfig) -> None:
         self.config = config
         self.live: Live | None = None
-        self.refreshed = self.logged = 0.0
+        self.last_refresh = self.last_line = 0.0
         self.pace_start = (0.0, 0)  # time and step from which the pace is measured
-        self.first_stretch = True  # it may include compiling
-        self.result = ""  # of the last validation
+        self.is_first_report = True  # it may include compiling
+        self.validation_text = ""  # of the last validation
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Show the live display until the run ends, then remove it."""
-        self.logged = time.monotonic()
-        self.pace_start = (self.logged, run.progress.step)
+        self.last_line = time.monotonic()
+        self.pace_start = (self.last_line, run.progress.step)
         screen = console()
         if takes_live_display(screen):
             live = Live(console=screen, auto_refresh=False, transient=True)
@@ -62,13 +62,15 @@ class ProgressDisplay(Hook):
     def on_report(self, run: Run, report: Report) -> None:
         """Refresh the display and log a line when each is due."""
         now, left = time.monotonic(), self._time_left(run, report)
-        if self.live is not None and now - self.refreshed >= REFRESH_S:
-            self.refreshed = now
+        if self.live is not None and now - self.last_refresh >= REFRESH_S:
+            self.last_refresh = now
             self._draw(self.live, run, report, left)
-        if now - self.logged >= self.config.line_every_s:
-            self.logged = now
-            done = f"step {report.last:,}/{run.total_steps:,} ({report.last / run.total_steps:.0%})"
-            line = " · ".join([done, *_facts(run, report), f"{left} left"])
+        if now - self.last_line >= self.config.line_every_s:
+            self.last_line = now
+            position = (
+                f"step {report.last:,}/{run.total_steps:,} ({report.last / run.total_steps:.0%})"
+            )
+            line = " · ".join([position, *_report_texts(run, report), f"{left} left"])
             log.info("%s", line, extra={"live": self.live is not None})
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
@@ -77,12 +79,12 @@ class ProgressDisplay(Hook):
         monitored = run.monitor.removeprefix("val/")
         others = [name for name in metrics if "/" not in name and name != monitored][:2]
         names = [monitored, *others] if monitored in metrics else others
-        shown = ", ".join(f"{name} {metric(metrics[name])}" for name in names)
+        values = ", ".join(f"{name} {metric(metrics[name])}" for name in names)
         best = " (best)" if evaluation.improved else ""
-        text = f"step {evaluation.step:,}: validation {shown}{best}"
+        text = f"step {evaluation.step:,}: validation {values}{best}"
         log.info("%s", text, extra={"live": self.live is not None})
         if monitored in metrics:
-            self.result = f"{run.monitor} {metric(metrics[monitored])}{best}"
+            self.validation_text = f"{run.monitor} {metric(metrics[monitored])}{best}"
 
     def _time_left(self, run: Run, report: Report) -> str:
         """Return the time left at the pace so far, including validation and checkpoints.
@@ -91,8 +93,8 @@ class ProgressDisplay(Hook):
         """
         now, (start, step) = time.monotonic(), self.pace_start
         seconds = (now - start) / max(1, report.last - step) * (run.total_steps - report.last)
-        if self.first_stretch:
-            self.first_stretch, self.pace_start = False, (now, report.last)
+        if self.is_first_report:
+            self.is_first_report, self.pace_start = False, (now, report.last)
             if run.whole is not None or run.compilation is not None:
                 return "?"
         return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
@@ -100,13 +102,13 @@ class ProgressDisplay(Hook):
     def _draw(self, live: Live, run: Run, report: Report, left: str) -> None:
         epoch = f"epoch {report.last / run.train.steps_per_epoch:.1f}"
         counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {left} left"
-        head = Table.grid(padding=(0, 1), expand=True)
-        head.add_column(ratio=1)
-        head.add_column(no_wrap=True)
-        head.add_row(ProgressBar(run.total_steps, report.last), _one_line(counts))
-        lines = filter(None, [" · ".join(_facts(run, report)), self.result])
+        header = Table.grid(padding=(0, 1), expand=True)
+        header.add_column(ratio=1)
+        header.add_column(no_wrap=True)
+        header.add_row(ProgressBar(run.total_steps, report.last), _single_line(counts))
+        lines = filter(None, [" · ".join(_report_texts(run, report)), self.validation_text])
         try:
-            live.update(Group(head, *map(_one_line, lines)), refresh=True)
+            live.update(Group(header, *map(_single_line, lines)), refresh=True)
         except (OSError, ValueError):  # the terminal has gone; the run continues
             self._stop()
 
@@ -117,19 +119,19 @@ class ProgressDisplay(Hook):
                 live.stop()
 
 
-def _facts(run: Run, report: Report) -> list[str]:
+def _report_texts(run: Run, report: Report) -> list[str]:
     """Return loss, learning rate, speed and skipped steps of a report, as texts."""
     finite = [loss for loss in report.loss if math.isfinite(loss)]
     loss = f"{sum(finite) / len(finite):.4f}" if finite else "not finite"
-    facts = [f"loss {loss}", f"lr {report.lr:.2e}"]
+    texts = [f"loss {loss}", f"lr {report.lr:.2e}"]
     if report.seconds > 0:
         tokens = run.sizes.sequence if run.objective.unit == "tokens" else None
         rate = report.samples / report.seconds * (tokens or 1)
         seconds = report.seconds / len(report.loss)
         step = f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
-        facts += [step, f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"]
-    return [*facts, f"{run.progress.skipped} skipped"] if run.progress.skipped else facts
+        texts += [step, f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"]
+    return [*texts, f"{run.progress.skipped} skipped"] if run.progress.skipped else texts
 
 
-def _one_line(text: str) -> Text:
+def _single_line(text: str) -> Text:
     return Text(escape_control_chars(text), no_wrap=True, overflow="ellipsis")

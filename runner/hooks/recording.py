@@ -21,7 +21,7 @@ from runner.training.run import Run
 from runner.training.signals import take_stop_request
 
 log = logging.getLogger("runner")
-DATA = ("path", "validation_path", "test_path")  # keys of the files that a run reads
+DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
 
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
@@ -32,8 +32,8 @@ MOST_CLASSES = 24  # of a readable confusion matrix
 class Recording(Hook):
     """Records metrics, the config as text, the confusion matrix, and the history of faults.
 
-    `settings` is the config by dotted keys: `optimizer.lr` etc. With `empty`, a run without faults
-    writes an empty history.json and anomalies.json.
+    `settings` is the config by dotted keys: `optimizer.lr` etc. With `write_empty`, a run without
+    faults writes an empty history.json and anomalies.json.
     """
 
     monitors = True
@@ -42,13 +42,13 @@ class Recording(Hook):
         self,
         config: MonitoringConfig,
         settings: Mapping[str, Any],
-        machine: Machine | None = None,
-        empty: bool = False,
+        system_monitor: Machine | None = None,
+        write_empty: bool = False,
     ) -> None:
         self.config = config
-        self.machine = machine or Machine(every_s=config.system_every_s)
+        self.system_monitor = system_monitor or Machine(every_s=config.system_every_s)
         self.settings = settings
-        self.empty = empty
+        self.write_empty = write_empty
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
         self.row_due = self.load_due = self.history_due = 0.0
@@ -56,10 +56,10 @@ class Recording(Hook):
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Record provenance and config at the start, faults and status at the end."""
-        self.machine.open(run.device)
+        self.system_monitor.open(run.device)
         self.row_due = time.monotonic() + SYSTEM_ROW_S
         if run.folder is not None:
-            self._introduce(run, run.folder)
+            self._record_start(run, run.folder)
         status = "failed"
         try:
             yield
@@ -69,7 +69,7 @@ class Recording(Hook):
             raise
         finally:
             self._write_faults(run)
-            self._conclude(run, status)
+            self._record_end(run, status)
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
         """Write a train row at the last step, and a system row when due; STOP if requested."""
@@ -78,8 +78,8 @@ class Recording(Hook):
             self.history_due = now + HISTORY_S
             run.history.write()
         values = {
-            "loss": _mean(report.loss),
-            "grad_norm": _mean(report.grad_norm),
+            "loss": _finite_mean(report.loss),
+            "grad_norm": _finite_mean(report.grad_norm),
             "lr": report.lr,
             "epoch": report.last / run.train.steps_per_epoch,
             "skipped": sum(report.skipped),
@@ -91,7 +91,7 @@ class Recording(Hook):
         self.last_step = report.last
         if now >= self.row_due:
             self._write_system_row(run)
-        return _stop_where_asked(run)
+        return _check_stop_request(run)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
         """Write a validation row, and the confusion matrix if it is the best so far."""
@@ -100,18 +100,18 @@ class Recording(Hook):
         if evaluation.improved and run.recorder.showing:
             # immediately: the next checkpoint does not contain it, and the run may be killed
             _record_confusion(run, evaluation)
-        return _stop_where_asked(run)
+        return _check_stop_request(run)
 
-    def _introduce(self, run: Run, folder: Path) -> None:
+    def _record_start(self, run: Run, folder: Path) -> None:
         typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
         values, foremost = hydra_files.hparam_columns(self.settings, typed)
-        run.recorder.hparams(_row_name(run.name, folder), values, _metrics(run), foremost)
+        run.recorder.hparams(_row_name(run.name, folder), values, _hparam_metrics(run), foremost)
         config = folder / hydra_files.CONFIG  # with environment variables unresolved
         if config.is_file():
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:
-            paths = [self.settings.get(f"data.{key}") for key in DATA]
+            paths = [self.settings.get(f"data.{key}") for key in DATA_PATH_KEYS]
             provenance.record(folder, [str(path) for path in paths if path])
         except OSError as error:
             log.warning("provenance.json not written: %s", error)
@@ -133,19 +133,19 @@ class Recording(Hook):
             values["device_peak_gib"] = peak / GIB
         if now >= self.load_due:
             self.load_due = now + self.config.system_every_s
-            values |= self.machine.sample().row()
+            values |= self.system_monitor.sample().row()
         run.recorder.scalars(self.last_step, "system", values)
         self.seconds, self.samples, self.steps = 0.0, 0, 0
 
     def _write_faults(self, run: Run) -> None:
-        run.history.unwritten |= self.empty
-        run.guardian.anomalies.unwritten |= self.empty
+        run.history.unwritten |= self.write_empty
+        run.guardian.anomalies.unwritten |= self.write_empty
         run.history.write()
         run.guardian.anomalies.write(run.folder)
         if faults := list(run.history.faults.values()):
             run.recorder.text("faults/history", history.fault_table(faults), run.progress.step)
 
-    def _conclude(self, run: Run, status: str) -> None:
+    def _record_end(self, run: Run, status: str) -> None:
         if self.steps:
             self._write_system_row(run)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
@@ -153,7 +153,7 @@ class Recording(Hook):
         run.recorder.end(status, run.progress.step, best)
 
 
-def _stop_where_asked(run: Run) -> Verdict | None:
+def _check_stop_request(run: Run) -> Verdict | None:
     """Return STOP, and set the reason, if a file in the run's folder requests it; else None."""
     if run.folder is None or (reason := take_stop_request(run.folder)) is None:
         return None
@@ -161,7 +161,7 @@ def _stop_where_asked(run: Run) -> Verdict | None:
     return Verdict.STOP
 
 
-def _mean(values: list[float]) -> float:
+def _finite_mean(values: list[float]) -> float:
     """Return the mean of the finite values; NaN without any."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
@@ -172,8 +172,8 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
     counts = evaluation.confusion
     if counts is None or not counts.sum() or len(counts) > MOST_CLASSES:
         return
-    given = run.sizes.class_names
-    names = [given[i] if i < len(given) else str(i) for i in range(len(counts))]
+    class_names = run.sizes.class_names
+    names = [class_names[i] if i < len(class_names) else str(i) for i in range(len(counts))]
     cells = [[name, *row] for name, row in zip(names, counts.long().tolist(), strict=True)]
     table = markdown.table(("true \\ predicted", *map(markdown.escape, names)), cells)
     run.recorder.text("val/confusion", table, evaluation.step)
@@ -187,7 +187,7 @@ def _row_name(name: str, folder: Path) -> str:
     return f"{folder.name} of {name}/{parent}"  # TensorBoard shows the beginning
 
 
-def _metrics(run: Run) -> list[str]:
+def _hparam_metrics(run: Run) -> list[str]:
     """Return the tags that become columns of HParams."""
     best = f"val/best/{run.monitor.removeprefix('val/')}"
     rate = f"usage/{'tokens' if run.objective.unit == 'tokens' else 'samples'}_per_second"

@@ -17,10 +17,10 @@ from runner.stability.config import WatchConfig
 from runner.training.hook import Hook, Report, Verdict
 from runner.training.run import Run
 
-GROWN = 0.01  # least growth since the last cleaning, as a share of memory, for another one
+MIN_GROWTH = 0.01  # least growth since the last cleaning, as a share of memory, for another one
 MIB = 2**20
-OURS = 0.1  # least share of memory used by this process for a stop to help
-NEARER = 1 / 8  # growth of the process for another reading, as a share of the memory left
+MIN_OWN_SHARE = 0.1  # least share of memory used by this process for a stop to help
+REREAD_GROWTH = 1 / 8  # growth of the process for another reading, as a share of the memory left
 KEY = "stability.watch"
 
 
@@ -40,12 +40,14 @@ class Resources(Hook):
 
     monitors = True
 
-    def __init__(self, clean_above: float | None, config: WatchConfig, machine: Machine) -> None:
+    def __init__(
+        self, clean_above: float | None, config: WatchConfig, system_monitor: Machine
+    ) -> None:
         self.clean_above = clean_above
         self.config = config
-        self.machine = machine
+        self.system_monitor = system_monitor
         self.cleaned_share: float | None = None  # after the last cleaning; None: below clean_above
-        self.room: Room | None = None
+        self.memory_limit: Room | None = None
         self.process_bytes = 0  # when the limit was read
         self.next_reading = 0.0  # of the machine
         self.swap_before: int | None = None
@@ -56,7 +58,7 @@ class Resources(Hook):
     def session(self, run: Run) -> Iterator[None]:
         """Record the swap at the start, and create the leak detectors."""
         if self.config.enabled:
-            self.machine.open(run.device)
+            self.system_monitor.open(run.device)
             self.swap_before = resources.swap_bytes()
             kinds = ["process", "device"] if run.device.kind == "cuda" else ["process"]
             for kind in kinds if self.config.leaks else []:
@@ -69,18 +71,18 @@ class Resources(Hook):
         if not self.config.enabled:
             return None
         for kind, detector in run.leaks.items():
-            if detector.add(report.last, _held_bytes(run, kind)):
+            if detector.add(report.last, _allocated_bytes(run, kind)):
                 memory.clean(run.device)  # so that only live memory is compared
-                trend = detector.cleaned(report.last, _held_bytes(run, kind))
+                trend = detector.cleaned(report.last, _allocated_bytes(run, kind))
                 if trend is not None:
                     self._report_leak(run, kind, trend, report.last)
         now = time.monotonic()
         if now >= self.next_reading:
-            self.next_reading = now + self.machine.every_s
-            for warning, message in self._warnings(run, self.machine.sample()):
+            self.next_reading = now + self.system_monitor.every_s
+            for warning, message in self._warnings(run, self.system_monitor.sample()):
                 self._warn_once(run, warning, message, report.last)
-            self.room = None
-        return self._stop(run, report.last)
+            self.memory_limit = None
+        return self._check_memory_limit(run, report.last)
 
     def _clean(self, run: Run, step: int) -> None:
         if self.clean_above is None:
@@ -88,7 +90,7 @@ class Resources(Hook):
         share, before = memory.used_share(run.device), self.cleaned_share
         if share <= self.clean_above:
             self.cleaned_share = None
-        elif before is None or share >= before + GROWN:
+        elif before is None or share >= before + MIN_GROWTH:
             memory.clean(run.device)
             self.cleaned_share = memory.used_share(run.device)
             message = (
@@ -104,27 +106,30 @@ class Resources(Hook):
                 say=before is None,
             )
 
-    def _stop(self, run: Run, step: int) -> Verdict | None:
+    def _check_memory_limit(self, run: Run, step: int) -> Verdict | None:
         """Return STOP if memory runs out even after cleaning, and this process uses much of it."""
         above = self.config.stop_above
         if above is None or step >= run.total_steps:
             return None
         grown = memory.process_bytes() - self.process_bytes
-        if self.room is not None and grown < NEARER * self.room.left:
+        if self.memory_limit is not None and grown < REREAD_GROWTH * self.memory_limit.left:
             return None
-        room = self._read_room()
+        memory_limit = self._read_memory_limit()
         # a run with a halved micro-batch stays near its own limit, where nothing is killed
-        if room.used_share <= above or (room.own and run.history.counts.get("out_of_memory")):
+        if memory_limit.used_share <= above or (
+            memory_limit.own and run.history.counts.get("out_of_memory")
+        ):
             return None
         memory.clean(run.device)
-        room = self._read_room()
-        if room.used_share <= above:
+        memory_limit = self._read_memory_limit()
+        if memory_limit.used_share <= above:
             return None
         message = (
-            f"{room.used_share:.0%} of {room.name} ({room.limit / GIB:.1f} GiB) is in use, this "
-            f"process holds {self.process_bytes / GIB:.1f} GiB"
+            f"{memory_limit.used_share:.0%} of {memory_limit.name} "
+            f"({memory_limit.limit / GIB:.1f} GiB) is in use, this process holds "
+            f"{self.process_bytes / GIB:.1f} GiB"
         )
-        if self.process_bytes < OURS * room.limit and not room.own:
+        if self.process_bytes < MIN_OWN_SHARE * memory_limit.limit and not memory_limit.own:
             action = "the run continues: other processes use most of it"
             self._warn_once(run, "memory_short", message, step, action)
             return None
@@ -132,17 +137,17 @@ class Resources(Hook):
         way_out = " where there is more memory, or with a smaller training.batch_size"
         return stop_for(run, "memory_stop", message, way_out, step, "memory")
 
-    def _read_room(self) -> Room:
-        self.room, self.process_bytes = resources.room(), memory.process_bytes()
-        return self.room
+    def _read_memory_limit(self) -> Room:
+        self.memory_limit, self.process_bytes = resources.room(), memory.process_bytes()
+        return self.memory_limit
 
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
         subject = "the process" if kind == "process" else "the tensors on the device"
-        at_the_end = trend.size + trend.slope * (run.total_steps - step)
+        final_size = trend.size + trend.slope * (run.total_steps - step)
         message = (
             f"leak: {subject} grows by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
             f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
-            f"{trend.size / MIB:,.0f} MiB now, {at_the_end / MIB:,.0f} MiB at step "
+            f"{trend.size / MIB:,.0f} MiB now, {final_size / MIB:,.0f} MiB at step "
             f"{run.total_steps}"
         )
         if kind in self.leaks:  # the same leak, measured again
@@ -178,8 +183,8 @@ class Resources(Hook):
 
 def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, category: str) -> Verdict:
     """Record that a limit ends the run, with how to resume it; return STOP."""
-    again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
-    run.stop_reason = f"{message}; resume{again}{way_out}"
+    resume_hint = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
+    run.stop_reason = f"{message}; resume{resume_hint}{way_out}"
     run.history.add(
         kind,
         message,
@@ -191,7 +196,7 @@ def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, categor
     return Verdict.STOP
 
 
-def _held_bytes(run: Run, kind: str) -> int:
+def _allocated_bytes(run: Run, kind: str) -> int:
     if kind == "process":
         return memory.anonymous_bytes()
     return torch.cuda.memory_allocated(run.device.torch)

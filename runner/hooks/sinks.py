@@ -56,14 +56,14 @@ class Sinks(Hook):
                     run.recorder.faults[f"sink_{writer.sink.name}"] = writer.lost
 
 
-def make_sinks(items: Sequence[Any], look_up: Callable[[str, str], Any]) -> list[Sink]:
+def make_sinks(items: Sequence[Any], resolve_target: Callable[[str, str], Any]) -> list[Sink]:
     """Create sinks from names, or classes: `{_target_: package.Class, …}`. Raises ConfigError."""
-    return [_make(item, f"{KEY}.{i}", look_up) for i, item in enumerate(items)]
+    return [_make_sink(item, f"{KEY}.{i}", resolve_target) for i, item in enumerate(items)]
 
 
-def _make(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Sink:
+def _make_sink(item: Any, key: str, resolve_target: Callable[[str, str], Any]) -> Sink:
     if isinstance(item, Mapping):
-        sink = assembled(item, look_up, key)
+        sink = assembled(item, resolve_target, key)
         if not isinstance(sink, Sink):
             fix = "inherit from runner.record.sinks.base.Sink"
             raise ConfigError(key, f"{type(sink).__name__} is not a Sink", fix)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner import build, compose
-from runner.checks.batch import BatchChecks, DataSpec, find
+from runner.checks.batch import BatchChecks, DataSpec, find_problems
 from runner.checks.config import CheckPolicy, InputsConfig, SchemaConfig
 from runner.errors import ConfigError
 
@@ -34,7 +34,7 @@ def checks_after(first: Any, spec: DataSpec = DEFAULT, **options: Any) -> BatchC
 
 
 def found(checks: BatchChecks, batch: Any) -> list[str]:
-    return [one.check for one in find(checks, checks.tensors(batch))]
+    return [one.check for one in find_problems(checks, checks.tensors(batch))]
 
 
 def put(x: Tensor, value: Any) -> Tensor:
@@ -82,7 +82,7 @@ def test_the_flag_on_the_device_agrees_with_the_findings(what: str) -> None:
 def test_values_of_every_dtype_are_compared_with_the_range(dtype: str) -> None:
     x = (X.abs() * 3).clamp(0, 20).to(getattr(torch, dtype))
     checks = checks_after((x, Y), schema=SchemaConfig(low=-1, high=21))
-    (finding,) = find(checks, checks.tensors((put(x, 100), Y)))
+    (finding,) = find_problems(checks, checks.tensors((put(x, 100), Y)))
     assert finding.check == "range"
     assert finding.bad is not None and finding.bad.nonzero().flatten().tolist() == [3]
     if x.is_floating_point() or x.is_complex():

@@ -22,7 +22,7 @@ from runner.data.order import split
 from runner.data.tabular import tabular
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
-from runner.tables import check_data_table
+from runner.table_report import check_data_table
 from runner.training.summary import Summary
 
 

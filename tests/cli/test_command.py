@@ -144,7 +144,7 @@ def test_a_python_that_hydra_cannot_start_on_is_said_in_the_first_line(
 ) -> None:
     from runner import __main__
 
-    monkeypatch.setattr(__main__, "TOO_NEW", sys.version_info[:2])
+    monkeypatch.setattr(__main__, "UNSUPPORTED_PYTHON", sys.version_info[:2])
     assert __main__.main() == 2
     assert "use Python 3.11, 3.12 or 3.13" in capsys.readouterr().err
 

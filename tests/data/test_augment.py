@@ -52,7 +52,7 @@ def test_a_file_that_is_no_image_leaves_the_others_cached(folder: Path, tmp_path
     root = shutil.copytree(folder, tmp_path / "images")
     (root / "cat" / "00.png").write_bytes(b"no image")
     data = opened(root, "data.augment=true", "data.bad_samples=drop", "data.cache_mb=64")
-    assert data.cache.kept == len(data.sources) == 24
+    assert data.cache.capacity == len(data.sources) == 24
 
 
 @pytest.mark.parametrize("more", [(), EVERYTHING[:1], EVERYTHING[:2], EVERYTHING[1:2], EVERYTHING])
@@ -63,7 +63,7 @@ def test_a_sample_is_the_same_in_any_batch_with_and_without_the_cache(
     seeds = sample_seeds(3, 1, indices)
     plain, cached = (opened(folder, *more, f"data.cache_mb={mb}") for mb in (0, 64))
     first = plain.fetch(indices, seeds)
-    assert plain.cache.kept == 0 and cached.cache.kept == 24
+    assert plain.cache.capacity == 0 and cached.cache.capacity == 24
     for _ in range(2):  # decoded, then out of memory
         assert same(cached.fetch(indices, seeds), first)
     turned = cached.fetch(indices[::-1].copy(), seeds[::-1].copy())
@@ -76,7 +76,7 @@ def test_a_sample_is_the_same_in_any_batch_with_and_without_the_cache(
 
 def test_processes_share_what_one_of_them_has_decoded_and_half_of_an_image_is_none() -> None:
     cache = ImageCache(np.array([12, 12, 12]), 3, 100)
-    assert cache.kept == 2 and cache.get(0) is None
+    assert cache.capacity == 2 and cache.get(0) is None
     pixels = np.arange(36, dtype=np.uint8).reshape(3, 4, 3)
     child = multiprocessing.get_context("fork").Process(target=cache.store, args=(1, pixels))
     child.start()

@@ -88,7 +88,7 @@ def test_a_file_that_is_no_image_is_named_at_opening_and_when_it_is_fetched(
         ImageFolder(Images(path=str(tmp_path)))
     with pytest.raises(DataError, match=r"red.2.png: cannot be decoded"):
         source.fetch(np.arange(8), None)
-    monkeypatch.setattr(images, "HEADS", 2)
+    monkeypatch.setattr(images, "MAX_HEADERS", 2)
     ImageFolder(Images(path=str(tmp_path)))  # it lies between those that are opened
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from runner.data.order import balanced, permutation, sample_seeds, split
+from runner.data.order import balanced_order, permutation, sample_seeds, split
 from runner.errors import DataError
 
 
@@ -52,7 +52,7 @@ def test_a_balanced_epoch_has_each_class_equally_often_and_all_samples_in_turn()
     extra: set[int] = set()
     orders: Counter[tuple[int, ...]] = Counter()
     for epoch in range(20):
-        places, repeats = balanced(7, epoch, labels)
+        places, repeats = balanced_order(7, epoch, labels)
         assert len(places) == 103
         drawn = np.bincount(labels[places], minlength=5)
         assert sorted(drawn[[0, 1, 4]].tolist()) == [34, 34, 35]

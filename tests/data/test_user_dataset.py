@@ -151,7 +151,7 @@ def test_a_sample_that_fails_in_a_batch_read_at_once_is_the_one_left_out() -> No
         dataset, "my_package.Made", DataConfig(kind="own", bad_samples=BadSamples.drop)
     )
     usable = fetch_usable(source, np.array([3, 9, 4]), None, np.arange(20))
-    assert usable.kept.tolist() == [3, 4]
+    assert usable.indices.tolist() == [3, 4]
     assert "sample 9: ZeroDivisionError" in usable.bad[9]
 
 
@@ -165,9 +165,9 @@ def test_a_sample_that_draws_late_draws_what_its_seed_says(draw: Callable[[], fl
         return source.fetch(batch, batch.astype(np.uint64))[0]
 
     first, second = opened(make, classes=2), opened(make, classes=2)
-    assert not fetch(first, 1, 2).any() and not first.draws
+    assert not fetch(first, 1, 2).any() and not first.uses_global_rng
     late = fetch(first, 3, 12, 15)
-    assert first.draws and torch.equal(late[1], fetch(second, 12)[0])
+    assert first.uses_global_rng and torch.equal(late[1], fetch(second, 12)[0])
     assert torch.equal(late, fetch(first, 3, 12, 15)) and not torch.equal(late[1], late[2])
 
 

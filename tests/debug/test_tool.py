@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from runner import train
-from runner.build_hooks import load_tools
+from runner.build_hooks import load_debug_tools
 from runner.debug.config import AnomalyConfig, DebugConfig, tool
 from runner.debug.tool import Tool
 from runner.errors import GaveUp
@@ -114,8 +114,8 @@ class WithDummy(DebugConfig):
 
 
 def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
-    assert load_tools(WithDummy()) == []
-    tools = load_tools(WithDummy(dummy=AnomalyConfig(enabled=True)))
+    assert load_debug_tools(WithDummy()) == []
+    tools = load_debug_tools(WithDummy(dummy=AnomalyConfig(enabled=True)))
     with runs.opened(*SMALL) as run:
         run.hooks += tools
         summary = train(run)
@@ -124,7 +124,7 @@ def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
 
 
 def test_full_debugging_has_every_tool_outermost_first() -> None:
-    names = [tool.name for tool in load_tools(runs.config(*SMALL, "debug=full").debug)]
+    names = [tool.name for tool in load_debug_tools(runs.config(*SMALL, "debug=full").debug)]
     assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]
 
 

@@ -15,7 +15,7 @@ import torch
 from runner import build, load, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.data.open import open_data
-from runner.data.text import MULTIPLE
+from runner.data.text import LENGTH_MULTIPLE
 from runner.errors import ConfigError, SecurityError
 from runner.jobs import evaluate, predict
 from tests import runs
@@ -127,7 +127,7 @@ def test_batches_are_padded_to_their_longest_text_and_masked(place: Path) -> Non
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         longest = int(mask.sum(1).max())
         widths.add(ids.shape[1])
-        assert ids.shape[1] == -(-longest // MULTIPLE) * MULTIPLE
+        assert ids.shape[1] == -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         assert torch.equal(ids == 0, mask == 0)  # [PAD]
         assert (ids[:, 0] == 2).all()  # [CLS]
         assert all(row[int(n) - 1] == 3 for row, n in zip(ids, mask.sum(1), strict=True))  # [SEP]

@@ -128,7 +128,7 @@ def test_a_warning_that_repeats_is_said_once_and_a_wrong_call_is_not_the_end(
 def test_every_other_handler_writes_what_ours_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masking, "_spellings", {})
+    monkeypatch.setattr(masking, "_variable_by_text", {})
     monkeypatch.setattr(masking, "_pattern", None)
     masking.learn("TOKEN", "canary-4b1d")
     stream = io.StringIO()

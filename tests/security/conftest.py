@@ -20,7 +20,7 @@ def _sandbox_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """No value that was read before is hidden now, nor one of now afterwards."""
-    monkeypatch.setattr(masking, "_spellings", {})
+    monkeypatch.setattr(masking, "_variable_by_text", {})
     monkeypatch.setattr(masking, "_pattern", None)
     for name in ("_shown", "_values"):
         monkeypatch.setattr(secrets, name, {})

@@ -21,48 +21,48 @@ from runner.training.run import Run
 if TYPE_CHECKING:
     from runner.checks.table import TableFindings
 
-FILE = "debug/table.json"
+TABLE_FILE = "debug/table.json"
 NO_ROWS = np.zeros(0, np.int64)
 
 
 def check_data_table(
-    data: Dataset, config: TableConfig, parts: dict[str, Dataset] | None = None
+    data: Dataset, config: TableConfig, splits: dict[str, Dataset] | None = None
 ) -> tuple[Dataset, list[Hook]]:
     """Check a table; return it without dropped columns and rows, and hooks that record findings.
 
-    A separate validation set in `parts` is included; columns are dropped from all parts in place.
+    A separate validation set in `splits` is included; columns are dropped from each in place.
     Other data is returned unchanged. Raises DataError if a finding stops the run.
     """
-    parts = parts or {}
+    splits = splits or {}
     if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
         report = TableReport(None, data.choices)
-        return data, [report] if report.bad else []
+        return data, [report] if report.bad_sample_choices else []
     from runner.checks.table import CheckedTable, check_table  # imported only if used
 
     inputs, target = data.inputs.numpy(), data.target.numpy()
-    table, apart = data, parts.get("validation")
-    validation, first = table.validation, len(inputs)
+    table, validation_data = data, splits.get("validation")
+    validation, row_count = table.validation, len(inputs)
 
     def name_row(index: int) -> str:
-        if index < first or not isinstance(apart, Tensors):
+        if index < row_count or not isinstance(validation_data, Tensors):
             return table.rows(index)
-        return f"{apart.rows(index - first)} of data.validation_path"
+        return f"{validation_data.rows(index - row_count)} of data.validation_path"
 
-    if isinstance(apart, Tensors):
-        inputs = np.concatenate([inputs, apart.inputs.numpy()])
-        target = np.concatenate([target, apart.target.numpy()])
-        validation = np.arange(first, len(inputs))
+    if isinstance(validation_data, Tensors):
+        inputs = np.concatenate([inputs, validation_data.inputs.numpy()])
+        target = np.concatenate([target, validation_data.target.numpy()])
+        validation = np.arange(row_count, len(inputs))
     classes = table.sizes.classes if table.sizes.task == "classification" else None
     indices = table.train, validation
-    checked = CheckedTable(
+    checked_table = CheckedTable(
         inputs, target, table.named_columns(), *indices, name_row, classes, table.ignore
     )
-    findings = check_table(checked, config)
+    findings = check_table(checked_table, config)
     if findings.drop_columns or len(findings.drop_rows):
-        for name, part in parts.items():
-            if isinstance(part, Tensors):
-                rows = findings.drop_rows - first if name == "validation" else NO_ROWS
-                parts[name] = part.without(findings.drop_columns, rows, ())
+        for name, split in splits.items():
+            if isinstance(split, Tensors):
+                rows = findings.drop_rows - row_count if name == "validation" else NO_ROWS
+                splits[name] = split.without(findings.drop_columns, rows, ())
         table = table.without(findings.drop_columns, findings.drop_rows, findings.choices)
     return table, [TableReport(findings, table.choices)]
 
@@ -72,12 +72,12 @@ class TableReport(Hook):
 
     def __init__(self, findings: TableFindings | None, choices: Sequence[Choice]) -> None:
         self.findings = findings
-        self.bad = [choice for choice in choices if choice.key == "data.bad_samples"]
+        self.bad_sample_choices = [choice for choice in choices if choice.key == "data.bad_samples"]
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Record the findings at the start, except those that a resumed run has already."""
-        for choice in self.bad:
+        for choice in self.bad_sample_choices:
             # the count comes first, so that it is not cut off
             message = f"{choice.value} as bad samples: {choice.reason}"
             count = int(str(choice.value).partition(" ")[0].replace(",", ""))
@@ -88,15 +88,15 @@ class TableReport(Hook):
                 kind = reason.code.replace(".", "_")
                 self._record(run, kind, f"table: {reason}", severity, action=action)
             if run.folder is not None:
-                path = run.folder / FILE
+                path = run.folder / TABLE_FILE
                 content = json.dumps(json_safe(self.findings.facts), indent=2, allow_nan=False)
                 write_or_log(path, content + "\n")
         yield
 
     def _record(
-        self, run: Run, kind: str, message: str, severity: str = "warning", **how: Any
+        self, run: Run, kind: str, message: str, severity: str = "warning", **details: Any
     ) -> None:
         if any(f.kind == kind and f.message == message for f in run.history.faults.values()):
             return
         step = run.progress.step
-        run.history.add(kind, message, step=step, category="data", severity=severity, **how)
+        run.history.add(kind, message, step=step, category="data", severity=severity, **details)
