@@ -153,11 +153,12 @@ class Run(RunParts):
                 raise
 
 
-def check_run(who: str, run: object) -> None:
+def check_run(caller: str, run: object) -> None:
     """Raise UsageError if `run` is not a Run, for example a RunConfig."""
     if not isinstance(run, Run):
         raise UsageError(
-            f"{who}: takes a run, not a {type(run).__name__}: with build(config) as run: {who}(run)"
+            f"{caller}: takes a run, not a {type(run).__name__}: "
+            f"with build(config) as run: {caller}(run)"
         )
 
 
