@@ -376,10 +376,10 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     if verdict is Verdict.STOP:
         run.stop_reason = run.stop_reason or "a hook requested a stop"
     elif controller.decision is None:
-        controller.ask(run)
+        controller.request_rollback(run)
     while (rule := controller.execute(run)) is not None:
         _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run, rule.factor):
-            controller.rolled_back(run)
+            controller.record_rollback(run)
         else:
             controller.give_up(run)

@@ -40,7 +40,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if run.world is not None and run.world.lost and run.shards is not None:
             log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
-        if not final and not run.guardian.sound():
+        if not final and not run.guardian.has_finite_weights():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
         bad = first_bad_step(run)
@@ -75,11 +75,11 @@ def first_bad_step(run: Run) -> int:
     Host sync.
     """
     controller, open_window = run.guardian, run.reader.state()
-    if controller.streak:
-        return controller.streak
+    if controller.bad_since:
+        return controller.bad_since
     for step, row in enumerate(open_window["rows"], open_window["first"]):
         bad = row[2] > 0 or not all(map(math.isfinite, row))
-        if bad and step > controller.forgotten and step not in controller.vetoed:
+        if bad and step > controller.reset_step and step not in controller.vetoed:
             return step
     return 0
 
