@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.record.storage import write_or_log
 
-FILE = "debug/anomalies.json"
+ANOMALIES_FILE = "debug/anomalies.json"
 MAX_FIRST, MAX_LATEST = 500, 500  # most rows kept, of the earliest and of the latest
 
 
@@ -63,7 +63,7 @@ class Anomalies:
         """Replace the file in a run's folder if rows were added since the last write."""
         if not self.unwritten or folder is None:
             return
-        path = folder / FILE
+        path = folder / ANOMALIES_FILE
         text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
         write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False

@@ -17,7 +17,7 @@ from runner.techniques.base import Choice
 from runner.training.hook import Step
 from runner.training.run import Run
 
-FILE = "debug/bad_samples.json"
+BAD_SAMPLES_FILE = "debug/bad_samples.json"
 
 
 class LeftOut:
@@ -59,11 +59,11 @@ class LeftOut:
         return Step(number, zero * float("nan"), zero, torch.ones_like(zero))
 
     def choices(self) -> list[Choice]:
-        """Return the summary's choices on bad samples, by split; list all in FILE."""
+        """Return the summary's choices on bad samples, by split; list all in BAD_SAMPLES_FILE."""
         fetches = {name: usable for name, usable in self._usable_fetches() if usable.bad}
         run, problems = self.run, {name: usable.bad for name, usable in fetches.items()}
         if fetches and run.writes and run.folder is not None:
-            path = run.folder / FILE
+            path = run.folder / BAD_SAMPLES_FILE
             write_or_log(path, json.dumps(problems, indent=1) + "\n", logging.DEBUG)
         choices = []
         for name, usable in fetches.items():
