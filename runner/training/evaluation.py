@@ -60,7 +60,7 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
 
 
 def _batch_sums(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
-    return run.objective.tally_all(call(forward, part[0]), part[1])
+    return run.objective.all_batch_sums(call(forward, part[0]), part[1])
 
 
 def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from runner.errors import (
     RunnerError,
     StorageError,
 )
-from runner.objectives.base import unknown
+from runner.objectives.base import unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
@@ -295,7 +295,7 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
         _save_and_stop(run)
-        raise unknown(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
+        raise unknown_metric(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
     value = metrics[run.monitor]
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
