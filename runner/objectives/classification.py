@@ -91,7 +91,7 @@ class ClassificationObjective(Objective):
 
         `f1` is the mean over classes that occur or were predicted. `auroc` is that of class 1 of
         two, or the one-vs-rest mean over classes that occur; exact, ties count half. It is absent
-        if undefined, and above `model_output.KEPT` scores.
+        if undefined, and above `model_output.MAX_KEPT_VALUES` scores.
         """
         count = model_output.require_count(totals)
         values = {"loss": totals["loss"].item() / count, "accuracy": int(totals["correct"]) / count}

@@ -367,7 +367,7 @@ def _enforce_strict(run: Run) -> None:
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:
     """Stop or roll back if a hook of any process or the stability policy asks for it."""
-    if (verdict := run.agree(verdict)) >= Verdict.ROLLBACK:
+    if (verdict := run.worst_verdict(verdict)) >= Verdict.ROLLBACK:
         _stop_or_roll_back(run, verdict)
 
 

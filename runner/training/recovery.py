@@ -64,7 +64,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
-    samples = run.local(run.train.samples(run.progress.step))
+    samples = run.largest_local_batch(run.train.samples(run.progress.step))
     size = largest_part(samples, run.micro_batch)
     step_label = f"step {run.progress.step + 1}"
     batchnorm_failed = "Expected more than 1 value per channel" in str(error)
@@ -84,7 +84,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         ) from None
     if size == 1:
         raise _single_sample_error(run, error, step_label) from None
-    run.micro_batch = largest_part(run.local(run.train.samples(0)), (size + 1) // 2)
+    run.micro_batch = largest_part(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
     reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]

@@ -108,7 +108,7 @@ def record_step(run: Run, step: Step) -> int:
 def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     step, verdict = _backward_with_recovery(run, batch), Verdict.KEEP
     if due:
-        verdict = run.agree(call_hooks(due, "on_gradients", run, step))
+        verdict = run.worst_verdict(call_hooks(due, "on_gradients", run, step))
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
             run.guardian.vetoed.append(step.number)
