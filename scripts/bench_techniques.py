@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.benchmark.statistics import median_interval
-from runner.device.config import SPIN
+from runner.device.config import SPIN_COUNT
 
 MODELS = {
     # the model, and how many samples its validation part must leave for one batch
@@ -104,7 +104,7 @@ class Variant:
         self.name = name
         command = [sys.executable, __file__, "--child", json.dumps(list(overrides))]
         # as the command line has it
-        environment = {"GOMP_SPINCOUNT": SPIN, **os.environ}
+        environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             stderr=subprocess.PIPE, env=environment,

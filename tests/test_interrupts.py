@@ -139,7 +139,7 @@ def test_a_signal_cuts_a_wait_short_and_none_begins_after_it(waits: bool) -> Non
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
             interrupts.begin_wait()
-        assert interrupts.received == signal.SIGTERM and interrupts.cut_short
+        assert interrupts.received == signal.SIGTERM and interrupts.wait_interrupted
 
 
 def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data(

@@ -19,7 +19,7 @@ from torch import Tensor
 from runner import build, evaluate, train
 from runner.build import Components
 from runner.errors import ConfigError, DataError, GaveUp, Interrupted, StorageError, UsageError
-from runner.objectives.classification import Classification
+from runner.objectives.classification import ClassificationObjective
 from runner.training.hook import Hook, Report, Step, Verdict
 from runner.training.run import Run
 from runner.training.step import forward_backward
@@ -109,7 +109,7 @@ def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: s
         trained("data=cancer", "training.steps=2", f"training.monitor={asked}")
 
 
-class Own(Classification):
+class Own(ClassificationObjective):
     """Somebody's own metrics, which nobody knows of beforehand."""
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:

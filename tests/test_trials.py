@@ -190,7 +190,7 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
 def test_a_hopeless_trial_ends_early() -> None:
     trial = Trial("amp", first=11, block=3, pairs=6, settling=0)
     for step in range(11, 17):
-        trial.note(step, 1.0 if trial.arm(step, True) else 0.1)
+        trial.record_time(step, 1.0 if trial.uses_technique(step, True) else 0.1)
         trial.stop_early(step)
     assert (trial.used, trial.last) == (False, 16)
 
@@ -209,11 +209,11 @@ def test_the_faster_is_kept_by_the_interval_of_the_pairs(gains: list[float], kep
     for number, gain in enumerate(gains):
         for block in (2 * number, 2 * number + 1):
             step = 4 + 2 * block + 1
-            trial.note(step - 1, 9.0)  # the first of a block is not timed
-            trial.note(step, 1.0 if trial.arm(step, False) else gain)
-    outcome = trial.outcome()
-    assert outcome is not None
-    assert outcome.faster is kept
-    assert outcome.low == min(gains)
-    assert outcome.high == max(gains)
-    assert copy.deepcopy(trial).outcome() == outcome
+            trial.record_time(step - 1, 9.0)  # the first of a block is not timed
+            trial.record_time(step, 1.0 if trial.uses_technique(step, False) else gain)
+    estimate = trial.estimate()
+    assert estimate is not None
+    assert estimate.faster is kept
+    assert estimate.low == min(gains)
+    assert estimate.high == max(gains)
+    assert copy.deepcopy(trial).estimate() == estimate

@@ -15,15 +15,15 @@ PRELOADED = ("jemalloc", "tcmalloc", "mimalloc")
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -3, -4, -8  # mallopt(3)
 # glibc's. It adapts the thresholds up to these values, until one is set; a training process reaches
 # them, so they are restored. 0 arenas: as many as glibc chooses.
-USUAL = {MMAP_THRESHOLD: 32 << 20, MMAP_MAX: 65536, TRIM_THRESHOLD: 64 << 20, ARENA_MAX: 0}
-LARGE = 1 << 20  # bytes of a block that gets its own mapping when memory is short
-ENVIRONMENT = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+GLIBC_DEFAULTS = {MMAP_THRESHOLD: 32 << 20, MMAP_MAX: 65536, TRIM_THRESHOLD: 64 << 20, ARENA_MAX: 0}
+LARGE_BLOCK = 1 << 20  # bytes of a block that gets its own mapping when memory is short
+TUNING_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def name() -> str:
     """Return the malloc implementation: a preloaded one, or the C library."""
     loaded = [Path(path).name for path in libraries()]
-    preloaded = next((one for one in PRELOADED for path in loaded if one in path), None)
+    preloaded = next((key for key in PRELOADED for path in loaded if key in path), None)
     return preloaded or platform.libc_ver()[0] or f"that of {sys.platform}"
 
 
@@ -33,16 +33,16 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
     By default it maps large blocks one by one and unmaps them when freed: 12,000 to 15,000 page
     faults a step on a small CNN. Keeping memory holds the process at its peak (4 % more there).
     """
-    serving = name()
-    if serving != "glibc":
-        return f"{serving} provides malloc and is not tuned"
+    malloc = name()
+    if malloc != "glibc":
+        return f"{malloc} provides malloc and is not tuned"
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if tuned or any(key in os.environ for key in ENVIRONMENT):
+    if tuned or any(key in os.environ for key in TUNING_VARIABLES):
         return "the environment sets glibc's malloc"
     scope.callback(ctypes.CDLL(None).malloc_trim, 0)
     largest = -1  # as an unsigned size
-    threshold = USUAL[MMAP_THRESHOLD]
-    _tune({MMAP_MAX: 0, MMAP_THRESHOLD: threshold, TRIM_THRESHOLD: largest}, scope)
+    threshold = GLIBC_DEFAULTS[MMAP_THRESHOLD]
+    _set_malloc_options({MMAP_MAX: 0, MMAP_THRESHOLD: threshold, TRIM_THRESHOLD: largest}, scope)
     return None
 
 
@@ -52,7 +52,7 @@ def keep_to_one_heap(scope: ExitStack) -> None:
     When the first arena cannot grow, glibc reserves 64 MiB for another, and never returns them.
     """
     if name() == "glibc":
-        _tune({ARENA_MAX: 1}, scope)
+        _set_malloc_options({ARENA_MAX: 1}, scope)
 
 
 def give_back_at_once(scope: ExitStack) -> None:
@@ -62,14 +62,16 @@ def give_back_at_once(scope: ExitStack) -> None:
     Costs a fault for each page: steps took 1.3 to 1.8 times as long.
     """
     if name() == "glibc":
-        _tune({MMAP_MAX: USUAL[MMAP_MAX], MMAP_THRESHOLD: LARGE, TRIM_THRESHOLD: LARGE}, scope)
+        max_maps = GLIBC_DEFAULTS[MMAP_MAX]
+        options = {MMAP_MAX: max_maps, MMAP_THRESHOLD: LARGE_BLOCK, TRIM_THRESHOLD: LARGE_BLOCK}
+        _set_malloc_options(options, scope)
 
 
-def _tune(options: dict[int, int], scope: ExitStack) -> None:
+def _set_malloc_options(options: dict[int, int], scope: ExitStack) -> None:
     """Set options of glibc's malloc until `scope` ends."""
     libc = ctypes.CDLL(None)
     for option, value in options.items():
-        scope.callback(libc.mallopt, option, USUAL[option])
+        scope.callback(libc.mallopt, option, GLIBC_DEFAULTS[option])
         libc.mallopt(option, value)
 
 

@@ -12,13 +12,14 @@ from runner.errors import ConfigError
 # Spins of OpenMP's threads before they sleep. Beside one busy process, a step takes nine times as
 # long with the default of 300,000, three times with this (1.3 times with one thread fewer). It
 # costs nothing on an idle machine; fewer spins do. Measured by scripts/bench_neighbour.py.
-SPIN = "10000"
-OWN_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+SPIN_COUNT = "10000"
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables for OpenMP's waiting; {} if the user has set one."""
-    return {} if any(key in environ for key in OWN_WAITING) else {"GOMP_SPINCOUNT": SPIN}
+    is_set = any(key in environ for key in WAITING_VARIABLES)
+    return {} if is_set else {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
 class DeviceKind(Enum):

@@ -41,7 +41,7 @@ class Device:
     """Seed the generators of kernels, 0 to 2**64-1. Called at each step: takes 1 µs on a CPU, where
     `torch.manual_seed` takes 75."""
     warnings: tuple[str, ...] = ()  # on settings not honoured, or slow
-    memory_fraction: float | None = None  # as asked
+    memory_fraction: float | None = None  # as configured
 
     @property
     def reads_are_free(self) -> bool:
@@ -103,21 +103,21 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
     Raises DeviceError if it does not exist, ConfigError for a setting that it does not have.
     """
     kind, reason = pick(config.kind)
-    where, name, memory, able = _open(kind, config.index, scope)
-    _refuse_misplaced(config, kind, able, f"the run is on {kind}, {name}")
+    torch_device, name, memory, supported = _open_device(kind, config.index, scope)
+    _reject_unsupported(config, kind, supported, f"the run is on {kind}, {name}")
     notes = _set_process(config, scope)
-    _set_numerics(config, kind, where, scope)
+    _set_numerics(config, kind, torch_device, scope)
     for note in notes:
         log.warning("%s", note)
     return Device(
         kind=kind,
-        torch=where,
+        torch=torch_device,
         name=name,
         reason=reason,
-        capabilities=able,
+        capabilities=supported,
         memory_bytes=memory,
         cores=usable_cores(),
-        reseed=_reseeder(where),
+        reseed=_reseeder(torch_device),
         warnings=tuple(notes),
         memory_fraction=config.memory_fraction,
     )
@@ -132,20 +132,20 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def pick(asked: DeviceKind) -> tuple[str, str]:
-    """Return the device kind and the reason; DeviceError if the requested one is absent."""
-    absent = {"cuda": _why_no_cuda(), "mps": _why_no_mps(), "cpu": None}
-    kind = asked.value
-    if asked is DeviceKind.auto:
-        kind = next(kind for kind, why_not in absent.items() if why_not is None)
-        others = "; ".join(f"{kind}: {why_not}" for kind, why_not in absent.items() if why_not)
+def pick(requested: DeviceKind) -> tuple[str, str]:
+    """Return the device kind and the reason; DeviceError if it is not available."""
+    reasons = {"cuda": _why_no_cuda(), "mps": _why_no_mps(), "cpu": None}
+    kind = requested.value
+    if requested is DeviceKind.auto:
+        kind = next(kind for kind, reason in reasons.items() if reason is None)
+        others = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items() if reason)
         fastest = (
             f"no accelerator available ({others})" if kind == "cpu" else "the fastest available"
         )
         return kind, f"auto: {fastest}"
-    if absent[kind] is not None:
+    if reasons[kind] is not None:
         raise DeviceError(
-            f"device.kind={kind} is not available: {absent[kind]}; available: {_present()}; "
+            f"device.kind={kind} is not available: {reasons[kind]}; available: {_list_devices()}; "
             "use device=auto for the fastest"
         )
     return kind, "requested"
@@ -171,7 +171,7 @@ def _why_no_mps() -> str | None:
     return None if torch.backends.mps.is_available() else "needs macOS 14 and an Apple GPU"
 
 
-def _present() -> str:
+def _list_devices() -> str:
     """Return the names of all devices, for an error."""
     devices = [f"cpu ({capabilities.cpu_name()}, {usable_cores()} cores)"]
     if _why_no_cuda() is None:
@@ -182,40 +182,42 @@ def _present() -> str:
     return ", ".join(devices)
 
 
-def _open(
+def _open_device(
     kind: str, index: int | None, scope: ExitStack
 ) -> tuple[TorchDevice, str, int, Capabilities]:
     """Return device, name, memory and capabilities; a GPU becomes the current device."""
     count = torch.cuda.device_count() if kind == "cuda" else 1
     if index is not None and not 0 <= index < count:
-        raise DeviceError(f"device.index: no {kind} device {index}; available: {_present()}")
+        raise DeviceError(f"device.index: no {kind} device {index}; available: {_list_devices()}")
     if kind == "cuda":
         before = torch.cuda.current_device()
-        where = TorchDevice("cuda", before if index is None else index)
+        torch_device = TorchDevice("cuda", before if index is None else index)
         scope.callback(torch.cuda.set_device, before)
-        torch.cuda.set_device(where)
-        gpu = torch.cuda.get_device_properties(where)
-        able = capabilities.of_gpu(gpu.major, gpu.minor, nvidia=torch.version.hip is None)
-        return where, gpu.name, gpu.total_memory, able
+        torch.cuda.set_device(torch_device)
+        gpu = torch.cuda.get_device_properties(torch_device)
+        supported = capabilities.of_gpu(gpu.major, gpu.minor, nvidia=torch.version.hip is None)
+        return torch_device, gpu.name, gpu.total_memory, supported
     name = capabilities.cpu_name()
     if kind == "mps":
-        able = capabilities.of_mps(torch.backends.mps.is_macos_or_newer(14, 0))
-        return TorchDevice("mps"), f"GPU of {name}", torch.mps.recommended_max_memory(), able
-    able = capabilities.of_cpu(capabilities.cpu_flags())
-    return TorchDevice("cpu"), name, capabilities.usable_memory(), able
+        supported = capabilities.of_mps(torch.backends.mps.is_macos_or_newer(14, 0))
+        return TorchDevice("mps"), f"GPU of {name}", torch.mps.recommended_max_memory(), supported
+    supported = capabilities.of_cpu(capabilities.cpu_flags())
+    return TorchDevice("cpu"), name, capabilities.usable_memory(), supported
 
 
-def _refuse_misplaced(config: DeviceConfig, kind: str, able: Capabilities, here: str) -> None:
+def _reject_unsupported(
+    config: DeviceConfig, kind: str, supported: Capabilities, device_text: str
+) -> None:
     """Raise ConfigError for a setting that this device would silently ignore."""
-    misplaced = {
+    requirements = {
         "memory_fraction": (config.memory_fraction is not None and kind == "cpu", "an accelerator"),
         "cudnn_benchmark": (config.cudnn_benchmark and kind != "cuda", "an NVIDIA GPU"),
         # false is valid on any device
-        "tf32": (config.tf32 and not able.tf32, "an NVIDIA GPU of compute capability 8.0"),
+        "tf32": (config.tf32 and not supported.tf32, "an NVIDIA GPU of compute capability 8.0"),
     }
-    for key, (wrong, needs) in misplaced.items():
-        if wrong:
-            raise ConfigError(f"device.{key}", f"needs {needs}, and {here}", "leave it out")
+    for key, (unsupported, needs) in requirements.items():
+        if unsupported:
+            raise ConfigError(f"device.{key}", f"needs {needs}, and {device_text}", "leave it out")
 
 
 def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
@@ -247,7 +249,9 @@ def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
     return notes
 
 
-def _set_numerics(config: DeviceConfig, kind: str, where: TorchDevice, scope: ExitStack) -> None:
+def _set_numerics(
+    config: DeviceConfig, kind: str, torch_device: TorchDevice, scope: ExitStack
+) -> None:
     if kind == "cpu" and not config.deterministic:
         return
     from runner.device import numerics
@@ -259,17 +263,17 @@ def _set_numerics(config: DeviceConfig, kind: str, where: TorchDevice, scope: Ex
         if config.tf32 is not None:
             numerics.set_tf32(config.tf32, scope)
     if config.memory_fraction is not None:
-        numerics.set_memory_fraction(config.memory_fraction, where, scope)
+        numerics.set_memory_fraction(config.memory_fraction, torch_device, scope)
 
 
-def _reseeder(where: TorchDevice) -> Callable[[int], object]:
+def _reseeder(torch_device: TorchDevice) -> Callable[[int], object]:
     """Return a function that seeds the generators of the device and the host."""
     host = torch.default_generator.manual_seed
-    if where.type == "cpu":
+    if torch_device.type == "cpu":
         return host
     accelerator: Callable[[int], object] = torch.mps.manual_seed
-    if where.type == "cuda":
-        accelerator = torch.cuda.default_generators[where.index].manual_seed
+    if torch_device.type == "cuda":
+        accelerator = torch.cuda.default_generators[torch_device.index].manual_seed
 
     def reseed(seed: int) -> None:
         host(seed)

@@ -10,16 +10,16 @@ from math import sqrt
 from statistics import median
 
 MIB = 2**20
-WARM_UP = 50  # first steps, whose samples are ignored
+WARM_UP_STEPS = 50  # first steps, whose samples are ignored
 WINDOW, QUARTER = 32, 8  # samples
-NEEDED = WINDOW + QUARTER  # samples for a window and the cleaning that confirms it
+MIN_SAMPLES = WINDOW + QUARTER  # samples for a window and the cleaning that confirms it
 BLOCK = 4  # samples per block; the smallest one counts
-LEAST_SLOPE = 1024.0  # bytes per step that count as growth
+MIN_SLOPE = 1024.0  # bytes per step that count as growth
 Z = 2.576  # of a normal distribution, two-sided 1 %
-LARGEST_RISE = 0.4  # largest share of the growth between two consecutive blocks
-LASTING = 0.75  # least ratio of the second half's slope to the first's: a warm-up slows down
-SHARE = 0.02  # least growth relative to the size: long windows detect any small growth
-AFTER_CLEANING = 0.5  # least ratio of the slope between two cleanings
+MAX_RISE_SHARE = 0.4  # largest share of the growth between two consecutive blocks
+MIN_SLOPE_RATIO = 0.75  # of the second half's slope to the first's: a warm-up slows down
+MIN_GROWTH_SHARE = 0.02  # of the growth to the size: long windows detect any small growth
+MIN_CLEANED_RATIO = 0.5  # of the slope between two cleanings to that of the window
 
 Sample = tuple[int, int]  # step and bytes
 
@@ -58,19 +58,19 @@ class LeakDetector:
 
     @property
     def samples(self) -> int:
-        """The number of samples after the warm-up; a verdict needs `NEEDED`."""
+        """The number of samples after the warm-up; a verdict needs `MIN_SAMPLES`."""
         return self.windows[0].count if self.windows else 0
 
     def add(self, step: int, size: int) -> bool:
         """Add a sample; True asks to clean memory and to call `cleaned`."""
         self.start = step if self.start is None else self.start
         self._suspicious = []
-        if step < self.start + WARM_UP:
+        if step < self.start + WARM_UP_STEPS:
             return False
         sample = (step, size)
         for window in self.windows:
             smaller = window.add(sample)
-            self._judge(window)
+            self._check_window(window)
             if smaller is None:
                 break
             sample = smaller
@@ -79,10 +79,10 @@ class LeakDetector:
             self.windows[-1].add(sample)
         return bool(self._suspicious)
 
-    def _judge(self, window: _Window) -> None:
+    def _check_window(self, window: _Window) -> None:
         if len(window.samples) < WINDOW or window.count % QUARTER:
             return
-        trend = judge(window.samples, self.least)
+        trend = estimate_trend(window.samples, self.least)
         if not self.leaking:
             self.trend = trend
         if trend.leaking:
@@ -94,13 +94,13 @@ class LeakDetector:
         """Add the size right after a cleaning; return the trend if it confirms a leak."""
         confirmed: Trend | None = None
         for window in self._suspicious:
-            suspected, before = window.suspected, window.clean
+            suspected, before = window.suspected, window.after_first_cleaning
             if suspected is None or before is None:
-                window.clean = step, size
+                window.after_first_cleaning = step, size
                 continue
-            window.suspected = window.clean = None
+            window.suspected = window.after_first_cleaning = None
             slope = (size - before[1]) / (step - before[0])
-            if slope > max(LEAST_SLOPE, AFTER_CLEANING * suspected.slope):
+            if slope > max(MIN_SLOPE, MIN_CLEANED_RATIO * suspected.slope):
                 window.confirmed = self.leaking = True
                 low, high = sorted((slope, suspected.slope))  # the first cleaning removed garbage
                 confirmed = replace(suspected, slope=low, low=low, high=high, last=step, size=size)
@@ -111,10 +111,10 @@ class LeakDetector:
     def describe(self) -> str:
         """Return the verdict, or the number of samples so far."""
         if self.leaking and self.trend is not None:
-            return f"a leak: growing {_rate(self.trend.slope)} a step"
-        if self.samples >= NEEDED:
+            return f"a leak: growing {_format_rate(self.trend.slope)} a step"
+        if self.samples >= MIN_SAMPLES:
             return f"no leak found in {self.samples:,} samples"
-        return f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
+        return f"too few samples for a leak verdict ({self.samples} of {MIN_SAMPLES})"
 
 
 @dataclass
@@ -125,16 +125,16 @@ class _Window:
     count: int = 0
     confirmed: bool = False
     suspected: Trend | None = None
-    clean: Sample | None = None  # after the first cleaning
-    half: Sample | None = None
+    after_first_cleaning: Sample | None = None
+    pending: Sample | None = None  # first of two samples
 
     def add(self, sample: Sample) -> Sample | None:
         self.samples.append(sample)
         self.count += 1
-        if self.half is None:
-            self.half = sample
+        if self.pending is None:
+            self.pending = sample
             return None
-        smaller, self.half = min(self.half, sample, key=lambda s: s[1]), None
+        smaller, self.pending = min(self.pending, sample, key=lambda s: s[1]), None
         return smaller
 
 
@@ -146,17 +146,17 @@ def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def judge(window: Sequence[Sample], least: int) -> Trend:
+def estimate_trend(window: Sequence[Sample], min_growth: int) -> Trend:
     """Return the trend of a window, oldest sample first."""
     samples = list(window)
     blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
     floors = [min(block, key=lambda s: s[1]) for block in blocks]
-    slope, low, high = _sen(floors)
-    leaking = _is_steady(floors, low, least)
+    slope, low, high = _theil_sen(floors)
+    leaking = _is_steady(floors, low, min_growth)
     return Trend(leaking, slope, low, high, samples[0][0], samples[-1][0], floors[-1][1])
 
 
-def _sen(points: list[Sample]) -> tuple[float, float, float]:
+def _theil_sen(points: list[Sample]) -> tuple[float, float, float]:
     """Return the median of all pairwise slopes, and Sen's interval by ranks."""
     slopes = sorted((b - a) / (t - s) for (s, a), (t, b) in combinations(points, 2) if t > s)
     count, pairs = len(points), len(slopes)
@@ -167,17 +167,17 @@ def _sen(points: list[Sample]) -> tuple[float, float, float]:
     return median(slopes), slopes[max(0, lower)], slopes[min(pairs - 1, upper)]
 
 
-def _is_steady(points: list[Sample], low: float, least: int) -> bool:
+def _is_steady(points: list[Sample], low: float, min_growth: int) -> bool:
     """Whether memory grew enough, significantly, without a single jump or slowing down."""
     values = [size for _, size in points]
-    grown = values[-1] - values[0]
-    if grown < max(least, SHARE * values[-1]) or low <= LEAST_SLOPE:
+    growth = values[-1] - values[0]
+    if growth < max(min_growth, MIN_GROWTH_SHARE * values[-1]) or low <= MIN_SLOPE:
         return False
-    if max(b - a for a, b in pairwise(values)) > LARGEST_RISE * grown:
+    if max(b - a for a, b in pairwise(values)) > MAX_RISE_SHARE * growth:
         return False
     (start, first), (middle, half), (end, last) = points[0], points[len(points) // 2], points[-1]
-    return (last - half) / (end - middle) >= LASTING * (half - first) / (middle - start)
+    return (last - half) / (end - middle) >= MIN_SLOPE_RATIO * (half - first) / (middle - start)
 
 
-def _rate(slope: float) -> str:
+def _format_rate(slope: float) -> str:
     return f"{slope / 1e6:,.1f} MB" if slope >= 1e6 else f"{slope / 1e3:,.1f} KB"

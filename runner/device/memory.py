@@ -28,16 +28,16 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def process_bytes() -> int:
     """Return the resident memory of this process; 4 µs."""
-    return _pages()[0]
+    return _read_statm()[0]
 
 
 def anonymous_bytes() -> int:
     """Return the part of `process_bytes` that is not file-backed and so could leak; 4 µs."""
-    resident, shared = _pages()
+    resident, shared = _read_statm()
     return resident - shared
 
 
-def _pages() -> tuple[int, int]:
+def _read_statm() -> tuple[int, int]:
     """Return resident bytes, and the file-backed ones, which only Linux reports."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -62,14 +62,15 @@ def status_bytes(field: str) -> int | None:
 # The kernel keeps one high-water mark per process, as CUDA does per device. It is read and reset
 # whenever a `peak` context begins, and its value is added to all open contexts.
 
-_earlier: dict[str, int] = {}  # peaks of the process ("") and of devices before the last reset
-_open: list[MemoryPeak] = []
+# peaks before the last reset, of the process ("") and of devices
+_earlier_peaks: dict[str, int] = {}
+_open_peaks: list[MemoryPeak] = []
 _lock = threading.RLock()
 
 
 def peak_process_bytes() -> int:
     """Return the peak resident memory since the process started or `reset_peak`; 6 µs."""
-    return max(process_mark(), _earlier.get("", 0))
+    return max(process_mark(), _earlier_peaks.get("", 0))
 
 
 def peak_device_bytes(device: Device) -> int:
@@ -77,7 +78,7 @@ def peak_device_bytes(device: Device) -> int:
 
     MPS keeps no peak: returns the memory allocated by Metal, which shrinks only on request.
     """
-    return max(device_mark(device), _earlier.get(str(device.torch), 0))
+    return max(device_mark(device), _earlier_peaks.get(str(device.torch), 0))
 
 
 def process_mark() -> int:
@@ -101,9 +102,9 @@ def device_mark(device: Device) -> int:
 
 def reset_peak(device: Device | None = None) -> bool:
     """Reset the peaks to the current sizes; False if the process's cannot be reset."""
-    _earlier.pop("", None)
+    _earlier_peaks.pop("", None)
     if device is not None and device.kind == "cuda":
-        _earlier.pop(str(device.torch), None)
+        _earlier_peaks.pop(str(device.torch), None)
         torch.cuda.reset_peak_memory_stats(device.torch)
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -137,29 +138,29 @@ def peak(device: Device | None = None) -> Iterator[MemoryPeak]:
     Contexts may nest, and overlap in threads; memory of other threads is included. If the kernel's
     mark cannot be reset (not on Linux, or in some sandboxes), only start and end are measured.
     """
-    stretch = MemoryPeak(device)
+    memory_peak = MemoryPeak(device)
     with _lock:
-        stretch.exact = _restart_marks(device)
-        stretch.process = stretch.process_before = process_bytes()
+        memory_peak.exact = _restart_marks(device)
+        memory_peak.process = memory_peak.process_before = process_bytes()
         if device is not None:
-            stretch.on_device = stretch.on_device_before = device_mark(device)
-        _open.append(stretch)
+            memory_peak.on_device = memory_peak.on_device_before = device_mark(device)
+        _open_peaks.append(memory_peak)
     try:
-        yield stretch
+        yield memory_peak
     finally:
         with _lock:
-            _open.remove(stretch)
-            stretch.read()
+            _open_peaks.remove(memory_peak)
+            memory_peak.read()
 
 
 def _restart_marks(device: Device | None) -> bool:
-    for stretch in _open:
-        stretch.read()
+    for memory_peak in _open_peaks:
+        memory_peak.read()
     before = {"": peak_process_bytes()}
     if device is not None:
         before[str(device.torch)] = peak_device_bytes(device)
     exact = reset_peak(device)
-    _earlier.update(before)
+    _earlier_peaks.update(before)
     return exact
 
 
@@ -168,8 +169,8 @@ def _restart_marks(device: Device | None) -> bool:
 
 def available_bytes() -> int:
     """Return the bytes that can be allocated: machine, container and `ulimit -v`; 150 µs."""
-    lefts = (int(psutil.virtual_memory().available), cgroup.memory_left(), limit_left())
-    return min(left for left in lefts if left is not None)
+    limits = (int(psutil.virtual_memory().available), cgroup.memory_left(), limit_left())
+    return min(limit for limit in limits if limit is not None)
 
 
 def limit_left() -> int | None:
@@ -177,13 +178,13 @@ def limit_left() -> int | None:
 
     An allocation beyond them fails, while one beyond a container's limit ends the process.
     """
-    lefts = []
+    bytes_left = []
     for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         size = status_bytes(used)
         if limit != resource.RLIM_INFINITY and size is not None:
-            lefts.append(max(0, limit - size))
-    return min(lefts, default=None)
+            bytes_left.append(max(0, limit - size))
+    return min(bytes_left, default=None)
 
 
 def room(device: Device) -> int:

@@ -18,12 +18,12 @@ def set_affinity(cores: list[int], scope: ExitStack) -> None:
     if sys.platform != "linux":
         raise ConfigError("device.affinity", f"is not supported on {sys.platform}", "leave it out")
     allowed = os.sched_getaffinity(0)
-    absent = sorted(set(cores) - allowed)  # the kernel would silently drop them
-    if not cores or absent:
-        problem = f"this process cannot use core {absent[0]}" if absent else "names no core"
+    missing = sorted(set(cores) - allowed)  # the kernel would silently drop them
+    if not cores or missing:
+        problem = f"this process cannot use core {missing[0]}" if missing else "names no core"
         raise ConfigError("device.affinity", problem, f"choose from {sorted(allowed)}")
-    scope.callback(_each_thread, lambda thread: os.sched_setaffinity(thread, allowed))
-    _each_thread(lambda thread: os.sched_setaffinity(thread, cores))
+    scope.callback(_apply_to_threads, lambda thread: os.sched_setaffinity(thread, allowed))
+    _apply_to_threads(lambda thread: os.sched_setaffinity(thread, cores))
 
 
 def set_priority(niceness: int, scope: ExitStack) -> None:
@@ -31,7 +31,7 @@ def set_priority(niceness: int, scope: ExitStack) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
 
     def set_all(value: int) -> None:
-        _each_thread(lambda thread: os.setpriority(os.PRIO_PROCESS, thread, value))
+        _apply_to_threads(lambda thread: os.setpriority(os.PRIO_PROCESS, thread, value))
 
     try:
         set_all(niceness)
@@ -60,14 +60,14 @@ def busy_cores(seconds: float = 0.2) -> float:
     return max(0.0, others / (monotonic() - start))
 
 
-def free_threads(wanted: int, busy: float) -> int:
-    """Return the number of threads for the free cores: at most `wanted`, at least half of it.
+def free_threads(requested: int, busy: float) -> int:
+    """Return the number of threads for the free cores: at most `requested`, at least half of it.
 
     Operators wait for the slowest thread, one that shares its core with another process. At least
     half, since other processes come and go while a run keeps its threads.
     """
     cores = len(allowed_cores() or ()) or usable_cores()
-    return max((wanted + 1) // 2, min(wanted, round(cores - busy)))
+    return max((requested + 1) // 2, min(requested, round(cores - busy)))
 
 
 def _core_seconds() -> float:
@@ -85,9 +85,9 @@ def _core_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _each_thread(act: Callable[[int], None]) -> None:
-    """Apply `act` to every thread: Linux keeps affinity and niceness per thread."""
+def _apply_to_threads(apply: Callable[[int], None]) -> None:
+    """Call `apply` for every thread: Linux keeps affinity and niceness per thread."""
     folder = Path("/proc/self/task")
     for thread in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else [0]:
         with suppress(ProcessLookupError):  # the thread has ended
-            act(thread)
+            apply(thread)

@@ -47,7 +47,7 @@ def room() -> Room:
     """
     ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     limits = [Room(ram.total + swap.total, ram.available + swap.free, "this machine's memory")]
-    if (group := cgroup.tightest()) is not None:
+    if (group := cgroup.tightest_limit()) is not None:
         limits.append(Room(*group, "the memory of this container (control group)"))
     limit, own = resource.getrlimit(resource.RLIMIT_AS)[0], memory.limit_left()
     if own is not None and limit != resource.RLIM_INFINITY:
@@ -62,18 +62,18 @@ def swap_bytes() -> int:
 
 def gpu_readings(device: Device) -> dict[str, float]:
     """Return NVML readings of the GPU through torch; {} without the extra `gpu` (pynvml)."""
-    questions: dict[str, Callable[[torch.device], float]] = {
+    readers: dict[str, Callable[[torch.device], float]] = {
         "gpu_percent": torch.cuda.utilization,
-        "gpu_gib": lambda where: torch.cuda.device_memory_used(where) / GIB,
+        "gpu_gib": lambda torch_device: torch.cuda.device_memory_used(torch_device) / GIB,
         "gpu_celsius": torch.cuda.temperature,
         "gpu_mhz": torch.cuda.clock_rate,
-        "gpu_watt": lambda where: torch.cuda.power_draw(where) / 1e3,
+        "gpu_watt": lambda torch_device: torch.cuda.power_draw(torch_device) / 1e3,
     }
-    answers = {}
-    for name, ask in questions.items() if device.kind == "cuda" else ():
+    readings = {}
+    for name, read in readers.items() if device.kind == "cuda" else ():
         with suppress(Exception):  # a GPU, or a MIG slice, may lack a reading; NVML may be missing
-            answers[name] = float(ask(device.torch))
-    return answers
+            readings[name] = float(read(device.torch))
+    return readings
 
 
 @dataclass(frozen=True)

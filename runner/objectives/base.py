@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from runner.objectives.named_metrics import NamedMetrics
 
 MONITOR = "training.monitor"
-NAMED = "objective.metrics"  # key among the sums
+NAMED_SUMS = "objective.metrics"  # key among the sums
 ERRORS = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Metrics for which lower is better."""
 
@@ -23,8 +23,8 @@ ERRORS = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per
 class Objective(ABC):
     """A loss to minimise, and metrics.
 
-    `tally` returns sums that add up over batches, on the device; `metrics` computes numbers from
-    the totals, once.
+    `batch_sums` returns sums that add up over batches, on the device; `metrics` computes numbers
+    from the totals, once.
     """
 
     monitor: str = "val/loss"  # the metric that decides which checkpoint is best
@@ -44,7 +44,7 @@ class Objective(ABC):
         """Return the number of items in the mean; a tensor if it is counted on the device."""
 
     @abstractmethod
-    def tally(self, output: Any, target: Any) -> dict[str, Any]:
+    def batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
         """Return sums over a batch (tensors, or objects with `+`) for `metrics`."""
 
     @abstractmethod
@@ -64,40 +64,43 @@ class Objective(ABC):
             return self.named.rises(name)
         return name not in ERRORS
 
-    def tally_all(self, output: Any, target: Any) -> dict[str, Any]:
-        """Return the sums of `tally` and those of `objective.metrics`."""
-        sums = self.tally(output, target)
-        return sums if self.named is None else {**sums, NAMED: self.named.tally(output, target)}
+    def all_batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
+        """Return the sums of `batch_sums` and those of `objective.metrics`."""
+        sums = self.batch_sums(output, target)
+        if self.named is not None:
+            sums = {**sums, NAMED_SUMS: self.named.batch_sums(output, target)}
+        return sums
 
     def all_metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """Return `metrics` and those of `objective.metrics`."""
-        own = self.metrics({name: sums for name, sums in totals.items() if name != NAMED})
-        return {**own, **totals[NAMED].compute()} if NAMED in totals else own
+        own = self.metrics({name: sums for name, sums in totals.items() if name != NAMED_SUMS})
+        return {**own, **totals[NAMED_SUMS].compute()} if NAMED_SUMS in totals else own
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """Return counts [true class, predicted class], or None."""
         return None
 
 
-def monitored(objective: Objective, asked: str | None) -> str:
+def monitored(objective: Objective, requested: str | None) -> str:
     """Return the metric to monitor; ConfigError if it is certain not to exist."""
-    if asked is None:
+    if requested is None:
         return objective.monitor
-    ours = type(objective).__module__.startswith("runner.")  # a user's may have others
-    names = objective.metric_names() if ours else None
-    named = objective.named.metrics if objective.named is not None else ()
-    available = [f"val/{name}" for name in (*names, *named)] if names else []
-    if available and asked not in (objective.monitor, *available):
-        raise unknown(asked, available)
-    return asked
+    is_ours = type(objective).__module__.startswith("runner.")  # a user's may have others
+    names = objective.metric_names() if is_ours else None
+    named_metrics = objective.named.metrics if objective.named is not None else ()
+    available = [f"val/{name}" for name in (*names, *named_metrics)] if names else []
+    if available and requested not in (objective.monitor, *available):
+        raise unknown_metric(requested, available)
+    return requested
 
 
-def unknown(asked: str, available: Iterable[str], then: str = "") -> ConfigError:
-    """Return the error for a metric that does not exist; `then` says what happens to the run."""
+def unknown_metric(requested: str, available: Iterable[str], suffix: str = "") -> ConfigError:
+    """Return the error for a metric that does not exist; `suffix` says what happens to the run."""
     names = list(available)
-    near = nearest(asked, names) or next((n for n in names if n == f"val/{asked}"), None)
+    with_prefix = f"val/{requested}"
+    suggestion = nearest(requested, names) or (with_prefix if with_prefix in names else None)
     shown = [name for name in names if name.count("/") < 2]  # without those of single classes
-    guess = f"did you mean {MONITOR}={near}? " if near else ""
+    advice = f"did you mean {MONITOR}={suggestion}? " if suggestion else ""
     return ConfigError(
-        MONITOR, f"unknown metric {asked!r}", f"{guess}available: {', '.join(shown)}{then}"
+        MONITOR, f"unknown metric {requested!r}", f"{advice}available: {', '.join(shown)}{suffix}"
     )

@@ -18,9 +18,9 @@ from runner.objectives.config import KINDS, ObjectiveConfig
 from runner.techniques.base import Choice
 
 Resolve = Callable[[str, str], Any]
-KEY = "objective._target_"
+TARGET_KEY = "objective._target_"
 # Knobs of only some objectives: elsewhere they would silently have no effect.
-KNOBS = {
+OPTION_KINDS = {
     "loss": ("classification", "regression"),
     "gamma": ("classification",),
     "delta": ("regression",),
@@ -30,13 +30,13 @@ KNOBS = {
 }
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
 """Losses by kind; the first is the default."""
-PROBABILITIES = ("BCELoss", "binary_cross_entropy")
-BINARY = (*PROBABILITIES, "BCEWithLogitsLoss", "binary_cross_entropy_with_logits")
-QUANTITIES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss") + (
+PROBABILITY_LOSSES = ("BCELoss", "binary_cross_entropy")
+BINARY_LOSSES = (*PROBABILITY_LOSSES, "BCEWithLogitsLoss", "binary_cross_entropy_with_logits")
+REGRESSION_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss") + (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"),
 )
 """Elementwise losses of torch.nn, by name."""
-OF_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
+OPTION_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
 
 
 def build_objective(
@@ -49,26 +49,26 @@ def build_objective(
     kind = sizes.task if config.kind == "auto" else config.kind
     if config._target_ is not None:
         kind = "custom"
-    for knob, kinds in KNOBS.items():
-        if getattr(config, knob) != getattr(ObjectiveConfig, knob) and kind not in kinds:
+    for option, kinds in OPTION_KINDS.items():
+        if getattr(config, option) != getattr(ObjectiveConfig, option) and kind not in kinds:
             fix = f"it is for {' and '.join(kinds)}"
-            raise ConfigError(f"objective.{knob}", f"is not used by {kind}", fix)
+            raise ConfigError(f"objective.{option}", f"is not used by {kind}", fix)
     if config._target_ is not None:
-        return _custom(config, config._target_, sizes, resolve)
+        return _build_custom(config, config._target_, sizes, resolve)
     if config.arguments:
         key = f"objective.{next(iter(config.arguments))}"
-        raise ConfigError(key, "no such key", f"only {KEY} takes more keys")
+        raise ConfigError(key, "no such key", f"only {TARGET_KEY} takes more keys")
     if kind not in KINDS or kind != sizes.task:
-        labels = (kind, sizes.task) == ("classification", "regression")
-        fix = f"use objective=auto, other data, or name a loss by {KEY}"
+        targets_are_classes = (kind, sizes.task) == ("classification", "regression")
+        fix = f"use objective=auto, other data, or name a loss by {TARGET_KEY}"
         problem = f"{kind} does not fit the data, whose task is {sizes.task!r}"
-        fix = f"if the targets are classes, {AS_CLASSES}" if labels else fix
+        fix = f"if the targets are classes, {AS_CLASSES}" if targets_are_classes else fix
         raise ConfigError("objective.kind", problem, fix)
-    loss = _loss(config, kind)
+    loss = _loss_name(config, kind)
     if kind == "language_modelling":  # imported only if used
-        from runner.objectives.language_modelling import LanguageModelling
+        from runner.objectives.language_modelling import LanguageModellingObjective
 
-        return LanguageModelling(sizes.vocab, config.ignore_index)
+        return LanguageModellingObjective(sizes.vocab, config.ignore_index)
     if kind == "regression":
         from runner.objectives.regression import RegressionObjective
 
@@ -76,25 +76,25 @@ def build_objective(
     if sizes.classes is None:
         problem = "classification needs the number of classes"
         raise ConfigError("objective", problem, "set the data set's attribute `classes`")
-    from runner.objectives.classification import Classification
+    from runner.objectives.classification import ClassificationObjective
 
     smoothing, top_k, ignored = config.label_smoothing, config.top_k, config.ignore_index
     gamma = config.gamma if loss == "focal" else None
-    knobs = smoothing, top_k, ignored, class_weights, gamma
-    return Classification(sizes.classes, sizes.class_names, *knobs)
+    options = smoothing, top_k, ignored, class_weights, gamma
+    return ClassificationObjective(sizes.classes, sizes.class_names, *options)
 
 
-def _loss(config: ObjectiveConfig, kind: str) -> str:
+def _loss_name(config: ObjectiveConfig, kind: str) -> str:
     """Return the name of the loss; ConfigError for one of another kind, or for foreign knobs."""
     names = LOSSES.get(kind, ("cross_entropy",))
     loss = config.loss or names[0]
     if loss not in names:
         fix = f"use {', '.join(names)}"
         raise ConfigError("objective.loss", f"unknown loss {loss!r} for {kind}", fix)
-    for knob, wanted in OF_LOSS.items():
-        if getattr(config, knob) != getattr(ObjectiveConfig, knob) and loss != wanted:
-            fix = f"it is for objective.loss={wanted}"
-            raise ConfigError(f"objective.{knob}", f"is not used by {loss}", fix)
+    for option, required_loss in OPTION_LOSS.items():
+        if getattr(config, option) != getattr(ObjectiveConfig, option) and loss != required_loss:
+            fix = f"it is for objective.loss={required_loss}"
+            raise ConfigError(f"objective.{option}", f"is not used by {loss}", fix)
     return loss
 
 
@@ -112,56 +112,60 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
         scaled = sizes.target_mean or sizes.target_deviation != 1.0
         choices = [Choice("data.target", "not standardised", reason)] if scaled else []
         return replace(sizes, target_mean=0.0, target_deviation=1.0), choices
-    if name in BINARY:
+    if name in BINARY_LOSSES:
         if sizes.classes != 2:
             problem = f"{name} is for two classes, and the data has {sizes.classes}"
-            raise ConfigError(KEY, problem, "use objective=auto")
-        if name in PROBABILITIES:
+            raise ConfigError(TARGET_KEY, problem, "use objective=auto")
+        if name in PROBABILITY_LOSSES:
             problem = f"{name} takes probabilities, but the model returns logits"
-            raise ConfigError(KEY, problem, f"use {KEY}=torch.nn.BCEWithLogitsLoss")
+            raise ConfigError(TARGET_KEY, problem, f"use {TARGET_KEY}=torch.nn.BCEWithLogitsLoss")
         reason = f"{config._target_} takes float targets, and one output for two classes"
-        return sizes, [Choice(KEY, "float targets", reason)]
+        return sizes, [Choice(TARGET_KEY, "float targets", reason)]
     if not own:
         problem = f"{name} is for regression, but the targets are classes"
         fix = "use objective=auto; for numbers in a table or arrays: data.task=regression"
-        raise ConfigError(KEY, problem, fix)
+        raise ConfigError(TARGET_KEY, problem, fix)
     reason = f"{config._target_} is for regression; for classes use objective=auto"
-    quantities = replace(sizes, task="regression", classes=1, class_names=())
-    return quantities, [Choice(KEY, "float targets", reason)]
+    regression_sizes = replace(sizes, task="regression", classes=1, class_names=())
+    return regression_sizes, [Choice(TARGET_KEY, "float targets", reason)]
 
 
 def pairwise_loss(config: ObjectiveConfig) -> str:
     """Return the name of an elementwise loss of torch.nn, or "" for any other loss."""
     module, _, name = (config._target_ or "").rpartition(".")
-    return name if f"{module}.".startswith("torch.nn.") and name in BINARY + QUANTITIES else ""
+    is_torch = f"{module}.".startswith("torch.nn.")
+    return name if is_torch and name in BINARY_LOSSES + REGRESSION_LOSSES else ""
 
 
-def _custom(config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve) -> Objective:
+def _build_custom(
+    config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve
+) -> Objective:
     from runner.security.registry import assembled, construct
 
-    loss = resolve(target, KEY)
+    loss = resolve(target, TARGET_KEY)
     arguments = assembled(config.arguments, resolve, "objective")
     if isinstance(loss, type):
         loss, arguments = construct(loss, arguments, sizes.for_constructor(), "objective"), {}
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):
-        raise ConfigError(KEY, f"{target} is not callable", "define __call__(output, target)")
+        fix = "define __call__(output, target)"
+        raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
     _check_call(loss, target, arguments)
     from runner.objectives.custom import Custom
 
-    pairwise = bool(pairwise_loss(config))
-    return Custom(partial(loss, **arguments) if arguments else loss, target, pairwise=pairwise)
+    loss = partial(loss, **arguments) if arguments else loss
+    return Custom(loss, target, elementwise=bool(pairwise_loss(config)))
 
 
 def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
-    called = loss.forward if isinstance(loss, nn.Module) else loss
+    function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        inspect.signature(called).bind(None, None, **arguments)
+        inspect.signature(function).bind(None, None, **arguments)
     except ValueError:  # written in C without a signature: checked at the first call
         return
     except TypeError as error:
-        given = "".join(f", {name}=…" for name in arguments)
-        problem = f"{target} cannot be called as loss(output, target{given}): {error}"
+        keywords = "".join(f", {name}=…" for name in arguments)
+        problem = f"{target} cannot be called as loss(output, target{keywords}): {error}"
         fix = "it takes these two and the keys added with +objective."
-        raise ConfigError(KEY, problem, fix) from error
+        raise ConfigError(TARGET_KEY, problem, fix) from error

@@ -59,77 +59,80 @@ class _MeanCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
     ) -> Tensor:
-        compute = _opaque_pass if torch.compiler.is_compiling() else _pass
-        total, count, *slopes = compute(hidden, weight, bias, *rest)
-        ctx.save_for_backward(count, *slopes)
-        ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        compute = _chunked_pass_op if torch.compiler.is_compiling() else _chunked_pass
+        total, count, *gradients = compute(hidden, weight, bias, *rest)
+        ctx.save_for_backward(count, *gradients)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total / count
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        count, *slopes = ctx.saved_tensors
-        share = upstream / count.clamp(min=1)  # without targets the gradients are 0, not NaN
-        pairs = zip(slopes, ctx.kinds, strict=True)
-        given = (None if kind is None else (slope * share).to(kind) for slope, kind in pairs)
-        return (*given, None, None, None, None)
+        count, *gradients = ctx.saved_tensors
+        scale = upstream / count.clamp(min=1)  # without targets the gradients are 0, not NaN
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        input_gradients = (
+            None if dtype is None else (gradient * scale).to(dtype) for gradient, dtype in pairs
+        )
+        return (*input_gradients, None, None, None, None)
 
 
-def _pass(
+def _chunked_pass(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    skip: int,
+    ignore_index: int,
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Return the sum of the losses, their number, and the sum's gradients."""
     low_weight, low_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     results = _empty_results(hidden, weight, bias, dtype)
-    total, count, of_hidden, of_weight, of_bias = results
-    counted = (target != skip).unsqueeze(1)
-    label = torch.where(counted, target.unsqueeze(1), 0).long()
+    total, count, hidden_gradient, weight_gradient, bias_gradient = results
+    mask = (target != ignore_index).unsqueeze(1)
+    label = torch.where(mask, target.unsqueeze(1), 0).long()
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
-        h, at, counts = hidden[part].to(dtype), label[part], counted[part]
-        log_p = F.log_softmax(F.linear(h, low_weight, low_bias).to(total.dtype), dim=1)
-        total -= torch.where(counts, log_p.gather(1, at), 0.0).sum()
-        slope = log_p.exp_()  # in place: a chunk's logits are the largest tensor
-        slope.scatter_add_(1, at, torch.full_like(at, -1, dtype=slope.dtype))
-        slope.masked_fill_(~counts, 0.0)
+        part_hidden, part_label, part_mask = hidden[part].to(dtype), label[part], mask[part]
+        log_p = F.log_softmax(F.linear(part_hidden, low_weight, low_bias).to(total.dtype), dim=1)
+        total -= torch.where(part_mask, log_p.gather(1, part_label), 0.0).sum()
+        logit_gradient = log_p.exp_()  # in place: a chunk's logits are the largest tensor
+        minus_one = torch.full_like(part_label, -1, dtype=logit_gradient.dtype)
+        logit_gradient.scatter_add_(1, part_label, minus_one)
+        logit_gradient.masked_fill_(~part_mask, 0.0)
         if bias is not None:
-            of_bias += slope.sum(0)
-        slope = slope.to(dtype)
-        of_hidden[part] = slope @ low_weight
-        if dtype is of_weight.dtype:
-            of_weight.addmm_(slope.T, h)
+            bias_gradient += logit_gradient.sum(0)
+        logit_gradient = logit_gradient.to(dtype)
+        hidden_gradient[part] = logit_gradient @ low_weight
+        if dtype is weight_gradient.dtype:
+            weight_gradient.addmm_(logit_gradient.T, part_hidden)
         else:
-            of_weight += slope.T @ h
-    count += counted.sum()
+            weight_gradient += logit_gradient.T @ part_hidden
+    count += mask.sum()
     return results
 
 
 def _empty_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return the result tensors, which `_pass` fills in."""
-    exact: Any = {"dtype": torch.promote_types(dtype, torch.float32), "device": hidden.device}
+    """Return the result tensors, which `_chunked_pass` fills in."""
+    options: Any = {"dtype": torch.promote_types(dtype, torch.float32), "device": hidden.device}
     return (
-        torch.zeros((), **exact),
+        torch.zeros((), **options),
         torch.zeros((), dtype=torch.int64, device=hidden.device),
         torch.empty(hidden.shape, dtype=dtype, device=hidden.device),
-        torch.zeros(weight.shape, **exact),
-        torch.zeros(0 if bias is None else len(bias), **exact),
+        torch.zeros(weight.shape, **options),
+        torch.zeros(0 if bias is None else len(bias), **options),
     )
 
 
 # An opaque operator in compiled graphs: inductor would reorder the chunks, which in a measurement
 # took more memory than the whole logits.
-_opaque_pass = torch.library.custom_op(
+_chunked_pass_op = torch.library.custom_op(
     "runner::chunked_cross_entropy",
-    _pass,
+    _chunked_pass,
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int skip, int chunk, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
+    "int chunk, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-_opaque_pass.register_fake(lambda h, w, bias, *rest: _empty_results(h, w, bias, rest[-1]))
+_chunked_pass_op.register_fake(lambda h, w, bias, *rest: _empty_results(h, w, bias, rest[-1]))

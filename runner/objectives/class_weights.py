@@ -31,13 +31,13 @@ def choose_class_weights(
     if counts is None:
         raise ConfigError(key, UNCOUNTED, "list a weight for each class")
     names = sizes.class_names or tuple(map(str, range(classes)))
-    total, rarest, most = counts.sum(), int(counts.argmin()), int(counts.argmax())
+    total, rarest, commonest = counts.sum(), int(counts.argmin()), int(counts.argmax())
     share = counts[rarest] / max(total, 1)
     if weights is None:
         problem = f"class {names[rarest]!r} has {share:.2%} of the training samples"
         reason = f"{problem}; {key}=balanced or data.sampler=balanced would compensate for it"
         return None, [Choice(key, None, reason)]
     balanced = total / (classes * np.maximum(counts, 1))
-    ends = (f"{names[i]!r} {balanced[i]:.3g}" for i in (most, rarest))
-    reason = "training samples / (classes * those of the class): " + " to ".join(ends)
+    extremes = (f"{names[i]!r} {balanced[i]:.3g}" for i in (commonest, rarest))
+    reason = "training samples / (classes * those of the class): " + " to ".join(extremes)
     return torch.tensor(balanced, dtype=torch.float32), [Choice(key, "balanced", reason)]

@@ -12,11 +12,11 @@ from runner.objectives import model_output
 from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
 
-NAMED = 20  # most classes with an accuracy each, so that a summary stays readable
-MATRIX = 200  # most classes with a confusion matrix
+MAX_NAMED_CLASSES = 20  # most classes with an accuracy each, so that a summary stays readable
+MAX_MATRIX_CLASSES = 200  # most classes with a confusion matrix
 
 
-class Classification(Objective):
+class ClassificationObjective(Objective):
     """Cross-entropy, accuracies (top-k, per class), macro-F1, AUROC, and the confusion matrix.
 
     Output: logits [batch, classes, …]; target: class indices [batch, …]. `class_weights` apply to
@@ -37,8 +37,8 @@ class Classification(Objective):
         gamma: float | None = None,
     ) -> None:
         self.classes = classes
-        known = len(class_names) == classes
-        self.class_names = class_names if known else tuple(map(str, range(classes)))
+        has_names = len(class_names) == classes
+        self.class_names = class_names if has_names else tuple(map(str, range(classes)))
         self.top_k = top_k if 1 < top_k < classes else None  # else it is 1, or equals the accuracy
         self.loss = CrossEntropy(ignore_index, label_smoothing, class_weights, gamma)
         self.indices, self.ignored = classes, ignore_index
@@ -52,52 +52,56 @@ class Classification(Objective):
         """Return the divisor of the mean: targets not ignored, or the sum of their weights."""
         return self.loss.weight(target)
 
-    def tally(self, output: Any, target: Any) -> dict[str, Any]:
+    def batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
         """Return sums of losses and correct targets, the confusion matrix, and logits."""
         logits = self._logits(output)
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
-        counts = self.loss.counts(target)
+        mask = self.loss.valid_mask(target)
         predicted = logits.argmax(1)
         sums: dict[str, Any] = {
-            "loss": model_output.total(self.loss.each(logits, target)),
-            "count": counts.sum(),
-            "correct": ((predicted == target) & counts).sum(),
+            "loss": model_output.sum_float64(self.loss.per_target(logits, target)),
+            "count": mask.sum(),
+            "correct": ((predicted == target) & mask).sum(),
         }
         if self.top_k is not None:
-            best = logits.topk(self.top_k, dim=1).indices
-            sums["top_k_correct"] = ((best == target.unsqueeze(1)).any(1) & counts).sum()
-        if self.classes <= MATRIX:
+            top_classes = logits.topk(self.top_k, dim=1).indices
+            sums["top_k_correct"] = ((top_classes == target.unsqueeze(1)).any(1) & mask).sum()
+        if self.classes <= MAX_MATRIX_CLASSES:
             # like bincount, which would need a host sync for its size
-            pair = torch.where(counts, target, 0).long() * self.classes + predicted
+            cell = torch.where(mask, target, 0).long() * self.classes + predicted
             matrix = torch.zeros(self.classes**2, dtype=torch.int64, device=logits.device)
-            matrix = matrix.index_add_(0, pair, counts.long())
+            matrix = matrix.index_add_(0, cell, mask.long())
             sums["confusion"] = matrix.view(self.classes, self.classes)
-            sums["scores"] = model_output.Rows(logits, target)
+            sums["scores"] = model_output.TensorRows(logits, target)
         return sums
 
     def metric_names(self) -> list[str]:
         """Return the names of `metrics`; accuracies by class are last."""
-        top = [] if self.top_k is None else [f"top{self.top_k}"]
-        named = self.class_names if self.classes <= NAMED else ()
-        more = ["f1", "auroc"] if self.classes <= MATRIX else []
-        return ["loss", "accuracy", *top, *more, *(f"accuracy/{name}" for name in named)]
+        names = ["loss", "accuracy"]
+        if self.top_k is not None:
+            names.append(f"top{self.top_k}")
+        if self.classes <= MAX_MATRIX_CLASSES:
+            names += ["f1", "auroc"]
+        if self.classes <= MAX_NAMED_CLASSES:
+            names += [f"accuracy/{name}" for name in self.class_names]
+        return names
 
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """Return `loss`, `accuracy`, `top<k>`, `f1`, `auroc`, and `accuracy/<class>` if it occurs.
 
         `f1` is the mean over classes that occur or were predicted. `auroc` is that of class 1 of
         two, or the one-vs-rest mean over classes that occur; exact, ties count half. It is absent
-        if undefined, and above `model_output.KEPT` scores.
+        if undefined, and above `model_output.MAX_KEPT_VALUES` scores.
         """
         count = model_output.require_count(totals)
         values = {"loss": totals["loss"].item() / count, "accuracy": int(totals["correct"]) / count}
         if self.top_k is not None:
             values[f"top{self.top_k}"] = int(totals["top_k_correct"]) / count
-        if self.classes <= MATRIX:
+        if self.classes <= MAX_MATRIX_CLASSES:
             values["f1"] = macro_f1(totals["confusion"])
-            if (area := self._auroc(*totals["scores"].whole())) is not None:
+            if (area := self._auroc(*totals["scores"].concatenate())) is not None:
                 values["auroc"] = area
-        if self.classes <= NAMED:
+        if self.classes <= MAX_NAMED_CLASSES:
             for i, row in enumerate(totals["confusion"].tolist()):
                 if sum(row):
                     values[f"accuracy/{self.class_names[i]}"] = row[i] / sum(row)
@@ -106,8 +110,8 @@ class Classification(Objective):
     def _auroc(self, logits: Tensor | None = None, target: Tensor | None = None) -> float | None:
         if logits is None or target is None:
             return None
-        counts = self.loss.counts(target)
-        logits, target = logits[counts].float(), target[counts]
+        mask = self.loss.valid_mask(target)
+        logits, target = logits[mask].float(), target[mask]
         if self.classes == 2:
             return auroc(logits[:, 1] - logits[:, 0], target == 1)
         # log-probabilities, so that fewer are rounded to the same 0
@@ -135,8 +139,8 @@ class Classification(Objective):
 def macro_f1(confusion: Tensor) -> float:
     """Return the mean of 2·TP / (2·TP + FP + FN) over classes that occur or were predicted."""
     occurrences = (confusion.sum(0) + confusion.sum(1)).cpu()
-    seen = occurrences > 0
-    return float((2 * confusion.diagonal().cpu()[seen] / occurrences[seen]).double().mean())
+    occurs = occurrences > 0
+    return float((2 * confusion.diagonal().cpu()[occurs] / occurrences[occurs]).double().mean())
 
 
 def auroc(score: Tensor, positive: Tensor) -> float | None:

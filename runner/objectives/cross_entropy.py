@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,7 +9,7 @@ from torch.nn import functional as F
 from runner.errors import ConfigError, DataError, UsageError
 from runner.objectives.model_output import DeferredLogits
 
-NEVER = -(2**31)  # never a target; torch's default would silently drop every -100
+NO_IGNORED_INDEX = -(2**31)  # never a target; torch's default would silently drop every -100
 
 
 class CrossEntropy:
@@ -31,7 +29,7 @@ class CrossEntropy:
     ) -> None:
         self.class_weights, self.gamma = class_weights, gamma
         self.ignore_index = ignore_index
-        self.skip = NEVER if ignore_index is None else ignore_index
+        self.loss_ignore_index = NO_IGNORED_INDEX if ignore_index is None else ignore_index
         self.label_smoothing = label_smoothing
 
     def mean(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -43,44 +41,49 @@ class CrossEntropy:
             if self.gamma is not None:
                 return self._mean_focal(logits, target)
             weights = self.class_weights
-            if self.is_shares(logits.shape, target):
-                return self._mean_of_shares(logits, target)
+            if self.has_soft_targets(logits.shape, target):
+                return self._mean_soft(logits, target)
             return F.cross_entropy(
                 logits,
                 target,
                 weight=None if weights is None else weights.to(logits.dtype),
-                ignore_index=self.skip,
+                ignore_index=self.loss_ignore_index,
                 label_smoothing=self.label_smoothing,
             )
         except (IndexError, RuntimeError, ValueError) as error:
-            if (problem := self.problem(logits.shape, target)) is None:
+            if (problem := self.find_problem(logits.shape, target)) is None:
                 raise
             raise problem from error
 
     def mean_deferred(self, logits: DeferredLogits, target: Tensor) -> Tensor:
         """Return the mean loss over deferred logits; `target` has their leading shape."""
         try:
-            return logits.mean_cross_entropy(target, self.skip)
+            return logits.mean_cross_entropy(target, self.loss_ignore_index)
         except (IndexError, RuntimeError, ValueError) as error:
             rows = torch.Size((target.numel(), logits.shape[-1]))
-            if (problem := self.problem(rows, target.flatten())) is None:
+            if (problem := self.find_problem(rows, target.flatten())) is None:
                 raise
             raise problem from error
 
-    def each(self, logits: Tensor, target: Tensor) -> Tensor:
+    def per_target(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the unweighted loss of each target, 0 for ignored ones."""
-        how: Any = {"ignore_index": self.skip, "label_smoothing": self.label_smoothing}
-        loss = F.cross_entropy(logits, target, reduction="none", **how)
+        loss = F.cross_entropy(
+            logits,
+            target,
+            reduction="none",
+            ignore_index=self.loss_ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
         if self.gamma is None:
             return loss
         # at p = 1 the derivative of a power below 1 is infinite
         return (-torch.expm1(-loss)).clamp_min(1e-12) ** self.gamma * loss
 
-    def is_shares(self, shape: torch.Size, target: Tensor) -> bool:
+    def has_soft_targets(self, shape: torch.Size, target: Tensor) -> bool:
         """Whether the targets are class shares, [n, classes], of blended samples."""
         return target.is_floating_point() and target.shape == shape and self.gamma is None
 
-    def _mean_of_shares(self, logits: Tensor, target: Tensor) -> Tensor:
+    def _mean_soft(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy with class shares as targets."""
         weights = self.class_weights
         loss = F.cross_entropy(
@@ -93,17 +96,17 @@ class CrossEntropy:
         return loss if weights is None else loss / (target @ weights).sum()
 
     def _mean_focal(self, logits: Tensor, target: Tensor) -> Tensor:
-        each, weights = self.each(logits, target), self._weights(target)
+        losses, weights = self.per_target(logits, target), self._target_weights(target)
         total = weights.sum()
-        mean = (each * weights.to(each.dtype)).sum() / torch.where(total > 0, total, 1)
+        mean = (losses * weights.to(losses.dtype)).sum() / torch.where(total > 0, total, 1)
         return torch.where(total > 0, mean, torch.nan)
 
-    def _weights(self, target: Tensor) -> Tensor:
+    def _target_weights(self, target: Tensor) -> Tensor:
         """Return the weight of each target, 0 for ignored ones."""
-        counts = self.counts(target)
+        mask = self.valid_mask(target)
         if self.class_weights is None:
-            return counts
-        return self.class_weights[torch.where(counts, target, 0).long()] * counts
+            return mask
+        return self.class_weights[torch.where(mask, target, 0).long()] * mask
 
     def weight(self, target: Tensor) -> Tensor | int:
         """Return the divisor of the mean: the number of targets, or the sum of their weights.
@@ -114,18 +117,18 @@ class CrossEntropy:
             weights = self.class_weights
             return len(target) if weights is None else (target @ weights).sum()
         if self.class_weights is not None:
-            return self._weights(target).sum()
+            return self._target_weights(target).sum()
         if self.ignore_index is None:
             return target.numel()
         return (target != self.ignore_index).sum()
 
-    def counts(self, target: Tensor) -> Tensor:
+    def valid_mask(self, target: Tensor) -> Tensor:
         """Return a boolean mask of the targets that are not ignored."""
         if self.ignore_index is None:
             return torch.ones_like(target, dtype=torch.bool)
         return target != self.ignore_index
 
-    def problem(self, shape: torch.Size, target: Tensor) -> UsageError | None:
+    def find_problem(self, shape: torch.Size, target: Tensor) -> UsageError | None:
         """Return the error for shapes or values that torch refused, or None if they are valid."""
         if target.is_floating_point() or target.dtype is torch.bool:
             return DataError(f"targets must be class indices (int64), got {target.dtype}")
@@ -136,9 +139,9 @@ class CrossEntropy:
             return DataError(f"targets must be int64, got {target.dtype}")
         if target.device.type != "cpu":  # unreadable after a failed device assertion
             return None
-        wrong = target[self.counts(target) & ((target < 0) | (target >= shape[1]))]
-        if not wrong.numel():
+        invalid = target[self.valid_mask(target) & ((target < 0) | (target >= shape[1]))]
+        if not invalid.numel():
             return None
-        value = int(wrong[0])
+        value = int(invalid[0])
         fix = f"; if it means 'no target', set objective.ignore_index={value}" * (value < 0)
         return DataError(f"target {value} is out of range: classes are 0 to {shape[1] - 1}{fix}")

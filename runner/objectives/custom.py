@@ -23,9 +23,9 @@ MISMATCH = re.compile(
 class Custom(Objective):
     """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
 
-    It gets the model's output unchanged; an elementwise loss of torch (`pairwise`) gets the output
-    in fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move
-    to the target's device; trainable parameters are an error, as they would not be trained.
+    It gets the model's output unchanged; with `elementwise`, a loss of torch.nn gets the output in
+    fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move to
+    the target's device; trainable parameters are an error, as they would not be trained.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Custom(Objective):
         loss: Callable[[Any, Any], Tensor],
         name: str,
         key: str = "objective._target_",
-        pairwise: bool = False,
+        elementwise: bool = False,
     ) -> None:
-        self.loss, self.pairwise = loss, pairwise
+        self.loss, self.elementwise = loss, elementwise
         self.name, self.key = name, key  # for messages
         self.module = loss if isinstance(loss, nn.Module) else None
         if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
@@ -45,15 +45,15 @@ class Custom(Objective):
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss of the callable, 0-d; ConfigError for any other result."""
         if self.module is not None:
-            self.module.to(_first(target).device)
+            self.module.to(_first_tensor(target).device)
             self.module = None  # once is enough: the device of batches does not change
-        if self.pairwise:
-            output, target = self._alike(output, target)
+        if self.elementwise:
+            output, target = self._match_target(output, target)
         try:
             loss = self.loss(output, target)
         except (RuntimeError, ValueError, IndexError) as error:
             if self.name.startswith("torch.nn.") and MISMATCH.search(str(error)):
-                raise self._misfit(output, target, str(error).partition("\n")[0]) from error
+                raise self._mismatch_error(output, target, str(error).partition("\n")[0]) from error
             raise
         if not isinstance(loss, Tensor) or loss.ndim:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -61,27 +61,27 @@ class Custom(Objective):
             raise ConfigError(self.key, f"{self.name} returned {shape}", fix)
         return loss
 
-    def _alike(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+    def _match_target(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Return the logits, and the target in their shape and dtype."""
         predicted = model_output.logits(output)
         if not isinstance(target, Tensor) or target.numel() != predicted.numel():
-            raise self._misfit(predicted, target, "it compares element by element")
+            raise self._mismatch_error(predicted, target, "it compares element by element")
         return predicted, target.to(predicted.dtype).reshape(predicted.shape)
 
-    def _misfit(self, output: Any, target: Any, reason: str) -> ConfigError:
-        given = f"model outputs {_form(output)} with targets {_form(target)}"
+    def _mismatch_error(self, output: Any, target: Any, reason: str) -> ConfigError:
+        inputs = f"model outputs {_describe_value(output)} with targets {_describe_value(target)}"
         fix = "return what it expects from model and data set, or use objective=auto"
-        return ConfigError(self.key, f"{self.name} cannot compare {given}: {reason}", fix)
+        return ConfigError(self.key, f"{self.name} cannot compare {inputs}: {reason}", fix)
 
     def weight(self, target: Any) -> int:
         """Return the number of samples."""
-        return _first(target).shape[0]
+        return _first_tensor(target).shape[0]
 
-    def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
+    def batch_sums(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Return the loss summed over samples, and their number."""
         loss, count = self(output, target), self.weight(target)
         counts = torch.full((), count, device=loss.device)
-        return {"loss": model_output.total(loss.detach() * count), "count": counts}
+        return {"loss": model_output.sum_float64(loss.detach() * count), "count": counts}
 
     def metric_names(self) -> list[str]:
         """Return the names of `metrics`."""
@@ -93,14 +93,14 @@ class Custom(Objective):
         return {"loss": totals["loss"].item() / count}
 
 
-def _first(target: Any) -> Tensor:
+def _first_tensor(target: Any) -> Tensor:
     """Return the first tensor in a nest; its first dimension is the samples."""
     for _, tensor in named_leaves(target):
         return tensor
     raise ConfigError("data", f"the target is a {type(target).__name__} without a tensor in it")
 
 
-def _form(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError
 
-HALVES = (torch.float16, torch.bfloat16)
-KEPT = 2**22  # limit of the values in `Rows`: 16 MB
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+MAX_KEPT_VALUES = 2**22  # limit of the values in `TensorRows`: 16 MB
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class DeferredLogits:
         """The shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
-    def whole(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Compute the logits, [..., vocab]."""
         return F.linear(self.hidden, self.weight, self.bias)
 
-    def mean_cross_entropy(self, target: Tensor, skip: int) -> Tensor:
-        """Return the mean loss over the targets that are not `skip`, 0-d, in fp32 or better.
+    def mean_cross_entropy(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Return the mean loss over targets other than `ignore_index`, 0-d, in fp32 or better.
 
         NaN with gradients of 0 if there are none, as in torch.
         """
@@ -47,7 +47,7 @@ class DeferredLogits:
 
         hidden, target = self.hidden.flatten(0, -2), target.flatten()
         loss: Tensor = _MeanCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, target, skip, self.chunk, dtype
+            hidden, self.weight, self.bias, target, ignore_index, self.chunk, dtype
         )
         return loss
 
@@ -73,19 +73,19 @@ def logits(output: Any) -> Tensor:
 
 def raw_logits(output: Any) -> Tensor:
     """Return the logits in the model's dtype. Raises ConfigError if there are none."""
-    inside = find_logits(output)
-    if isinstance(inside, DeferredLogits):
-        inside = inside.whole()
-    if not isinstance(inside, Tensor):
+    tensor = find_logits(output)
+    if isinstance(tensor, DeferredLogits):
+        tensor = tensor.compute()
+    if not isinstance(tensor, Tensor):
         problem = f"returns a {type(output).__name__} without logits"
         fix = "return a tensor, a tuple that starts with one, or an object with `logits`"
         raise ConfigError("model", problem, fix)
-    return inside
+    return tensor
 
 
 def float_logits(logits: Tensor) -> Tensor:
     """Upcast 16-bit logits to fp32: a loss in 16 bits has two or three digits."""
-    return logits.float() if logits.dtype in HALVES else logits
+    return logits.float() if logits.dtype in HALF_DTYPES else logits
 
 
 def class_logits(output: Tensor, classes: int | None) -> Tensor:
@@ -96,32 +96,33 @@ def class_logits(output: Tensor, classes: int | None) -> Tensor:
     return torch.cat([torch.zeros_like(output), output], 1)
 
 
-def total(values: Tensor) -> Tensor:
+def sum_float64(values: Tensor) -> Tensor:
     """Return the sum in float64, which limits rounding errors over many batches."""
     if values.device.type == "mps":  # no float64; host sync
         values = values.cpu()
     return values.detach().sum(dtype=torch.float64)
 
 
-class Rows:
+class TensorRows:
     """Concatenation of tensors over batches, for metrics that are no sums; on their device.
 
-    Beyond `KEPT` values all are dropped, so that memory is bounded.
+    Beyond `MAX_KEPT_VALUES` all are dropped, so that memory is bounded.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.values = sum(tensor.numel() for tensor in tensors)
+        self.value_count = sum(tensor.numel() for tensor in tensors)
         # copies: the output of a captured graph is overwritten by its next call
         copies = (tuple(tensor.detach().clone() for tensor in tensors),)
-        self.parts: tuple[tuple[Tensor, ...], ...] = copies if self.values <= KEPT else ()
+        fits = self.value_count <= MAX_KEPT_VALUES
+        self.parts: tuple[tuple[Tensor, ...], ...] = copies if fits else ()
 
-    def __add__(self, other: Rows) -> Rows:
-        sums = Rows()
-        sums.values = self.values + other.values
-        sums.parts = self.parts + other.parts if sums.values <= KEPT else ()
+    def __add__(self, other: TensorRows) -> TensorRows:
+        sums = TensorRows()
+        sums.value_count = self.value_count + other.value_count
+        sums.parts = self.parts + other.parts if sums.value_count <= MAX_KEPT_VALUES else ()
         return sums
 
-    def whole(self) -> tuple[Tensor, ...]:
+    def concatenate(self) -> tuple[Tensor, ...]:
         """Return the tensors over all batches; () if there were too many values."""
         return tuple(torch.cat(part) for part in zip(*self.parts, strict=True))
 

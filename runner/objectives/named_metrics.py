@@ -16,8 +16,8 @@ from runner.format import nearest
 from runner.objectives import model_output
 from runner.techniques.base import Choice
 
-KEY = "objective.metrics"
-ROWS = 8  # per class, or in all, of the data that a metric is tried on
+METRICS_KEY = "objective.metrics"
+SAMPLE_ROWS = 8  # per class, or in all, of the data that a metric is tried on
 Metrics = dict[str, Any]
 """torchmetrics.Metric objects by name; the package has no types."""
 
@@ -31,21 +31,21 @@ class NamedMetrics:
     def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None) -> None:
         self.metrics, self.sizes, self.ignored = metrics, sizes, ignored
 
-    def tally(self, output: Any, target: Any) -> MetricState:
+    def batch_sums(self, output: Any, target: Any) -> MetricState:
         """Return a batch's addable state; ConfigError if the batch does not fit the task."""
         if not isinstance(target, Tensor):
             problem = f"need one tensor of targets, not a {type(target).__name__}"
-            raise ConfigError(KEY, problem, "leave them out")
+            raise ConfigError(METRICS_KEY, problem, "leave them out")
         predicted = model_output.logits(output).detach()
         if self.sizes.task == "classification":
-            return MetricState(self.metrics, *self._classes(predicted, target))
-        return MetricState(self.metrics, *self._values(predicted, target))
+            return MetricState(self.metrics, *self._class_probabilities(predicted, target))
+        return MetricState(self.metrics, *self._unscaled_values(predicted, target))
 
     def rises(self, name: str) -> bool:
         """Whether a higher value of that metric is better."""
         return self.metrics[name].higher_is_better is not False
 
-    def _classes(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _class_probabilities(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities [n, classes] (of two classes: [n], of class 1) and labels [n]."""
         width = output.shape[1] if output.ndim > 1 and output.numel() != target.numel() else 1
         rows = output.movedim(1, -1).reshape(-1, width) if output.ndim > 1 else output[:, None]
@@ -54,23 +54,23 @@ class NamedMetrics:
         if len(rows) != len(target) or width not in widths:
             problem = f"the model returns {list(output.shape)} for labels of {len(target)} samples"
             fix = f"return a number for each of {self.sizes.classes} classes, or leave them out"
-            raise ConfigError(KEY, problem, fix)
-        counts = target != self.ignored if self.ignored is not None else slice(None)
-        rows, target = rows[counts].float(), target[counts].clone()
+            raise ConfigError(METRICS_KEY, problem, fix)
+        mask = target != self.ignored if self.ignored is not None else slice(None)
+        rows, target = rows[mask].float(), target[mask].clone()
         if width == 1:
             return rows[:, 0].sigmoid(), target
-        shares = rows.softmax(1)
-        return shares if width > 2 else shares[:, 1], target
+        probabilities = rows.softmax(1)
+        return probabilities if width > 2 else probabilities[:, 1], target
 
-    def _values(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _unscaled_values(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return both in the target's unit, float64 if the device has it; [n] or [n, targets]."""
         if output.numel() != target.numel():
             problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
-            raise ConfigError(KEY, problem, "return as many numbers as there are targets")
-        exact = torch.float32 if output.device.type == "mps" else torch.float64
-        values = output.to(exact) * self.sizes.target_deviation + self.sizes.target_mean
+            raise ConfigError(METRICS_KEY, problem, "return as many numbers as there are targets")
+        dtype = torch.float32 if output.device.type == "mps" else torch.float64
+        values = output.to(dtype) * self.sizes.target_deviation + self.sizes.target_mean
         rows = (len(target), -1) if target.numel() > len(target) else (-1,)
-        return values.reshape(rows), target.to(exact, copy=True).reshape(rows)
+        return values.reshape(rows), target.to(dtype, copy=True).reshape(rows)
 
 
 class MetricState:
@@ -78,20 +78,20 @@ class MetricState:
 
     def __init__(self, metrics: Metrics, predicted: Tensor, target: Tensor) -> None:
         self.batch = predicted, target
-        self.metrics, self.started = metrics, False
+        self.metrics, self.is_started = metrics, False
 
     def __add__(self, other: MetricState) -> Self:
-        for metric in self._started().values():
+        for metric in self._started_metrics().values():
             metric.update(*other.batch)
         return self
 
     def compute(self) -> dict[str, float]:
         """Return the metrics over all batches by name. Host sync."""
-        return {name: float(metric.compute()) for name, metric in self._started().items()}
+        return {name: float(metric.compute()) for name, metric in self._started_metrics().items()}
 
-    def _started(self) -> Metrics:
+    def _started_metrics(self) -> Metrics:
         """Return copies of the metrics, updated with the first batch."""
-        if not self.started:
+        if not self.is_started:
             predicted, target = self.batch
             self.metrics = {
                 name: metric.clone().to(predicted.device) for name, metric in self.metrics.items()
@@ -100,7 +100,7 @@ class MetricState:
                 if target.is_floating_point():
                     metric.set_dtype(target.dtype)
                 metric.update(predicted, target)
-            self.started = True
+            self.is_started = True
         return self.metrics
 
 
@@ -111,81 +111,83 @@ def build_named_metrics(
 
     ConfigError for an unknown name, or if torchmetrics is not installed.
     """
-    known, arguments = _known(sizes)
+    classes, arguments = _metric_classes(sizes)
     metrics, choices = Metrics(), []
     for name in names:
-        if name not in known:
-            near = nearest(name, known)
-            fix = f"did you mean {near}?" if near else f"available: {', '.join(sorted(known))}"
-            raise ConfigError(KEY, f"torchmetrics has no {name!r} for {sizes.task}", fix)
-        taken = inspect.signature(known[name]).parameters
-        chosen = {key: value for key, value in arguments.items() if key in taken}
+        if name not in classes:
+            near = nearest(name, classes)
+            fix = f"did you mean {near}?" if near else f"available: {', '.join(sorted(classes))}"
+            raise ConfigError(METRICS_KEY, f"torchmetrics has no {name!r} for {sizes.task}", fix)
+        parameters = inspect.signature(classes[name]).parameters
+        chosen = {key: value for key, value in arguments.items() if key in parameters}
         if "average" in chosen:
             # the default, micro, of most metrics equals the accuracy
             chosen["average"] = "micro" if name == "Accuracy" else "macro"
-            over = "all samples" if name == "Accuracy" else "the classes, equally weighted"
-            choices.append(Choice(KEY, f"{name}: {chosen['average']}", f"the mean over {over}"))
-        metrics[name] = _made(name, known[name], chosen, sizes)
+            domain = "all samples" if name == "Accuracy" else "the classes, equally weighted"
+            value = f"{name}: {chosen['average']}"
+            choices.append(Choice(METRICS_KEY, value, f"the mean over {domain}"))
+        metrics[name] = _construct_metric(name, classes[name], chosen, sizes)
     if metrics and sizes.task == "classification" and sizes.classes == 2:
         positive = sizes.class_names[1] if len(sizes.class_names) == 2 else "1"
-        choices.append(Choice(KEY, f"positive: {positive}", "the second class of two"))
+        choices.append(Choice(METRICS_KEY, f"positive: {positive}", "the second class of two"))
     return NamedMetrics(metrics, sizes, ignored), choices
 
 
-def _known(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _metric_classes(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metric classes for the task by name, and constructor arguments."""
     try:
         from torchmetrics import Metric, classification, regression
     except ImportError as error:
         problem = f"needs torchmetrics, which cannot be imported: {error}"
-        raise ConfigError(KEY, problem, install_command("metrics")) from None
+        raise ConfigError(METRICS_KEY, problem, install_command("metrics")) from None
     if sizes.task == "regression":
-        classes = {n: c for n, c in vars(regression).items() if _is_class(c, Metric)}
+        classes = {n: c for n, c in vars(regression).items() if _is_metric_class(c, Metric)}
         return classes, {"num_outputs": sizes.classes or 1}
     if sizes.task != "classification" or not sizes.classes:
         problem = f"need classification or regression, got {sizes.task}"
-        raise ConfigError(KEY, problem, "leave them out")
+        raise ConfigError(METRICS_KEY, problem, "leave them out")
     prefix = "Binary" if sizes.classes == 2 else "Multiclass"
     classes = {
         name.removeprefix(prefix): member
         for name, member in vars(classification).items()
-        if name.startswith(prefix) and _is_class(member, Metric)
+        if name.startswith(prefix) and _is_metric_class(member, Metric)
     }
     if sizes.classes == 2:
         return classes, {}
     return classes, {"num_classes": sizes.classes, "average": "macro"}
 
 
-def _is_class(member: Any, base: type) -> bool:
+def _is_metric_class(member: Any, base: type) -> bool:
     return isinstance(member, type) and issubclass(member, base)
 
 
-def _made(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:
+def _construct_metric(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:
     """Construct a metric and try it on a few samples; ConfigError unless it gives one number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about memory, and about so few samples
         try:
             metric = factory(**arguments)
-            tried = metric.clone()
-            tried.update(*_samples(sizes))
-            value = tried.compute()
+            trial = metric.clone()
+            trial.update(*_samples(sizes))
+            value = trial.compute()
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(KEY, f"{name} does not fit: {reason}", "leave it out") from error
+            problem = f"{name} does not fit: {reason}"
+            raise ConfigError(METRICS_KEY, problem, "leave it out") from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ConfigError(KEY, f"{name} is not a single number", "leave it out")
+        raise ConfigError(METRICS_KEY, f"{name} is not a single number", "leave it out")
     return metric
 
 
 def _samples(sizes: Sizes) -> tuple[Tensor, Tensor]:
     classes = sizes.classes or 1
     if sizes.task == "regression":
-        target = torch.linspace(1, 2, ROWS * classes).reshape(ROWS, classes)
+        target = torch.linspace(1, 2, SAMPLE_ROWS * classes).reshape(SAMPLE_ROWS, classes)
         target = target if classes > 1 else target[:, 0]
-        return target + torch.linspace(0, 1, ROWS).reshape(
-            ROWS, *[1] * (target.ndim - 1)
+        return target + torch.linspace(0, 1, SAMPLE_ROWS).reshape(
+            SAMPLE_ROWS, *[1] * (target.ndim - 1)
         ).cos(), target
-    target = torch.arange(ROWS * classes) % classes
-    steps = torch.arange(ROWS * classes * classes, dtype=torch.float32)
-    shares = steps.sin().reshape(-1, classes).softmax(1)
-    return (shares if classes > 2 else shares[:, 1]), target
+    target = torch.arange(SAMPLE_ROWS * classes) % classes
+    steps = torch.arange(SAMPLE_ROWS * classes * classes, dtype=torch.float32)
+    probabilities = steps.sin().reshape(-1, classes).softmax(1)
+    return (probabilities if classes > 2 else probabilities[:, 1]), target

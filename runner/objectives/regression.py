@@ -42,7 +42,7 @@ class RegressionObjective(Objective):
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the mean loss over samples and targets, 0-d."""
         predicted = model_output.logits(output)
-        target = self._like(predicted, target)
+        target = self._match_shape(predicted, target)
         if self.mean or self.deviation != 1.0:
             target = (target - self.mean) / self.deviation
         return self.loss(predicted, target)
@@ -51,18 +51,18 @@ class RegressionObjective(Objective):
         """Return the number of samples."""
         return target.shape[0]
 
-    def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
+    def batch_sums(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Return sums per target, in float64, of losses, errors, targets and their squares."""
         predicted = model_output.logits(output).detach()
-        target = self._like(predicted, target)
+        target = self._match_shape(predicted, target)
         if predicted.device.type == "mps":  # no float64; host sync
             predicted, target = predicted.cpu(), target.cpu()
         predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
         target = target.double().reshape(len(target), -1)
         error = predicted - target
-        each = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
+        losses = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
         return {
-            "loss": each.sum(0),
+            "loss": losses.sum(0),
             "count": torch.full((), len(error), device=error.device),
             "squared_error": error.square().sum(0),
             "absolute_error": error.abs().sum(0),
@@ -93,20 +93,20 @@ class RegressionObjective(Objective):
             values["r2"] = (1 - squared_error / deviation)[varies].mean().item()
         return values
 
-    def _like(self, predicted: Tensor, target: Tensor) -> Tensor:
+    def _match_shape(self, predicted: Tensor, target: Tensor) -> Tensor:
         """Return the target in the output's shape: [n] and [n, 1] would broadcast to [n, n]."""
         if target.shape != predicted.shape:
             if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
-                raise _misfit(predicted.shape, target)
+                raise _mismatch_error(predicted.shape, target)
             target = target.reshape(predicted.shape)
         return target.to(predicted.dtype)
 
 
-def _misfit(shape: torch.Size, target: Tensor) -> UsageError:
+def _mismatch_error(shape: torch.Size, target: Tensor) -> UsageError:
     problem = f"returns {list(shape)} for targets of {list(target.shape)}"
     fix = "return as many numbers a sample as the data has targets (`classes`)"
-    a_row_each = len(shape) == 2 and shape[0] == target.numel()
-    if not (a_row_each and target.is_floating_point()):
+    one_row_per_target = len(shape) == 2 and shape[0] == target.numel()
+    if not (one_row_per_target and target.is_floating_point()):
         return ConfigError("model", problem, fix)
     return DataError(
         f"data: the targets are floats, so regression, but the model {problem}; "

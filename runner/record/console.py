@@ -25,12 +25,12 @@ from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 LOG = "run.log"
-NOTEBOOK = "JPY_PARENT_PID"  # set by Jupyter kernels: colours, but no cursor control
-UNFOLDED = 100_000  # columns, for output of unlimited width
-FILE_LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+NOTEBOOK_ENV = "JPY_PARENT_PID"  # set by Jupyter kernels: colours, but no cursor control
+UNLIMITED_WIDTH = 100_000  # columns, for output of unlimited width
+FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
-class Screen(Console):
+class EscapingConsole(Console):
     """The program's only console; it escapes markup and control characters in all text.
 
     A closed pipe raises OSError instead of exiting the process.
@@ -67,9 +67,9 @@ def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> N
 
     A closed pipe (`| head`) or a full disk is not an error.
     """
-    screen = Screen()
+    screen = EscapingConsole()
     if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
-        screen.width = UNFOLDED
+        screen.width = UNLIMITED_WIDTH
     try:
         with screen.capture() as printed:  # which also flushes the stream
             for part in parts:
@@ -77,24 +77,24 @@ def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> N
         lines = printed.get().split("\n")
         print("\n".join(line.rstrip(" ") for line in lines), end="", flush=True)  # noqa: T201
     except OSError:
-        with open(os.devnull, "wb") as nowhere, suppress(io.UnsupportedOperation):
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with open(os.devnull, "wb") as devnull, suppress(io.UnsupportedOperation):
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
 
 
 @cache
-def _console(stream: object) -> Screen:
-    return Screen(stderr=True, soft_wrap=True)
+def _console_for(stream: object) -> EscapingConsole:
+    return EscapingConsole(stderr=True, soft_wrap=True)
 
 
-def console() -> Screen:
+def console() -> EscapingConsole:
     """Return the console on stderr, shared by live display and log lines so that neither breaks."""
     stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # unwraps a live display
-    return _console(stream)  # a new one if stderr was replaced
+    return _console_for(stream)  # a new one if stderr was replaced
 
 
-def takes_live_display(screen: Screen) -> bool:
+def takes_live_display(screen: EscapingConsole) -> bool:
     """Whether it is a terminal that can redraw lines; a notebook's `!` command is not."""
-    return screen.is_terminal and not screen.is_dumb_terminal and NOTEBOOK not in os.environ
+    return screen.is_terminal and not screen.is_dumb_terminal and NOTEBOOK_ENV not in os.environ
 
 
 def plain_text(value: object, style: str = "") -> Text:
@@ -157,7 +157,7 @@ def close_logging() -> None:
         handler.close()
     factory = logging.getLogRecordFactory()
     if isinstance(factory, _RecordFactory):
-        logging.setLogRecordFactory(factory.make)
+        logging.setLogRecordFactory(factory.base_factory)
     logging.captureWarnings(False)
 
 
@@ -166,17 +166,17 @@ class _RecordFactory:
     secrets and control characters are replaced, and exceptions are kept only as such text.
     """
 
-    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
-        self.make = make
+    def __init__(self, base_factory: Callable[..., logging.LogRecord]) -> None:
+        self.base_factory = base_factory
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = self.make(*args, **kwargs)
+        record = self.base_factory(*args, **kwargs)
         record.msg, error = _message(record), record.exc_info
         record.args, record.exc_info = (), None
         if error and error[0] is not None:  # formatters append it to the message
-            record.exc_text = _behind_bars(logging.Formatter().formatException(error))
+            record.exc_text = _prefix_lines(logging.Formatter().formatException(error))
         if record.stack_info is not None:
-            record.stack_info = _behind_bars(record.stack_info)
+            record.stack_info = _prefix_lines(record.stack_info)
         return record
 
 
@@ -191,11 +191,11 @@ def _message(record: logging.LogRecord) -> str:
     return escape_control_chars(masked(message))
 
 
-def _behind_bars(text: str) -> str:
+def _prefix_lines(text: str) -> str:
     return "\n".join(f"  | {escape_control_chars(line)}" for line in masked(text).split("\n"))
 
 
-class _Repeats(logging.Filter):
+class _RepeatedWarningFilter(logging.Filter):
     """Passes each warning once."""
 
     def __init__(self) -> None:
@@ -204,10 +204,10 @@ class _Repeats(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         key = record.name, normalize_message(record.msg)
-        repeats = record.levelno == logging.WARNING and key in self.warned
+        is_repeat = record.levelno == logging.WARNING and key in self.warned
         if record.levelno == logging.WARNING:
             self.warned.add(key)
-        return not repeats
+        return not is_repeat
 
 
 class _ConsoleLog(logging.Handler):
@@ -215,11 +215,11 @@ class _ConsoleLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.addFilter(_Repeats())
-        self.gone = False
+        self.addFilter(_RepeatedWarningFilter())
+        self.stream_closed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.gone or getattr(record, "live", False):  # the live display shows it
+        if self.stream_closed or getattr(record, "live", False):  # the live display shows it
             return
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -229,7 +229,7 @@ class _ConsoleLog(logging.Handler):
         try:
             console().print(text)
         except (OSError, ValueError):
-            self.gone = True
+            self.stream_closed = True
 
 
 class _FileLog(logging.StreamHandler[TextIO]):
@@ -241,8 +241,8 @@ class _FileLog(logging.StreamHandler[TextIO]):
         super().__init__(
             open(path, "a", encoding="utf-8", errors="backslashreplace", opener=for_owners)
         )
-        self.addFilter(_Repeats())
-        self.setFormatter(logging.Formatter(FILE_LINE, "%Y-%m-%dT%H:%M:%S"))
+        self.addFilter(_RepeatedWarningFilter())
+        self.setFormatter(logging.Formatter(FILE_FORMAT, "%Y-%m-%dT%H:%M:%S"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         self.setLevel(logging.CRITICAL + 1)

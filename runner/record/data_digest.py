@@ -9,8 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-LARGEST = 2**26  # total bytes up to which all are read
-BLOCKS, BLOCK = 1024, 2**14  # of larger data: this many blocks, evenly spaced
+MAX_FULL_BYTES = 2**26  # total bytes up to which all are read
+BLOCK_COUNT, BLOCK_BYTES = 1024, 2**14  # of larger data: this many blocks, evenly spaced
 
 
 def digest_files(paths: Iterable[str]) -> dict[str, Any]:
@@ -23,24 +23,24 @@ def digest_files(paths: Iterable[str]) -> dict[str, Any]:
     total, digest = sum(sizes), hashlib.sha256()
     for (name, _), size in zip(files, sizes, strict=True):
         digest.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
-    if total <= LARGEST:
+    if total <= MAX_FULL_BYTES:
         for _, file in files:
             digest.update(file.read_bytes())
-        of = "all bytes"
+        coverage = "all bytes"
     else:
         ends = list(accumulate(sizes))
-        for position in (i * total // BLOCKS for i in range(BLOCKS)):
+        for position in (i * total // BLOCK_COUNT for i in range(BLOCK_COUNT)):
             number = bisect_right(ends, position)
             with files[number][1].open("rb") as stream:
                 stream.seek(position - (ends[number] - sizes[number]))
-                digest.update(stream.read(BLOCK))
-        of = f"names, sizes and {BLOCKS} blocks of {BLOCK} bytes"
-    return {"sha256": digest.hexdigest(), "of": of, "files": len(files), "bytes": total}
+                digest.update(stream.read(BLOCK_BYTES))
+        coverage = f"names, sizes and {BLOCK_COUNT} blocks of {BLOCK_BYTES} bytes"
+    return {"sha256": digest.hexdigest(), "of": coverage, "files": len(files), "bytes": total}
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
     """Return (name, path) of a file, or of all files in a folder by relative name."""
     if path.is_file():
         return [(path.name, path)]
-    inside = (file for file in path.rglob("*") if file.is_file())
-    return sorted((file.relative_to(path).as_posix(), file) for file in inside)
+    files = (file for file in path.rglob("*") if file.is_file())
+    return sorted((file.relative_to(path).as_posix(), file) for file in files)

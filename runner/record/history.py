@@ -19,13 +19,13 @@ from runner.record.text import shorten
 
 log = logging.getLogger("runner")
 
-FILE = "debug/history.json"
-LONGEST = 500  # distinct faults; later ones are only counted
-STEPS = 20  # per fault, that are stored
+HISTORY_FILE = "debug/history.json"
+MAX_FAULTS = 500  # distinct faults; later ones are only counted
+MAX_STEPS = 20  # per fault, that are stored
 SHOWN_STEPS = 4  # of a fault, in a report
-LONGEST_MESSAGE = 90  # characters, in a report
+MAX_MESSAGE_CHARS = 90  # characters, in a report
 SHOWN_ACTIONS = 3  # of a kind of fault, in a report
-CAUSES = 256  # steps for which a cause is stored
+MAX_CAUSES = 256  # steps for which a cause is stored
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # digits within a name, such as `blocks.3.norm1`, do not match
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
@@ -45,7 +45,7 @@ class Fault:
     severity: str  # info | warning | error
     message: str
     action: str  # taken in response
-    steps: list[int] = field(default_factory=list)  # the first STEPS
+    steps: list[int] = field(default_factory=list)  # the first MAX_STEPS
     last_step: int = 0
     count: int = 0
     traceback: str = ""  # of the first occurrence
@@ -58,10 +58,10 @@ class History:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.faults: dict[tuple[str, str, str], Fault] = {}
-        self.counts: dict[str, int] = {}  # by kind, including faults beyond LONGEST
+        self.counts: dict[str, int] = {}  # by kind, including faults beyond MAX_FAULTS
         self.unwritten = False
         self.explained: set[int] = set()  # steps for which a tool has named the fault
-        self.logged: set[tuple[str, str, str]] = set()  # keys of logged faults
+        self.logged_keys: set[tuple[str, str, str]] = set()  # keys of logged faults
         self.causes: dict[int, str] = {}  # step → cause; see `explain`
 
     def add(
@@ -88,31 +88,31 @@ class History:
             fault = Fault(kind, category, severity, message, action)
             if error is not None:
                 fault.traceback = masked("".join(traceback.format_exception(error)))
-            if len(self.faults) < LONGEST:
+            if len(self.faults) < MAX_FAULTS:
                 self.faults[key] = fault
-        if say and key in self.faults and key not in self.logged:
-            self.logged.add(key)
-            then = f"; {action}" if action else ""
-            log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
+        if say and key in self.faults and key not in self.logged_keys:
+            self.logged_keys.add(key)
+            suffix = f"; {action}" if action else ""
+            log.log(LEVELS[severity], "step %d: %s%s", step, message, suffix)
         fault.count += count
         fault.last_step = step
-        if len(fault.steps) < STEPS:
+        if len(fault.steps) < MAX_STEPS:
             fault.steps.append(step)
         fault.capture = fault.capture or capture
         return fault
 
     def explain(self, step: int, cause: str) -> None:
-        """Store the cause of a bad step for tools that find it later; keeps the newest `CAUSES`."""
+        """Store the cause of a bad step for tools that find it later; keeps `MAX_CAUSES`."""
         self.causes[step] = cause
         self.explained.add(step)
-        if len(self.causes) > CAUSES:
+        if len(self.causes) > MAX_CAUSES:
             del self.causes[next(iter(self.causes))]
 
     def write(self) -> None:
         """Replace `debug/history.json` if there is anything new; an OSError is only logged."""
         if not self.unwritten or self.folder is None:
             return
-        path = self.folder / FILE
+        path = self.folder / HISTORY_FILE
         text = json.dumps({"counts": self.counts, "faults": self._rows()}, indent=2)
         write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False
@@ -120,10 +120,10 @@ class History:
     @staticmethod
     def read(folder: Path) -> list[Fault]:
         """Return the recorded faults; [] if the file is missing or damaged."""
-        known = {x.name for x in fields(Fault)}
+        field_names = {x.name for x in fields(Fault)}
         try:
-            rows = json.loads(read_record(folder / FILE))["faults"]
-            return [Fault(**{k: v for k, v in row.items() if k in known}) for row in rows]
+            rows = json.loads(read_record(folder / HISTORY_FILE))["faults"]
+            return [Fault(**{k: v for k, v in row.items() if k in field_names}) for row in rows]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return []
 
@@ -137,7 +137,7 @@ class History:
         self.counts = dict(state["counts"])
         rows = [Fault(**row) for row in state["faults"]]
         self.faults = {(f.kind, f.action, normalize_message(f.message)): f for f in rows}
-        self.logged = set(self.faults)
+        self.logged_keys = set(self.faults)
         self.causes = dict(state.get("causes", {}))
         self.explained = set(self.causes)
         self.unwritten = bool(rows)
@@ -152,25 +152,27 @@ def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple
     Faults of the recorder and the checkpointer appear only in `counts`.
     """
     return [
-        (kind, _describe([f for f in faults if f.kind == kind], count))
+        (kind, _describe_faults([f for f in faults if f.kind == kind], count))
         for kind, count in counts.items()
         if count
     ]
 
 
-def _describe(faults: list[Fault], count: int) -> str:
+def _describe_faults(faults: list[Fault], count: int) -> str:
     """Describe faults of one kind in one line, by the most frequent message."""
     if not faults:
         return f"{count:,}"
     faults.sort(key=lambda fault: -fault.count)
     steps = format_steps(sorted({step for fault in faults for step in fault.steps}), count)
-    text = f"{count:,}, {steps}: {shorten(faults[0].message, LONGEST_MESSAGE)}"
+    text = f"{count:,}, {steps}: {shorten(faults[0].message, MAX_MESSAGE_CHARS)}"
     actions = Counter[str]()
     for fault in faults:
         actions[fault.action] += fault.count
     del actions[""]
-    done = [f"{act} ({n:,})" if len(actions) > 1 else act for act, n in actions.items()]
-    return "; ".join([text, *done[:SHOWN_ACTIONS]])
+    action_texts = [
+        f"{action} ({n:,})" if len(actions) > 1 else action for action, n in actions.items()
+    ]
+    return "; ".join([text, *action_texts[:SHOWN_ACTIONS]])
 
 
 def fault_table(faults: Iterable[Fault]) -> str:
@@ -191,5 +193,5 @@ def format_steps(steps: Sequence[int], count: int) -> str:
 
 def first_capture(faults: Iterable[Fault]) -> str:
     """Return the capture folder of the earliest captured fault; "" if there is none."""
-    kept = [fault for fault in faults if fault.capture]
-    return min(kept, key=lambda fault: fault.steps[:1]).capture if kept else ""
+    captured = [fault for fault in faults if fault.capture]
+    return min(captured, key=lambda fault: fault.steps[:1]).capture if captured else ""

@@ -19,14 +19,17 @@ FOLDER = ".hydra"
 RESUMED = ".hydra-resumed"  # Hydra's folder of a resumed run until training continues
 NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Exceptions that PyYAML raises for a value that does not fit its tag."""
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
-DEEPEST = 50  # nesting depth; ours is six
-LARGEST = 2**18  # bytes; enough for the overrides of two thousand jobs
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
+MAX_DEPTH = 50  # nesting depth; ours is six
+MAX_YAML_BYTES = 2**18  # bytes; enough for the overrides of two thousand jobs
 Scalar = bool | int | float | str
-SHOWN_FIRST = "data.kind model.kind optimization.level optimizer.lr training.batch_size".split()
-COLUMNS = [*SHOWN_FIRST, "seed", "model.width", "model.depth", "model.dropout", "optimizer.name"]
-COLUMNS += ["optimizer.weight_decay", "optimizer.ema", "schedule.kind", "schedule.warmup"]
-COLUMNS += ["stability.clip_norm", "training.micro_batch"]
+DEFAULT_COLUMNS = "data.kind model.kind optimization.level optimizer.lr training.batch_size".split()
+HPARAM_COLUMNS = [
+    *DEFAULT_COLUMNS,
+    *("seed", "model.width", "model.depth", "model.dropout", "optimizer.name"),
+    *("optimizer.weight_decay", "optimizer.ema", "schedule.kind", "schedule.warmup"),
+    *("stability.clip_norm", "training.micro_batch"),
+]
 """Config keys that always have an HParams column; the full config is in the Text tab."""
 NOT_OF_THE_RUN = ("checkpoint", "hydra", "job", "monitoring", "name", "security", "sweep")
 
@@ -54,9 +57,9 @@ def read_yaml(path: Path) -> Any:
     Raises StorageError.
     """
     try:
-        data = read_record(path, LARGEST)
+        data = read_record(path, MAX_YAML_BYTES)
         check_events(data)
-        return yaml.load(data, LOADER)  # noqa: S506  # a SafeLoader
+        return yaml.load(data, YAML_LOADER)  # noqa: S506  # a SafeLoader
     except (OSError, yaml.YAMLError, *NO_VALUE) as error:
         raise StorageError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
@@ -64,11 +67,11 @@ def read_yaml(path: Path) -> Any:
 def check_events(data: bytes) -> None:
     """Raise ComposerError for aliases and deep nesting, before any value is constructed."""
     depth = 0
-    for event in yaml.parse(data, LOADER):
+    for event in yaml.parse(data, YAML_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
-            problem = "nested too deep" if depth > DEEPEST else "aliases"
+        if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
+            problem = "nested too deep" if depth > MAX_DEPTH else "aliases"
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
@@ -111,19 +114,21 @@ def read_flat_config(folder: Path) -> dict[str, Any]:
 
 
 def hparam_columns(
-    settings: Mapping[str, Any], typed: Mapping[str, str]
+    settings: Mapping[str, Any], overrides: Mapping[str, str]
 ) -> tuple[dict[str, Scalar], list[str]]:
     """Return the HParams columns of a run, and the columns to show first (its overrides).
 
     `settings` is the flat config. A key that is not in it is a config group, such as
-    `optimization`, with the value in `typed`. Keys without a scalar value have no column.
+    `optimization`, with the value in `overrides`. Keys without a scalar value have no column.
     """
-    own = [key for key in typed if key.partition(".")[0] not in NOT_OF_THE_RUN]
-    values = {key: settings.get(key, typed.get(key)) for key in (*COLUMNS, *own)}
+    override_keys = [key for key in overrides if key.partition(".")[0] not in NOT_OF_THE_RUN]
+    values = {
+        key: settings.get(key, overrides.get(key)) for key in (*HPARAM_COLUMNS, *override_keys)
+    }
     values = {key: x.value if isinstance(x, Enum) else x for key, x in values.items()}
     columns = {
         key: value
         for key, value in values.items()
         if isinstance(value, Scalar) and (not isinstance(value, float) or math.isfinite(value))
     }
-    return columns, [key for key in own if key in columns] or SHOWN_FIRST
+    return columns, [key for key in override_keys if key in columns] or DEFAULT_COLUMNS

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-SIDE, DPI = 640, 100  # pixels of width; TensorBoard shows 320 at first
+WIDTH, DPI = 640, 100  # pixels of width; TensorBoard shows 320 at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
 GREY = "#6c757d"
 STYLE: Any = {
@@ -37,7 +37,7 @@ STYLE: Any = {
     "xtick.color": GREY,
     "ytick.major.size": 0,
 }
-NAME = 28  # maximum characters of a name
+MAX_NAME_CHARS = 28  # maximum characters of a name
 
 
 def gradient_flow(
@@ -55,17 +55,17 @@ def gradient_flow(
     """
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about glyphs missing in the font
-        size = (SIDE / DPI, (170 + 32 * len(names)) / DPI)
+        size = (WIDTH / DPI, (170 + 32 * len(names)) / DPI)
         figure = Figure(figsize=size, dpi=DPI, layout="constrained")
         canvas: Any = FigureCanvasAgg(figure)
         figure.suptitle(f"gradient flow, step {step:,}", fontsize=16)
-        both: Any = figure.subplots(1, 2, sharey=True)
+        axes_pair: Any = figure.subplots(1, 2, sharey=True)
         panels = (("gradient norm", norms, None), ("update / weight", updates, 1e-3))
-        for axes, (title, values, mark) in zip(both, panels, strict=True):
+        for axes, (title, values, reference) in zip(axes_pair, panels, strict=True):
             axes.set_title(title)
-            _logarithmic_bars(axes, values, colours, mark)
-        both[0].set_yticks(range(len(names)), [_shorten(name) for name in names])
-        both[0].set_ylim(len(names) - 0.4, -0.6)
+            _logarithmic_bars(axes, values, colours, reference)
+        axes_pair[0].set_yticks(range(len(names)), [_shorten(name) for name in names])
+        axes_pair[0].set_ylim(len(names) - 0.4, -0.6)
         colours_by_name = {**legend, "0.001: a rule of thumb": GREEN}
         handles = [Patch(color=colour, label=name) for name, colour in colours_by_name.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
@@ -75,14 +75,14 @@ def gradient_flow(
 
 def _shorten(name: str) -> str:
     """Cut out a long name's middle, since start and end distinguish modules."""
-    half = NAME // 2
-    return name if len(name) <= NAME else f"{name[: half - 1]}…{name[-half:]}"
+    half = MAX_NAME_CHARS // 2
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _logarithmic_bars(
-    axes: Axes, values: Sequence[float | None], colours: Sequence[str], mark: float | None
+    axes: Axes, values: Sequence[float | None], colours: Sequence[str], reference: float | None
 ) -> None:
-    finite = [value for value in (*values, mark) if value is not None and 0 < value < math.inf]
+    finite = [value for value in (*values, reference) if value is not None and 0 < value < math.inf]
     low, high = min(finite, default=0.1) / 10, max(finite, default=1.0)
     axes.set_xscale("log")
     axes.set_xlim(low, 2 * high)
@@ -96,5 +96,5 @@ def _logarithmic_bars(
         axes.barh(i, (value if value < math.inf else high) - low, 0.6, low, color=colour)
         if not math.isfinite(value):
             axes.text(low, i, " not finite", color="white", va="center", fontsize=9)
-    if mark is not None:
-        axes.axvline(mark, color=GREEN, linestyle="--")
+    if reference is not None:
+        axes.axvline(reference, color=GREEN, linestyle="--")

@@ -51,13 +51,13 @@ def changed_command(changes: Mapping[str, str]) -> str:
     """Return the command with some keys changed; without a command line, only these overrides."""
     arguments = _arguments()
     keys = tuple(f"{key.lstrip('+')}." for key in changes)
-    kept = [
+    unchanged = [
         text
         for text in arguments or ()
         if not f"{text.partition('=')[0].lstrip('+')}.".startswith(keys)
     ]
-    start = [] if arguments is None else ["python", "-m", "runner"]
-    return shlex.join([*start, *kept, *(f"{key}={value}" for key, value in changes.items())])
+    prefix = [] if arguments is None else ["python", "-m", "runner"]
+    return shlex.join([*prefix, *unchanged, *(f"{key}={value}" for key, value in changes.items())])
 
 
 def _arguments() -> list[str] | None:
@@ -65,8 +65,8 @@ def _arguments() -> list[str] | None:
     if (job := _sweep_job()) is not None:
         return job
     script = Path(sys.argv[0] if sys.argv else "")
-    ours = script.name in ("", "runner") or script.parts[-2:] == ("runner", "__main__.py")
-    return sys.argv[1:] if ours else None
+    is_runner = script.name in ("", "runner") or script.parts[-2:] == ("runner", "__main__.py")
+    return sys.argv[1:] if is_runner else None
 
 
 def _sweep_job() -> list[str] | None:
@@ -146,20 +146,20 @@ def _read_head(folder: Path) -> dict[str, Any] | None:
     reference = REFERENCE.fullmatch(head)
     if reference is None:
         return None
-    common = folder
+    common_folder = folder
     if (folder / "commondir").is_file():  # a linked worktree shares the references
-        common = folder / _read_line(folder / "commondir")
-    commit = _read_reference(common, reference[1])
+        common_folder = folder / _read_line(folder / "commondir")
+    commit = _read_reference(common_folder, reference[1])
     return {"commit": commit, "branch": reference[1].removeprefix("refs/heads/")}
 
 
-def _read_reference(common: Path, name: str) -> str | None:
+def _read_reference(common_folder: Path, name: str) -> str | None:
     """Return the commit of a reference, from its own file or packed-refs; None if missing."""
     lines = []
-    if (common / name).is_file():
-        lines = [_read_line(common / name)]
-    elif (common / "packed-refs").is_file():
-        packed = read_record(common / "packed-refs", LARGEST_PACK).decode().splitlines()
+    if (common_folder / name).is_file():
+        lines = [_read_line(common_folder / name)]
+    elif (common_folder / "packed-refs").is_file():
+        packed = read_record(common_folder / "packed-refs", LARGEST_PACK).decode().splitlines()
         lines = [line.removesuffix(f" {name}") for line in packed if line.endswith(f" {name}")]
     return lines[0] if lines and COMMIT.fullmatch(lines[0]) else None
 

@@ -26,7 +26,7 @@ log = logging.getLogger("runner")
 
 METRICS = "metrics.jsonl"
 LONGEST_ROW = 2**20  # bytes; longer lines are not ours
-TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
+FILE_TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 
 
 class Recorder:
@@ -41,7 +41,7 @@ class Recorder:
         self.config = config
         self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
         self.mirrors: list[SinkWriter] = []  # writers of `monitoring.sinks`, which receive each row
-        self._rows: RetryingAppender | None = None
+        self._metrics_file: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
 
@@ -55,17 +55,17 @@ class Recorder:
         if self.folder is None:
             return
         path = self.folder / METRICS
-        self._rows = RetryingAppender(lambda: _cut(path, start_step, offset))
-        if self._rows.descriptor < 0:  # it is retried
-            self._rows.size = offset or 0
-        self._position = self._rows.size
+        self._metrics_file = RetryingAppender(lambda: _truncate_rows(path, start_step, offset))
+        if self._metrics_file.descriptor < 0:  # it is retried
+            self._metrics_file.size = offset or 0
+        self._position = self._metrics_file.size
         if self.config.tensorboard:
             try:
                 from runner.record.tensorboard import open_event_file
 
-                fresh = start_step == 0  # older files are of a run without a checkpoint
-                later = None if fresh else start_step + 1
-                self._events = open_event_file(self.folder, later, only=fresh)
+                is_new_run = start_step == 0  # older files are of a run without a checkpoint
+                purge_step = None if is_new_run else start_step + 1
+                self._events = open_event_file(self.folder, purge_step, only=is_new_run)
             except Exception as error:  # incompatible protobuf versions raise many types
                 self._warn("tensorboard", error)
 
@@ -75,10 +75,10 @@ class Recorder:
 
         NaN and Inf become null in JSON, with the original value in `nonfinite`.
         """
-        if self._rows is not None:
-            line = _line(step, split, values)
-            self._write("metrics", self._rows, lambda rows: rows.write(line))
-            self._position = self._rows.size + self._rows.waiting_bytes
+        if self._metrics_file is not None:
+            line = _encode_row(step, split, values)
+            self._write("metrics", self._metrics_file, lambda rows: rows.write(line))
+            self._position = self._metrics_file.size + self._metrics_file.waiting_bytes
             for mirror in self.mirrors:
                 mirror.add(step, split, values)
         self.show(step, "usage" if split == "system" else split, values)
@@ -146,8 +146,8 @@ class Recorder:
         for mirror in self.mirrors:
             mirror.close()
         self.mirrors = []
-        files = {"metrics": self._rows, "tensorboard": self._events}
-        self._rows = self._events = None
+        files = {"metrics": self._metrics_file, "tensorboard": self._events}
+        self._metrics_file = self._events = None
         for kind, file in files.items():
             if file is not None:
                 self._write(kind, file, lambda file: file.close())
@@ -168,14 +168,14 @@ class Recorder:
             if kind in self.faults and file.unwritten:
                 self.faults[kind] = file.unwritten
             elif self.faults.pop(kind, 0):
-                log.warning("%s is written again, no data is lost", TITLES[kind])
+                log.warning("%s is written again, no data is lost", FILE_TITLES[kind])
 
     def _warn(self, kind: str, error: Exception) -> None:
         self.faults[kind] = 1
-        log.warning("%s cannot be written, the run continues: %s", TITLES[kind], error)
+        log.warning("%s cannot be written, the run continues: %s", FILE_TITLES[kind], error)
 
 
-def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
+def _encode_row(step: int, split: str, values: Mapping[str, float]) -> bytes:
     row: dict[str, Any] = {"step": step, "split": split, **values}
     try:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
@@ -185,26 +185,26 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def _cut(path: Path, start_step: int, offset: int | None) -> Path:
+def _truncate_rows(path: Path, start_step: int, offset: int | None) -> Path:
     """Truncate the rows after the checkpoint that the run resumes from; returns `path`."""
     if path.is_symlink():  # a resumed folder may not be ours
         raise OSError(errno.ELOOP, "is a symbolic link", str(path))
     if path.exists():
         with path.open("r+b") as file:
-            if offset is None or not _ends_a_line(file, offset):
-                offset = _end_of(file, start_step)
+            if offset is None or not _is_line_end(file, offset):
+                offset = _find_end(file, start_step)
             file.truncate(offset)
     return path
 
 
-def _ends_a_line(file: BinaryIO, offset: int) -> bool:
+def _is_line_end(file: BinaryIO, offset: int) -> bool:
     if not 0 < offset <= file.seek(0, os.SEEK_END):
         return offset == 0
     file.seek(offset - 1)
     return file.read(1) == b"\n"
 
 
-def _end_of(file: BinaryIO, step: int) -> int:
+def _find_end(file: BinaryIO, step: int) -> int:
     """Return the offset after the last row up to `step`, or before a damaged row."""
     end = 0
     file.seek(0)

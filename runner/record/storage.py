@@ -22,10 +22,11 @@ from runner.record.text import json_safe
 
 log = logging.getLogger("runner")
 
-NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot fsync a folder
+# of file systems that cannot fsync a folder
+NO_FSYNC_ERRORS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
 NO_LINK = os.O_NOFOLLOW
 NO_WAIT = os.O_NONBLOCK  # for pipes; no effect on files
-LARGEST = 2**28  # bytes of a record that is read at once; ours have thousands
+MAX_RECORD_BYTES = 2**28  # bytes of a record that is read at once; ours have thousands
 OLD = ".old-"  # prefix of a folder's name while it is replaced
 
 
@@ -38,7 +39,7 @@ class FileDigest:
 
 
 class HashedFile:
-    """A file that is hashed while it is written; `trouble` is the first OSError.
+    """A file that is hashed while it is written; `error` is the first OSError.
 
     torch.save replaces an OSError of the file by a RuntimeError about positions, so the cause is
     stored here.
@@ -48,14 +49,14 @@ class HashedFile:
         self._file = file
         self._digest = hashlib.sha256()
         self._size = 0
-        self.trouble: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Append bytes or a buffer."""
         try:
             self._file.write(data)
         except OSError as error:
-            self.trouble = error
+            self.error = error
             raise
         self._digest.update(data)
         count = memoryview(data).nbytes
@@ -67,28 +68,28 @@ class HashedFile:
         self._file.flush()
 
     @property
-    def written(self) -> FileDigest:
+    def digest(self) -> FileDigest:
         """Size and digest of the bytes so far."""
         return FileDigest(self._size, self._digest.hexdigest())
 
 
-MOST_WAITING = 2**24  # bytes
+MAX_WAITING_BYTES = 2**24  # bytes
 
 
 class RetryingAppender:
     """Appends records to a file; after a failed write, records are retried at the next write.
 
     Writes are unbuffered, so the file survives a kill; a small one takes about 1 µs. Every failure,
-    including a deleted file, is an OSError. At most `MOST_WAITING` bytes wait; beyond that the
-    oldest records are lost. A file that cannot be opened is retried as well: `place` then prepares
-    its folder and returns its path.
+    including a deleted file, is an OSError. At most `MAX_WAITING_BYTES` wait; beyond that the
+    oldest records are dropped. A file that cannot be opened is retried as well: `make_path` then
+    prepares its folder and returns its path.
     """
 
-    def __init__(self, place: Callable[[], Path], *, new: bool = False) -> None:
-        self.place, self.new, self.path = place, new, Path()
+    def __init__(self, make_path: Callable[[], Path], *, exclusive: bool = False) -> None:
+        self.make_path, self.exclusive, self.path = make_path, exclusive, Path()
         self.descriptor, self.size, self.closed = -1, 0, False
         self.waiting: deque[bytes] = deque()
-        self.lost = self.waiting_bytes = 0
+        self.dropped = self.waiting_bytes = 0
         with suppress(OSError):  # `write` raises it
             self._open()
 
@@ -96,9 +97,9 @@ class RetryingAppender:
         """Append waiting records, then `record`. Raises OSError if any still wait."""
         self.waiting.append(record)
         self.waiting_bytes += len(record)
-        while self.waiting_bytes > MOST_WAITING and len(self.waiting) > 1:
+        while self.waiting_bytes > MAX_WAITING_BYTES and len(self.waiting) > 1:
             self.waiting_bytes -= len(self.waiting.popleft())
-            self.lost += 1
+            self.dropped += 1
         self._write_waiting()
 
     def close(self) -> None:
@@ -113,12 +114,12 @@ class RetryingAppender:
     @property
     def unwritten(self) -> int:
         """Number of records that are not in the file."""
-        return self.lost + len(self.waiting)
+        return self.dropped + len(self.waiting)
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.new else 0)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.exclusive else 0)
         flags |= NO_LINK | NO_WAIT  # a resumed folder may not be ours
-        self.path = self.place()
+        self.path = self.make_path()
         self.descriptor = os.open(self.path, flags, 0o644)
         self.size = os.fstat(self.descriptor).st_size
 
@@ -144,29 +145,29 @@ class RetryingAppender:
         self.size += len(record)
 
 
-def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:
-    """Write a new file durably; `fill` writes its contents. Raises OSError."""
+def write_file(path: Path, write_contents: Callable[[HashedFile], None]) -> FileDigest:
+    """Write a new file durably; `write_contents` fills it. Raises OSError."""
     with open(path, "xb", buffering=1 << 20, opener=for_owners) as file:
         hashed = HashedFile(file)
         try:
-            fill(hashed)
+            write_contents(hashed)
         except RuntimeError as error:
-            if hashed.trouble is not None:
-                raise hashed.trouble from error
+            if hashed.error is not None:
+                raise hashed.error from error
             raise
         file.flush()
         os.fsync(file.fileno())
-    return hashed.written
+    return hashed.digest
 
 
 def for_owners(path: str, flags: int) -> int:
     """Open a file never world-writable, and never through a symlink; for `open(opener=…)`."""
     if os.path.islink(path):
         os.unlink(path)
-    return _regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)
+    return _require_regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)
 
 
-def _regular(descriptor: int, path: str | Path) -> int:
+def _require_regular(descriptor: int, path: str | Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a file", str(path))
@@ -204,7 +205,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_or_log(path: Path, text: str, level: int = logging.WARNING) -> None:
-    """The same, with the file's folder; an OSError is logged, and ends nothing."""
+    """Replace a text file as `replace_text` does, and create its folder; an OSError is logged."""
     try:
         path.parent.mkdir(exist_ok=True)
         replace_text(path, text)
@@ -217,14 +218,16 @@ def open_regular(path: Path) -> BinaryIO:
 
     Use it for folders that may belong to another user.
     """
-    return os.fdopen(_regular(os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC), path), "rb")
+    return os.fdopen(
+        _require_regular(os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC), path), "rb"
+    )
 
 
-def read_record(path: Path, most: int = LARGEST) -> bytes:
-    """Read a whole file. Raises OSError, also if it has more than `most` bytes."""
+def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
+    """Read a whole file. Raises OSError, also if it has more than `max_bytes`."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
         return file.read()
 
 
@@ -244,7 +247,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in NO_SYNC:
+        if error.errno not in NO_FSYNC_ERRORS:
             raise
     finally:
         os.close(descriptor)
@@ -262,8 +265,8 @@ def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, durably."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_folder(made.parent)
+    for created in missing:
+        sync_folder(created.parent)
 
 
 def write_folder(temporary: Path, final: Path) -> None:

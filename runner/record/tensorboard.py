@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PREFIX = "events.out.tfevents."
-FIRST = ("train", "val", "test", "about", "comparison", "_hparams_")
+UNPREFIXED_GROUPS = ("train", "val", "test", "about", "comparison", "_hparams_")
 """Tag groups that keep their names. TensorBoard sorts by name and opens the first; all others
 (usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
-KINDS = {
+HPARAM_TYPES = {
     bool: (api_pb2.DATA_TYPE_BOOL, "bool_value"),
     str: (api_pb2.DATA_TYPE_STRING, "string_value"),
 }
 """HParams column types and their protobuf `Value` fields; all other types are numbers."""
-NUMBER = (api_pb2.DATA_TYPE_FLOAT64, "number_value")
+HPARAM_NUMBER = (api_pb2.DATA_TYPE_FLOAT64, "number_value")
 
 
 class TensorBoard:
     """One event file. TensorBoard reads several in one folder, after resumes, as one run."""
 
-    def __init__(self, place: Callable[[], Path]) -> None:
-        self.file = RetryingAppender(place, new=True)
+    def __init__(self, make_path: Callable[[], Path]) -> None:
+        self.file = RetryingAppender(make_path, exclusive=True)
         self.tags: dict[tuple[str, str], str] = {}
         with suppress(OSError):  # the next write raises it
             self._write(file_version="brain.Event:2")
@@ -64,7 +64,7 @@ class TensorBoard:
         for name, value in values.items():
             tag = self.tags.get((split, name))
             if tag is None:
-                tag = self.tags[split, name] = board_tag(f"{split}/{name}")
+                tag = self.tags[split, name] = stored_tag(f"{split}/{name}")
             summary.value.add(tag=tag, simple_value=value)
         self._write(step=step, summary=summary)
 
@@ -95,12 +95,14 @@ class TensorBoard:
         latest values become columns. TensorBoard shows five columns by default: `foremost` are
         flagged as differing, so that they come first.
         """
-        kinds = {name: KINDS.get(type(value), NUMBER) for name, value in values.items()}
+        types = {
+            name: HPARAM_TYPES.get(type(value), HPARAM_NUMBER) for name, value in values.items()
+        }
         infos = [
-            api_pb2.HParamInfo(name=_clean(name), type=kind, differs=name in foremost)
-            for name, (kind, _) in kinds.items()
+            api_pb2.HParamInfo(name=_clean(name), type=data_type, differs=name in foremost)
+            for name, (data_type, _) in types.items()
         ]
-        names = [api_pb2.MetricName(tag=board_tag(tag)) for tag in metrics]
+        names = [api_pb2.MetricName(tag=stored_tag(tag)) for tag in metrics]
         columns = [api_pb2.MetricInfo(name=name) for name in names]
         experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
         self._hparams("experiment", experiment=experiment)
@@ -109,7 +111,7 @@ class TensorBoard:
         )
         for name, value in values.items():
             value = _clean(value) if isinstance(value, str) else value
-            setattr(start.hparams[_clean(name)], kinds[name][1], value)
+            setattr(start.hparams[_clean(name)], types[name][1], value)
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
@@ -129,13 +131,13 @@ class TensorBoard:
 
     def _hparams(self, name: str, **content: Any) -> None:
         data = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
-        nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=_shape(0))
-        self._tensor(0, f"_hparams_/{name}", "hparams", nothing, data)
+        empty_tensor = TensorProto(dtype=DT_FLOAT, tensor_shape=_shape(0))
+        self._tensor(0, f"_hparams_/{name}", "hparams", empty_tensor, data)
 
     def _tensor(self, step: int, tag: str, plugin: str, tensor: Any, content: bytes = b"") -> None:
         data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
         metadata = SummaryMetadata(plugin_data=data)
-        value = Summary.Value(tag=board_tag(tag), metadata=metadata, tensor=tensor)
+        value = Summary.Value(tag=stored_tag(tag), metadata=metadata, tensor=tensor)
         self._write(step=step, summary=Summary(value=[value]))
 
     def _write(self, **content: Any) -> None:
@@ -151,17 +153,17 @@ def open_event_file(folder: Path, purge_step: int | None = None, only: bool = Fa
     `purge_step` invalidates earlier events at that step and later.
     """
 
-    def place() -> Path:
-        last, others = 0, list(folder.glob(PREFIX + "*"))
-        for path in others:
+    def make_path() -> Path:
+        last_time, existing = 0, list(folder.glob(PREFIX + "*"))
+        for path in existing:
             if only:
                 path.unlink()
             elif stamp := re.match(r"\d+", path.name.removeprefix(PREFIX)):
-                last = max(last, int(stamp[0]))
-        now = max(int(time.time()), last + 1)  # TensorBoard reads files in order of name
+                last_time = max(last_time, int(stamp[0]))
+        now = max(int(time.time()), last_time + 1)  # TensorBoard reads files in order of name
         return folder / f"{PREFIX}{now:010d}.{os.getpid()}"
 
-    events = TensorBoard(place)
+    events = TensorBoard(make_path)
     if purge_step is not None:
         events.purge(purge_step)
     return events
@@ -175,9 +177,9 @@ def _strings(*values: bytes, shape: Sequence[int] = ()) -> Any:
     return TensorProto(dtype=DT_STRING, tensor_shape=_shape(*shape), string_val=values)
 
 
-def board_tag(tag: str) -> str:
+def stored_tag(tag: str) -> str:
     """Return the tag as stored: `usage/step_ms` becomes `watch_usage/step_ms`."""
-    return _clean(tag if tag.partition("/")[0] in FIRST else f"watch_{tag}")
+    return _clean(tag if tag.partition("/")[0] in UNPREFIXED_GROUPS else f"watch_{tag}")
 
 
 def _clean(text: str) -> str:

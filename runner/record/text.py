@@ -28,9 +28,9 @@ CONTROL = re.compile(
 )
 """Line ends, terminal control characters, bidirectional marks, and lone surrogates."""
 INTERPOLATION = re.compile(r"(\\*)\$\{")
-PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")  # needs no quoting in Hydra or a shell
-LIBRARIES = sys.stdlib_module_names | {"runner", "torch"}
-INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
+UNQUOTED = re.compile(r"[A-Za-z0-9_./:+-]+")  # needs no quoting in Hydra or a shell
+LIBRARY_PACKAGES = sys.stdlib_module_names | {"runner", "torch"}
+INSTALLED_PREFIXES = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
 
 
 def escape_control_chars(text: str) -> str:
@@ -47,12 +47,12 @@ def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape", "surrogatepass").decode()
 
 
-def shorten(text: str, most: int) -> str:
-    """Join `text` to one line; beyond `most` characters cut it between words, with ` …`."""
+def shorten(text: str, max_chars: int) -> str:
+    """Join `text` to one line; beyond `max_chars` cut it between words, with ` …`."""
     words = " ".join(text.split())
-    if len(words) <= most:
+    if len(words) <= max_chars:
         return words
-    return f"{words[:most].rpartition(' ')[0] or words[:most]} …"
+    return f"{words[:max_chars].rpartition(' ')[0] or words[:max_chars]} …"
 
 
 def describe_error(error: BaseException) -> tuple[str, str, int]:
@@ -63,11 +63,13 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
     """
     frames = list(walk_tb(error.__traceback__))
     # by module name, since generated torch code lies in a cache folder
-    users = [(frame, line) for frame, line in frames if _top_package(frame) not in LIBRARIES]
-    own = [(frame, line) for frame, line in users if not _file(frame).startswith(INSTALLED)]
-    frame, line = (own or users or frames)[-1]
+    user_frames = [row for row in frames if _top_package(row[0]) not in LIBRARY_PACKAGES]
+    project_frames = [
+        row for row in user_frames if not _source_file(row[0]).startswith(INSTALLED_PREFIXES)
+    ]
+    frame, line = (project_frames or user_frames or frames)[-1]
     text = "; ".join([summarize_error(error), *getattr(error, "__notes__", [])])
-    return " ".join(text.split()), _file(frame), line
+    return " ".join(text.split()), _source_file(frame), line
 
 
 def summarize_error(error: BaseException) -> str:
@@ -81,7 +83,7 @@ def _top_package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _file(frame: FrameType) -> str:
+def _source_file(frame: FrameType) -> str:
     return frame.f_code.co_filename
 
 
@@ -99,7 +101,7 @@ def quote_for_hydra(text: str, mark: str = "single") -> str:
 def quote_for_shell(key: str, value: object) -> str:
     """Return `key=value`, quoted for a shell if needed."""
     text = str(value)
-    if PLAIN.fullmatch(text):
+    if UNQUOTED.fullmatch(text):
         return f"{key}={text}"
     return shlex.quote(f"{key}={quote_for_hydra(text, 'double')}")
 
@@ -110,9 +112,9 @@ def resume_argument(folder: Path) -> str:
 
 
 def json_safe(value: Any, nonfinite: Callable[[float], Any] = lambda number: None) -> Any:
-    """Convert enums to their values, keys to text, secrets masked, and null for what is NaN or Inf.
+    """Convert a value for JSON: enums to their values, keys to text; secrets are masked.
 
-    `nonfinite` makes something else of a number and Inf to None have: `str` its name.
+    NaN and Inf become `nonfinite(number)`: null by default, their names with `str`.
     """
     if isinstance(value, dict):
         return {masked(str(key)): json_safe(item, nonfinite) for key, item in value.items()}
@@ -130,12 +132,12 @@ def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = ""
 
     Raises ValueError or TypeError naming the value that does not fit its type.
     """
-    hints, known = _types(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    hints, field_names = _types(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return kind(
         **{
             name: _convert(hints[name], value, f"{path}{name}")
             for name, value in values.items()
-            if name in known
+            if name in field_names
         }
     )
 

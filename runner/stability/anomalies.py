@@ -12,8 +12,8 @@ from typing import Any
 
 from runner.record.storage import write_or_log
 
-FILE = "debug/anomalies.json"
-FIRST, LAST = 500, 500  # most rows kept, of the earliest and of the latest
+ANOMALIES_FILE = "debug/anomalies.json"
+MAX_FIRST, MAX_LATEST = 500, 500  # most rows kept, of the earliest and of the latest
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """The bad steps of a run; beyond FIRST + LAST rows, the earliest and the latest."""
+    """The bad steps of a run; beyond MAX_FIRST + MAX_LATEST rows, the earliest and the latest."""
 
     def __init__(self) -> None:
         self.rows: list[Anomaly] = []
@@ -55,15 +55,15 @@ class Anomalies:
         """Add a row, to be written by `write`."""
         self.count += 1
         self.rows.append(row)
-        if len(self.rows) > FIRST + LAST:
-            del self.rows[FIRST]
+        if len(self.rows) > MAX_FIRST + MAX_LATEST:
+            del self.rows[MAX_FIRST]
         self.unwritten = True
 
     def write(self, folder: Path | None) -> None:
         """Replace the file in a run's folder if rows were added since the last write."""
         if not self.unwritten or folder is None:
             return
-        path = folder / FILE
+        path = folder / ANOMALIES_FILE
         text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
         write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False

@@ -9,7 +9,7 @@ from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 
-class Watch(Enum):
+class SpikeQuantity(Enum):
     """The quantities in which spikes are detected."""
 
     loss = "loss"
@@ -49,7 +49,7 @@ class SpikeConfig:
     """
 
     enabled: bool = True  # detect spikes
-    watch: Watch = Watch.both  # quantities in which spikes are detected
+    watch: SpikeQuantity = SpikeQuantity.both  # quantities in which spikes are detected
     window: int = bounded(100, min=2)  # steps of the rolling median
     at_least: int = bounded(30, min=2)  # steps before spikes are detected; at most `window`
     # a spike exceeds this and the next two: median + threshold × 1.48 median absolute deviations

@@ -13,7 +13,7 @@ from typing import Any
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, BadStepKind, RecoveryRule
 from runner.stability.policy import RecoveryTable
-from runner.stability.spike import Spikes
+from runner.stability.spike import SpikeDetector
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Decision:
 def restore_decision(
     saved: Mapping[str, Any] | None,
     anomalies: Iterable[Anomaly],
-    spikes: Spikes,
+    spikes: SpikeDetector,
     fatal: Collection[BadStepKind],
 ) -> Decision | None:
     """Return the decision saved in a checkpoint, or None; KeyError for an unknown kind.
@@ -46,18 +46,18 @@ def restore_decision(
     if saved is None or saved["kind"] == "asked":
         return None
     kind, step = BadStepKind[saved["kind"]], saved["step"]
-    many, since = saved.get("in_a_row", 1), saved.get("since", 0)
+    in_a_row, since = saved.get("in_a_row", 1), saved.get("since", 0)
     anomaly = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
-    if anomaly is None or not 1 <= many <= step or since > step:
+    if anomaly is None or not 1 <= in_a_row <= step or since > step:
         return None
     decision = Decision(
         None, kind.name, step, describe_fault(kind, anomaly, spikes), anomaly.capture, kind in fatal
     )
-    decision.in_a_row, decision.since, decision.outdated = many, since, True
+    decision.in_a_row, decision.since, decision.outdated = in_a_row, since, True
     return decision
 
 
-def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
+def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: SpikeDetector) -> str:
     """Return a description of the fault of a step."""
     if kind is BadStepKind.weights:
         return "the weights are not finite"
@@ -68,8 +68,8 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
     if kind is BadStepKind.spike:
         name = "loss" if anomaly.loss > anomaly.loss_limit else "grad_norm"
         value = getattr(anomaly, name)
-        usual = spikes.usual[name].centre if name in spikes.usual else 0.0
-        times = f", {value / usual:,.0f} times the usual value" if usual > 0 else ""
+        baseline = spikes.baselines[name].median if name in spikes.baselines else 0.0
+        times = f", {value / baseline:,.0f} times the usual value" if baseline > 0 else ""
         return f"the {name.replace('grad_', 'gradient ')} was {value:.4g}{times}"
     if not math.isfinite(anomaly.loss):
         return f"the loss was {anomaly.loss}"
@@ -100,24 +100,24 @@ def describe_giving_up(
 
     `first` is the first bad step with a capture.
     """
-    see = "inspect the data of these steps"
+    advice = "inspect the data of these steps"
     for capture in (decision.capture, "" if first is None else first.capture):
         if folder is not None and capture and os.path.isdir(folder / capture):
             replay = shlex.quote(f"replay.path={folder / capture}")
-            see = f"to find the cause: python -m runner job=replay {replay}"
+            advice = f"to find the cause: python -m runner job=replay {replay}"
             break
     if decision.raises:
-        return f"step {decision.step}: {decision.message} (debug.on_anomaly=raise); {see}"
-    many = f", {decision.in_a_row} bad steps in a row" if decision.in_a_row > 1 else ""
-    fault = f"step {decision.step}: {decision.message}{many}"
+        return f"step {decision.step}: {decision.message} (debug.on_anomaly=raise); {advice}"
+    repeats = f", {decision.in_a_row} bad steps in a row" if decision.in_a_row > 1 else ""
+    fault = f"step {decision.step}: {decision.message}{repeats}"
     if decision.row is not None:
         row = f"row {decision.row + 1} of stability.recovery is stop"
-        return f"{fault}; {row}; tried before: {table.tried()}; {see}"
+        return f"{fault}; {row}; tried before: {table.describe_history()}; {advice}"
     if not table.rolls_back:  # a hand-written loop
         more = ", or load an earlier checkpoint"
     elif rollbacks >= table.max_rollbacks and not decision.stuck:
         more = ", or raise stability.max_rollbacks"
     else:
         more = f", or add a row for kind: {decision.kind} to stability.recovery"
-    left = f"no row of stability.recovery is left; tried: {table.tried()}"
-    return f"{fault}; {left}; {see}; then lower optimizer.lr{more}"
+    left = f"no row of stability.recovery is left; tried: {table.describe_history()}"
+    return f"{fault}; {left}; {advice}; then lower optimizer.lr{more}"

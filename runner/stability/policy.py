@@ -8,9 +8,9 @@ from typing import Any
 
 from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
 
-MILD = (Action.skip, Action.lower_lr, Action.lower_scale)
-NAMED = 5  # steps listed per action when the run gives up
-WORDS = {
+MILD_ACTIONS = (Action.skip, Action.lower_lr, Action.lower_scale)
+MAX_LISTED_STEPS = 5  # steps listed per action when the run gives up
+ACTION_TEXTS = {
     Action.skip: "skipped a step",
     Action.lower_lr: "lowered the learning rate",
     Action.lower_scale: "lowered the loss scale",
@@ -28,19 +28,19 @@ class RecoveryTable:
     max_consecutive_skips: int
     max_rollbacks: int
     rolls_back: bool = True  # False: no checkpoints, so rollback rules never fit
-    used: list[int] = field(default_factory=list)  # applications per rule
+    use_counts: list[int] = field(default_factory=list)  # applications per rule
     steps: dict[str, list[int]] = field(default_factory=dict)  # first few per action
     counts: dict[str, int] = field(default_factory=dict)  # per action
 
     def __post_init__(self) -> None:
-        self.used = self.used or [0] * len(self.rules)
+        self.use_counts = self.use_counts or [0] * len(self.rules)
 
     @classmethod
-    def of(cls, config: StabilityConfig) -> RecoveryTable:
+    def from_config(cls, config: StabilityConfig) -> RecoveryTable:
         """Create the table of a config."""
         return cls(config.recovery, config.max_consecutive_skips, config.max_rollbacks)
 
-    def first(
+    def first_match(
         self, kind: BadStepKind, in_a_row: int, rollbacks: int, scaled: bool = False, start: int = 0
     ) -> int | None:
         """Return the index of the first rule from `start` on that fits, or None.
@@ -52,9 +52,9 @@ class RecoveryTable:
             rule = self.rules[row]
             if rule.kind not in (BadStepKind.any, kind) or in_a_row < rule.in_a_row:
                 continue
-            if rule.at_most is not None and self.used[row] >= rule.at_most:
+            if rule.at_most is not None and self.use_counts[row] >= rule.at_most:
                 continue
-            if rule.action in MILD and in_a_row > self.max_consecutive_skips:
+            if rule.action in MILD_ACTIONS and in_a_row > self.max_consecutive_skips:
                 continue
             if rule.action is Action.rollback and not self.can_roll_back(rollbacks):
                 continue
@@ -67,33 +67,33 @@ class RecoveryTable:
         """Return whether another roll-back is allowed after `rollbacks` of them."""
         return self.rolls_back and rollbacks < self.max_rollbacks
 
-    def note(self, row: int, step: int) -> None:
+    def record_use(self, row: int, step: int) -> None:
         """Count a use of rule `row`, and its action, at that step."""
-        self.used[row] += 1
-        self.count(self.rules[row].action, step)
+        self.use_counts[row] += 1
+        self.count_action(self.rules[row].action, step)
 
-    def count(self, action: Action, step: int) -> None:
+    def count_action(self, action: Action, step: int) -> None:
         """Count an action at that step, but no use of a rule."""
         name = action.name
         self.counts[name] = self.counts.get(name, 0) + 1
-        self.steps[name] = [*self.steps.get(name, []), step][:NAMED]
+        self.steps[name] = [*self.steps.get(name, []), step][:MAX_LISTED_STEPS]
 
-    def tried(self) -> str:
+    def describe_history(self) -> str:
         """Return a description of the remedies of the run so far."""
         parts = []
         for name, count in self.counts.items():
             steps = ", ".join(map(str, self.steps[name])) + ", …" * (count > len(self.steps[name]))
             times = f"{count} times (steps" if count > 1 else "once (step"
-            parts.append(f"{WORDS[Action[name]]} {times} {steps})")
+            parts.append(f"{ACTION_TEXTS[Action[name]]} {times} {steps})")
         return "; ".join(parts) or "nothing"
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"used": list(self.used), "steps": self.steps, "counts": self.counts}
+        return {"used": list(self.use_counts), "steps": self.steps, "counts": self.counts}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state, uses only if as many rules; KeyError for an unknown action."""
         if len(state["used"]) == len(self.rules):
-            self.used = list(state["used"])
+            self.use_counts = list(state["used"])
         self.counts = {Action[name].name: count for name, count in state["counts"].items()}
         self.steps = {name: list(state["steps"][name]) for name in self.counts}

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.stability.config import SpikeConfig, Watch
+from runner.stability.config import SpikeConfig, SpikeQuantity
 
-TO_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 
 
-class Usual:
+class RollingBaseline:
     """The last `window` values of one quantity, and their median.
 
     NaN and Inf are ignored, and a spike is clipped to the limit that it exceeded: a single one
@@ -24,36 +24,38 @@ class Usual:
     def __init__(self, config: SpikeConfig) -> None:
         self.config = config
         self.values: deque[float] = deque(maxlen=config.window)
-        self.first: float | None = None  # largest of the first `at_least` values
-        self.centre = 0.0
+        self.initial_max: float | None = None  # largest of the first `at_least` values
+        self.median = 0.0
 
     def add(self, value: float, limit: float) -> None:
         """Add the value of a step, clipped to the limit that it was compared with."""
         if not math.isfinite(value):
             return
         self.values.append(min(value, limit))
-        if self.first is None and len(self.values) == self.config.at_least:
-            self.first = max(self.values)
+        if self.initial_max is None and len(self.values) == self.config.at_least:
+            self.initial_max = max(self.values)
 
     def limit(self) -> float:
         """Return the spike threshold rounded to float32; Inf before `at_least` values."""
         config = self.config
-        if len(self.values) < config.at_least or self.first is None:
+        if len(self.values) < config.at_least or self.initial_max is None:
             return math.inf
-        self.centre = _median(self.values)
-        spread = _median(abs(value - self.centre) for value in self.values)
-        above = self.centre + config.threshold * TO_SIGMA * spread
-        highest = max(above, _times(config.ratio, self.centre), _times(config.floor, self.first))
-        return _float32(highest) if highest > self.centre else math.inf  # without spread, no limit
+        self.median = _median(self.values)
+        spread = _median(abs(value - self.median) for value in self.values)
+        median_limit = self.median + config.threshold * MAD_TO_SIGMA * spread
+        limit = max(
+            median_limit, _scale(config.ratio, self.median), _scale(config.floor, self.initial_max)
+        )
+        return _float32(limit) if limit > self.median else math.inf  # without spread, no limit
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"values": list(self.values), "first": self.first, "centre": self.centre}
+        return {"values": list(self.values), "first": self.initial_max, "centre": self.median}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.values = deque(state["values"], maxlen=self.config.window)
-        self.first, self.centre = state["first"], state["centre"]
+        self.initial_max, self.median = state["first"], state["centre"]
 
 
 @dataclass
@@ -65,59 +67,63 @@ class SpikeLimits:
     grad_norm: float = math.inf
 
 
-class Spikes:
-    """The limits of loss and gradient norm; each pair applies from a fixed step on."""
+class SpikeDetector:
+    """Spike limits of loss and gradient norm; each pair applies from a fixed step on."""
 
-    def __init__(self, config: SpikeConfig, on: bool) -> None:
-        self.usual = {
-            name: Usual(config)
+    def __init__(self, config: SpikeConfig, enabled: bool) -> None:
+        self.baselines = {
+            name: RollingBaseline(config)
             for name in ("loss", "grad_norm")
-            if on and config.enabled and config.watch in (Watch.both, Watch[name])
+            if enabled
+            and config.enabled
+            and config.watch in (SpikeQuantity.both, SpikeQuantity[name])
         }
         self.limits = [SpikeLimits(0)]  # by step; the last may be for future steps
 
-    def of(self, step: int) -> SpikeLimits:
+    def limits_at(self, step: int) -> SpikeLimits:
         """Return the limits that the step is compared with."""
         return next((x for x in reversed(self.limits) if x.after < step), self.limits[0])
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add the values of a step, by name: loss and grad_norm."""
-        limits = self.of(step)
-        for name, usual in self.usual.items():
-            usual.add(numbers[name], getattr(limits, name))
+        limits = self.limits_at(step)
+        for name, baseline in self.baselines.items():
+            baseline.add(numbers[name], getattr(limits, name))
 
-    def move(self, reported: int, after: int) -> None:
+    def update_limits(self, reported: int, after: int) -> None:
         """Set limits for steps beyond `after`, and drop limits of steps up to `reported` only."""
-        if not self.usual:
+        if not self.baselines:
             return
-        new = SpikeLimits(after, **{name: usual.limit() for name, usual in self.usual.items()})
+        new = SpikeLimits(
+            after, **{name: baseline.limit() for name, baseline in self.baselines.items()}
+        )
         last = self.limits[-1]
         if (new.loss, new.grad_norm) != (last.loss, last.grad_norm):
             self.limits.append(new)
         while len(self.limits) > 1 and self.limits[1].after <= reported:
             self.limits.pop(0)
 
-    def forget(self, step: int) -> None:
+    def reset(self, step: int) -> None:
         """Discard the values; no later step is a spike before `at_least` new values."""
-        for usual in self.usual.values():
-            usual.values.clear()
+        for baseline in self.baselines.values():
+            baseline.values.clear()
         earlier = [limits for limits in self.limits if limits.after < step]
         self.limits = [*earlier, SpikeLimits(step)]
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {
-            "usual": {name: usual.state() for name, usual in self.usual.items()},
+            "usual": {name: baseline.state() for name, baseline in self.baselines.items()},
             "limits": [asdict(limits) for limits in self.limits],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; a quantity that is no longer watched has no limit."""
-        for name, usual in self.usual.items():
+        for name, baseline in self.baselines.items():
             if name in state["usual"]:
-                usual.load(state["usual"][name])
-        gone = {name: math.inf for name in ("loss", "grad_norm") if name not in self.usual}
-        self.limits = [SpikeLimits(**{**row, **gone}) for row in state["limits"]]
+                baseline.load(state["usual"][name])
+        unlimited = {name: math.inf for name in ("loss", "grad_norm") if name not in self.baselines}
+        self.limits = [SpikeLimits(**{**row, **unlimited}) for row in state["limits"]]
 
 
 def _median(values: Iterable[float]) -> float:
@@ -127,7 +133,7 @@ def _median(values: Iterable[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def _times(factor: float, value: float) -> float:
+def _scale(factor: float, value: float) -> float:
     """Return value + (factor - 1) * |value|, which is above a negative loss as well."""
     return value + (factor - 1) * abs(value)
 

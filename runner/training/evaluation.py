@@ -41,36 +41,36 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
         run.world.share_buffers(run.model)
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
-            compute, samples = partial(_tally, run, forward), loader.samples(number)
+            compute, samples = partial(_batch_sums, run, forward), loader.samples(number)
             if run.left_out is not None:
                 run.left_out.note(loader)
             if run.shards is None:
-                tallies = in_parts(run, batch, compute)
+                part_sums = in_parts(run, batch, compute)
             else:
                 own = 0 if loader.empty else count(batch[1])
-                tallies = run.shards.in_parts(batch, samples, run.micro_batch, own, compute)
-            if not loader.empty and (run.world is None or _has_own(run.world, samples)):
-                totals = reduce(_add, tallies, totals)
+                part_sums = run.shards.in_parts(batch, samples, run.micro_batch, own, compute)
+            if not loader.empty and (run.world is None or _has_own_samples(run.world, samples)):
+                totals = reduce(_add_sums, part_sums, totals)
     if run.world is not None:
-        totals = reduce(_add, run.world.gather(totals), {})
+        totals = reduce(_add_sums, run.world.gather(totals), {})
     values = run.objective.all_metrics(totals)
     metrics = {f"{split_name}/{name}": x for name, x in values.items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
 
 
-def _tally(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
-    return run.objective.tally_all(call(forward, part[0]), part[1])
+def _batch_sums(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
+    return run.objective.all_batch_sums(call(forward, part[0]), part[1])
 
 
-def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
+def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
     return {k: totals[k] + x for k, x in sums.items()} if totals and sums else totals or sums
 
 
-def _has_own(world: World, samples: int) -> bool:
+def _has_own_samples(world: World, samples: int) -> bool:
     """Whether this process has samples of the batch, not only a stand-in."""
-    mine = world.part(samples)
-    return bool(mine.stop > mine.start)
+    own_part = world.part(samples)
+    return bool(own_part.stop > own_part.start)
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
             stack.enter_context(run.update.averaged())
         for context in run.contexts:
             stack.enter_context(context())
-        alone = None if run.world is None else run.world.alone
-        yield (alone or run.forward) if model is None else model
+        local_forward = None if run.world is None else run.world.alone
+        yield (local_forward or run.forward) if model is None else model
 
 
 def in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:
@@ -120,9 +120,9 @@ def standalone(run: Run) -> nn.Module:
     for parameter in copy.parameters():
         parameter.grad = None
     for module in copy.modules():
-        own = vars(module).get("forward")
-        inner = getattr(own, "func", own)  # of a partial
-        ours = str(getattr(inner, "__module__", "")).startswith("runner.")
-        if ours and type(module).forward is not nn.Module.forward:
+        forward = vars(module).get("forward")
+        function = getattr(forward, "func", forward)  # of a partial
+        is_ours = str(getattr(function, "__module__", "")).startswith("runner.")
+        if is_ours and type(module).forward is not nn.Module.forward:
             del module.forward
     return copy.eval().requires_grad_(False)

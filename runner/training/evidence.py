@@ -18,11 +18,11 @@ log = logging.getLogger("runner")
 
 
 def build_summary(
-    run: Run, status: str, reason: str = "", must: bool = False, job: str = "train"
+    run: Run, status: str, reason: str = "", required: bool = False, job: str = "train"
 ) -> Summary:
     """Build the summary and write it to the run's folder as `summary.json`.
 
-    If it cannot be written, raise StorageError with `must`, else log and keep the earlier file.
+    If it cannot be written, raise StorageError with `required`, else log and keep the earlier file.
     """
     progress = run.progress
     faults = Counter(run.history.counts)
@@ -70,7 +70,7 @@ def build_summary(
         try:
             summary.write(run.folder)
         except StorageError as error:
-            if must:
+            if required:
                 raise
             log.warning("%s; the previous one is kept", error)
             if status != "running":
@@ -92,7 +92,7 @@ def collect_evidence(run: Run) -> None:
         safe=large_parameters(run.model),
     ):  # fmt: skip
         for name, technique in run.techniques:
-            if run.trials is not None and run.trials.dropped(name):
+            if run.trials is not None and run.trials.is_rejected(name):
                 continue
             try:
                 run.evidence[name] = technique.engaged(run)
@@ -104,18 +104,18 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
     """A row per technique: requested, engaged, and the evidence collected so far."""
     rows = {row.name: row for row in run.engagements}
     for name, _ in run.techniques:
-        evidence, fallen = run.evidence.get(name), run.fallen.get(name, "")
+        evidence, fallback_reason = run.evidence.get(name), run.fallen.get(name, "")
         if run.trials is not None:
             evidence = run.trials.evidence(name, evidence)
         if evidence is None:
-            reason = fallen or "the run ended before evidence was collected"
-            status = "fell back" if fallen else ""
+            reason = fallback_reason or "the run ended before evidence was collected"
+            status = "fell back" if fallback_reason else ""
             rows[name] = TechniqueStatus(
-                name, True, False, reason, known=bool(fallen), status=status
+                name, True, False, reason, known=bool(fallback_reason), status=status
             )
             continue
-        status = "engaged" if evidence.engaged else "fell back" if fallen else "failed"
-        status = "skipped" if run.trials and run.trials.dropped(name) else status
+        status = "engaged" if evidence.engaged else "fell back" if fallback_reason else "failed"
+        status = "skipped" if run.trials and run.trials.is_rejected(name) else status
         rows[name] = TechniqueStatus(
             name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
         )

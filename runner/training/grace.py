@@ -19,8 +19,8 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-UNWIND = 0.75  # share of the grace period after which the step is interrupted
-RECORD_S = 5.0  # after an interrupted step, and for closing the record
+INTERRUPT_SHARE = 0.75  # share of the grace period after which the step is interrupted
+RECORD_TIMEOUT_S = 5.0  # after an interrupted step, and for closing the record
 
 
 class GracePeriod:
@@ -31,45 +31,48 @@ class GracePeriod:
     then terminated without a new checkpoint, since weights may be half updated.
     """
 
-    def __init__(self, run: Run, interrupts: Interrupts, number: int, hint: Callable[[], str]):
-        """`hint` returns text on how to resume the run."""
-        self.run, self.interrupts, self.number, self.hint = run, interrupts, number, hint
+    def __init__(
+        self, run: Run, interrupts: Interrupts, signal_number: int, resume_hint: Callable[[], str]
+    ) -> None:
+        """`resume_hint` returns text on how to resume the run."""
+        self.run, self.interrupts = run, interrupts
+        self.signal_number, self.resume_hint = signal_number, resume_hint
         self.children: list[psutil.Process] = []
 
-    def watch(self, next_signal: Callable[[float], int | None]) -> None:
+    def wait_for_step(self, next_signal: Callable[[float], int | None]) -> None:
         """Wait until the step has ended; `next_signal(timeout)` returns 0 then, None on timeout."""
-        end = time.monotonic() + self.run.grace_s
-        number = next_signal(self.run.grace_s * UNWIND)
+        deadline = time.monotonic() + self.run.grace_s
+        number = next_signal(self.run.grace_s * INTERRUPT_SHARE)
         if number is None:
-            self.interrupts.forced = True
-            self.interrupts.received = self.interrupts.received or self.number
-            signal.pthread_kill(threading.main_thread().ident or 0, self.number)
-        elif self.interrupts.counts_again(number, self.number):
-            end = min(end, time.monotonic() + RECORD_S)
-        while number != 0 and (left := end - time.monotonic()) > 0:
-            number = next_signal(left)
+            self.interrupts.step_interrupted = True
+            self.interrupts.received = self.interrupts.received or self.signal_number
+            signal.pthread_kill(threading.main_thread().ident or 0, self.signal_number)
+        elif self.interrupts.asks_to_interrupt(number, self.signal_number):
+            deadline = min(deadline, time.monotonic() + RECORD_TIMEOUT_S)
+        while number != 0 and (remaining := deadline - time.monotonic()) > 0:
+            number = next_signal(remaining)
         if number != 0 and is_command():
-            self._leave()
+            self._terminate()
 
-    def note_children(self) -> None:
+    def record_children(self) -> None:
         """Record the child processes, recursively."""
         with suppress(psutil.Error, OSError):
             self.children += psutil.Process().children(recursive=True)
 
     def kill_children(self) -> None:
         """Kill child processes except Python's resource tracker: compilers outlive their parent."""
-        self.note_children()
+        self.record_children()
         for child in self.children:
             with suppress(psutil.Error, OSError):  # already ended
                 if "resource_tracker" not in " ".join(child.cmdline()):
                     child.kill()
 
-    def _leave(self) -> None:
-        error = Interrupted(self.number)
+    def _terminate(self) -> None:
+        error = Interrupted(self.signal_number)
         # in its own thread, with a timeout: the main one may hold locks that it needs
         recorder = threading.Thread(target=self._record, args=(error,), daemon=True)
         recorder.start()
-        recorder.join(RECORD_S)
+        recorder.join(RECORD_TIMEOUT_S)
         self.kill_children()
         os._exit(error.exit_code)
 
@@ -79,8 +82,8 @@ class GracePeriod:
         if run.world is not None:
             run.world.leave(error)
         run.checkpointer.join()
-        where = f"its step did not end within checkpoint.grace_s={run.grace_s:g}"
-        reason = f"{error}{self.hint()}; {where}"
+        problem = f"its step did not end within checkpoint.grace_s={run.grace_s:g}"
+        reason = f"{error}{self.resume_hint()}; {problem}"
         if run.folder is not None and run.writes:
             with suppress(StorageError):
                 summary = Summary.read(run.folder)

@@ -17,7 +17,7 @@ from runner.techniques.base import Choice
 from runner.training.hook import Step
 from runner.training.run import Run
 
-FILE = "debug/bad_samples.json"
+BAD_SAMPLES_FILE = "debug/bad_samples.json"
 
 
 class LeftOut:
@@ -38,19 +38,19 @@ class LeftOut:
         if run.world is not None:
             gathered = run.world.gather((bad, empty))
             bad = {index: text for each, _ in gathered for index, text in each.items()}
-            empty = all(none for _, none in gathered)
-        for problem in (new := usable.add(bad)):
+            empty = all(is_empty for _, is_empty in gathered)
+        for problem in (new_problems := usable.add(bad)):
             run.history.add(
                 "bad_samples", problem, step=run.progress.step, category="data",
                 action="left out of its batch",
             )  # fmt: skip
-        if new:
-            parts = dict(self._parts())
-            every = {(n, i): text for n, x in parts.items() for i, text in x.bad.items()}
-            check_share(every, sum(len(x.order.indices) for x in parts.values()), self.config)
+        if new_problems:
+            fetches = dict(self._usable_fetches())
+            problems = {(n, i): text for n, x in fetches.items() for i, text in x.bad.items()}
+            check_share(problems, sum(len(x.order.indices) for x in fetches.values()), self.config)
         return empty
 
-    def no_step(self) -> Step:
+    def make_skipped_step(self) -> Step:
         """Return a skipped step, for a batch without a usable sample."""
         number = self.run.progress.step + 1
         self.run.guardian.vetoed.append(number)
@@ -59,25 +59,28 @@ class LeftOut:
         return Step(number, zero * float("nan"), zero, torch.ones_like(zero))
 
     def choices(self) -> list[Choice]:
-        """Return the summary's choices on bad samples, by split; list all in FILE."""
-        rows = {name: usable for name, usable in self._parts() if usable.bad}
-        run, listed = self.run, {name: usable.bad for name, usable in rows.items()}
-        if rows and run.writes and run.folder is not None:
-            path = run.folder / FILE
-            write_or_log(path, json.dumps(listed, indent=1) + "\n", logging.DEBUG)
-        found = [(name, left_out(each.bad, len(each.order.indices))) for name, each in rows.items()]
-        return [Choice(row.key, f"{row.value} of {name}", row.reason) for name, row in found]
+        """Return the summary's choices on bad samples, by split; list all in BAD_SAMPLES_FILE."""
+        fetches = {name: usable for name, usable in self._usable_fetches() if usable.bad}
+        run, problems = self.run, {name: usable.bad for name, usable in fetches.items()}
+        if fetches and run.writes and run.folder is not None:
+            path = run.folder / BAD_SAMPLES_FILE
+            write_or_log(path, json.dumps(problems, indent=1) + "\n", logging.DEBUG)
+        choices = []
+        for name, usable in fetches.items():
+            choice = left_out(usable.bad, len(usable.order.indices))
+            choices.append(Choice(choice.key, f"{choice.value} of {name}", choice.reason))
+        return choices
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {name: dict(usable.bad) for name, usable in self._parts()}
+        return {name: dict(usable.bad) for name, usable in self._usable_fetches()}
 
-    def load(self, kept: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        for name, usable in self._parts():
-            usable.bad = dict(kept.get(name, {}))
+        for name, usable in self._usable_fetches():
+            usable.bad = dict(state.get(name, {}))
 
-    def _parts(self) -> Iterator[tuple[str, UsableFetch]]:
+    def _usable_fetches(self) -> Iterator[tuple[str, UsableFetch]]:
         run = self.run
         loaders = {"training": run.train, "validation": run.validation, "test": run.test}
         for name, loader in loaders.items():

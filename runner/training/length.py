@@ -17,7 +17,7 @@ from runner.training.recovery import MICRO_BATCH
 
 log = logging.getLogger("runner")
 
-OBSERVATIONS, FEWEST = 6, 3  # of a debug tool in a run; its verdicts need three
+OBSERVATIONS, MIN_OBSERVATIONS = 6, 3  # of a debug tool in a run; its verdicts need three
 
 
 def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
@@ -63,13 +63,15 @@ def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Cho
     steps every second step is observed if that gives three: an observed step is not compiled.
     """
     span = min(steps, debug.max_iterations or steps)
-    every, own = max(1, span // OBSERVATIONS, min(2, span // FEWEST)), debug.anomaly
+    every = max(1, span // OBSERVATIONS, min(2, span // MIN_OBSERVATIONS))
     tools = [getattr(debug, field.name) for field in fields(debug)]
     repeated = [t for t in tools if getattr(t, "enabled", False) and hasattr(t, "every")]
-    used = any(tool is not own or own.every for tool in repeated)  # anomaly's null: every step
-    if not used or debug.every != DebugConfig.every or every >= debug.every:
+    anomaly = debug.anomaly  # with `every` null it observes every step
+    depends_on_every = any(tool is not anomaly or anomaly.every for tool in repeated)
+    if not depends_on_every or debug.every != DebugConfig.every or every >= debug.every:
         return debug, []
-    anomaly = replace(own, every=every) if own.every == debug.every else own
+    if anomaly.every == debug.every:
+        anomaly = replace(anomaly, every=every)
     reason = (
         f"{span // every} observations in {span} steps; "
         f"debug.every={debug.every} would give {span // debug.every}"
@@ -77,7 +79,7 @@ def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Cho
     return replace(debug, every=every, anomaly=anomaly), [Choice("debug.every", every, reason)]
 
 
-def micro_batch(asked: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
-    """Return the samples per backward: at most `asked`, and at most the resumed run's value."""
-    most = min(asked or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
-    return largest_part(batch_size, most)
+def micro_batch(requested: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
+    """Return the samples per backward: at most `requested`, and at most the resumed run's value."""
+    limit = min(requested or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
+    return largest_part(batch_size, limit)

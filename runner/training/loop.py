@@ -19,7 +19,7 @@ from runner.errors import (
     RunnerError,
     StorageError,
 )
-from runner.objectives.base import unknown
+from runner.objectives.base import unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
@@ -54,19 +54,21 @@ def train(run: Run) -> Summary:
     """
     check_run("train", run)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
-    over = run.progress.step >= run.total_steps or run.stop_reason
-    find = partial(_ended, run)
-    ended = None if not over else find() if run.world is None else run.world.choose(find)
-    if ended is not None:
-        log.info("this run already ended at step %d; to continue: training.steps=…", ended.steps)
-        return ended  # its record stays as it is
+    is_over = run.progress.step >= run.total_steps or run.stop_reason
+    read_ended = partial(_read_ended_summary, run)
+    previous: Summary | None = None
+    if is_over:
+        previous = read_ended() if run.world is None else run.world.choose(read_ended)
+    if previous is not None:
+        log.info("this run already ended at step %d; to continue: training.steps=…", previous.steps)
+        return previous  # its record stays as it is
     if run.folder is not None and run.writes:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
     if run.trials is not None:
         run.trials.plan(run)
-    build_summary(run, "running", must=True)
+    build_summary(run, "running", required=True)
     status, reason = "failed", "a hook swallowed an exception"
     try:
         with ExitStack() as stack:
@@ -87,33 +89,33 @@ def train(run: Run) -> Summary:
     return summary
 
 
-def _ended(run: Run) -> Summary | None:
+def _read_ended_summary(run: Run) -> Summary | None:
     """Return the summary of a run that ended at this step; None if there is none."""
     if run.folder is not None:
         with suppress(StorageError):  # missing or damaged
-            ended = Summary.read(run.folder)
-            if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
-                return ended
+            summary = Summary.read(run.folder)
+            if summary.status in ("done", "stopped") and summary.steps == run.progress.step:
+                return summary
     return None
 
 
 def _train(run: Run) -> None:
-    progress, watch, update = run.progress, run.watch, run.update
-    watchers = [
+    progress, stopwatch, update = run.progress, run.watch, run.update
+    in_step_hooks = [
         h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
     ]
-    step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
+    after_step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     run.model.train()
-    together = run.world is not None
-    limit = partial(_limit_step, run)
-    with Interrupts(_on_a_signal(run), together, limit) as interrupts:
+    distributed = run.world is not None
+    make_grace_period = partial(_make_grace_period, run)
+    with Interrupts(_signal_notice(run), distributed, make_grace_period) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
                 save(run)  # the first rollback restores it
             _validate_and_checkpoint(run, interrupts)  # may be due where a resumed run had stopped
             while progress.step < run.total_steps and not run.stop_reason:
-                watch.start()
+                stopwatch.start()
                 interrupts.begin_wait()
                 batch = next(batches)
                 interrupts.end_wait()
@@ -122,54 +124,54 @@ def _train(run: Run) -> None:
                 if run.inputs is not None and not empty:
                     batch = run.inputs.admit(number, batch)
                     run.guardian.vetoed += run.inputs.take_vetoed()
-                watch.split("data")
+                stopwatch.split("data")
 
                 try:
-                    step, verdict = make_step(run, batch, watchers, empty)
+                    step, verdict = make_step(run, batch, in_step_hooks, empty)
                 except Exception as error:
                     _capture_failed_step(run, number, batch, error)
                     raise
 
                 samples = record_step(run, step)
-                if step_hooks:
-                    verdict = max(verdict, call_hooks(step_hooks, "on_step", run, step))
+                if after_step_hooks:
+                    verdict = max(verdict, call_hooks(after_step_hooks, "on_step", run, step))
                 if progress.step % run.report_every == 0:
-                    run.reader.close(watch.elapsed())
-                    verdict = max(verdict, _report(run))
-                stopping = interrupts.received
+                    run.reader.close(stopwatch.elapsed())
+                    verdict = max(verdict, _process_reports(run))
+                signal_number = interrupts.received
                 if run.world is not None:
-                    worst, number = run.world.worst(verdict, stopping or 0)
-                    verdict, stopping = Verdict(worst), number or None
-                watch.stop(samples)
+                    worst, number = run.world.worst(verdict, signal_number or 0)
+                    verdict, signal_number = Verdict(worst), number or None
+                stopwatch.stop(samples)
 
                 if verdict >= Verdict.ROLLBACK:
-                    _act_on(run, verdict)
+                    _stop_or_roll_back(run, verdict)
                 if progress.step >= run.guardian.due:
                     run.guardian.apply_limits(progress.step)
-                if stopping is not None:  # before a validation, which may be slow
+                if signal_number is not None:  # before a validation, which may be slow
                     interrupts.end_grace()
-                    _save_and_stop(run, Interrupted(stopping))
-                    raise Interrupted(stopping, _resume_hint(run))
+                    _save_and_stop(run, Interrupted(signal_number))
+                    raise Interrupted(signal_number, _resume_hint(run))
                 _validate_and_checkpoint(run, interrupts)
-            run.reader.close(watch.elapsed())
-            _apply_verdict(run, _report(run, wait=True))
+            run.reader.close(stopwatch.elapsed())
+            _apply_verdict(run, _process_reports(run, wait=True))
             if run.inputs is not None:
                 run.inputs.settle()
         except KeyboardInterrupt:
             interrupts.end_grace()
-            _leave(run, interrupts.error())
-            if interrupts.cut_short:  # a second signal saves nothing
+            _leave_world(run, interrupts.error())
+            if interrupts.wait_interrupted:  # a second signal saves nothing
                 _save_and_stop(run)
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
         except RunnerError as error:  # an unfinished step has changed only buffers
             interrupts.end_grace()
-            _leave(run, error)
+            _leave_world(run, error)
             update.abandon()
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.shards is None or gave_up:
-                _save_and_stop(run, only_sound=gave_up)
+                _save_and_stop(run, only_finite=gave_up)
             raise
         finally:
             run.train.close()
@@ -193,9 +195,9 @@ def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
 
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
-    others = isinstance(error, ProcessLost | RestartAll)
-    refused = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
-    if others or refused or is_out_of_memory(error):
+    process_lost = isinstance(error, ProcessLost | RestartAll)
+    has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
+    if process_lost or has_other_cause or is_out_of_memory(error):
         return
     run.update.abandon()
     message, capture = f"{type(error).__name__}: {error}", None
@@ -208,47 +210,47 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     )  # fmt: skip
 
 
-def _save_and_stop(run: Run, end: RunnerError | None = None, only_sound: bool = False) -> None:
+def _save_and_stop(run: Run, error: RunnerError | None = None, only_finite: bool = False) -> None:
     """Report all steps and save a checkpoint before an early end.
 
-    `end` is an error that all processes have agreed on. With `only_sound`, non-finite weights are
+    `error` is one that all processes have agreed on. With `only_finite`, non-finite weights are
     not saved: at the last step the same command would take them for the result.
     """
-    _report(run, wait=True)
-    if end is not None:
-        _leave(run, end)
-    save(run, final=not only_sound)
+    _process_reports(run, wait=True)
+    if error is not None:
+        _leave_world(run, error)
+    save(run, final=not only_finite)
     run.checkpointer.close()
 
 
-def _leave(run: Run, error: RunnerError) -> None:
+def _leave_world(run: Run, error: RunnerError) -> None:
     """Stop waiting for the other processes of the run, if there are any."""
     if run.world is not None:
         run.world.leave(error)
 
 
-def _on_a_signal(run: Run) -> str:
+def _signal_notice(run: Run) -> str:
     """Return the message for the first signal; compiling counts as part of its step."""
-    saved = without = ""
+    with_checkpoint = without_checkpoint = ""
     if not run.checkpointer.in_memory:
-        saved, without = ", with a checkpoint", ", without one"
-    text = f"stopping after the current step or compilation{saved}; again to stop at once"
-    return text + without
+        with_checkpoint, without_checkpoint = ", with a checkpoint", ", without one"
+    text = f"stopping after the current step or compilation{with_checkpoint}; again to stop at once"
+    return text + without_checkpoint
 
 
 def _resume_hint(run: Run) -> str:
     """Return text with the step of the interruption and the command that resumes the run."""
-    at = f" at step {run.progress.step} of {run.total_steps}"
+    position = f" at step {run.progress.step} of {run.total_steps}"
     last = run.checkpointer.last
     if run.saved_step < 0 or run.folder is None or last is None:
-        return at
-    saved = "a checkpoint is written"
+        return position
+    checkpoint_text = "a checkpoint is written"
     if run.saved_step < run.progress.step:
-        saved = f"the last checkpoint is {last}"
-    return f"{at}; {saved}; to resume: {resume_argument(run.folder)}"
+        checkpoint_text = f"the last checkpoint is {last}"
+    return f"{position}; {checkpoint_text}; to resume: {resume_argument(run.folder)}"
 
 
-def _limit_step(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
+def _make_grace_period(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
     """Return the grace period of the step in which a signal arrived."""
     from runner.training.grace import GracePeriod  # imported only if needed
 
@@ -258,19 +260,19 @@ def _limit_step(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
 def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:
     """Validate and save a checkpoint where due, also if it was due when a resumed run stopped."""
     progress = run.progress
-    step, last = progress.step, progress.step >= run.total_steps
+    step, is_last = progress.step, progress.step >= run.total_steps
     improved, verdict = False, Verdict.KEEP
-    if last:
+    if is_last:
         _handle_last_report(run)
-    if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
+    if step and (is_last or step % run.validate_every == 0) and progress.validated_step < step:
         interrupts.begin_wait()  # a validation changes nothing, so a signal may end it
         evaluation = evaluate(run)
         interrupts.end_wait()
         improved, verdict = _update_best(run, evaluation)
-    due = step > 0 and step % run.checkpoint_every == 0
-    if improved or due:
-        _apply_verdict(run, _report(run, wait=True))  # act on earlier steps first
-    if improved or (due and run.saved_step < step):
+    checkpoint_due = step > 0 and step % run.checkpoint_every == 0
+    if improved or checkpoint_due:
+        _apply_verdict(run, _process_reports(run, wait=True))  # act on earlier steps first
+    if improved or (checkpoint_due and run.saved_step < step):
         save(run, best=improved)
         build_summary(run, "running")  # in case the run is killed later
     _apply_verdict(run, verdict)
@@ -281,10 +283,10 @@ def _handle_last_report(run: Run) -> None:
 
     Without a bad step the open window stays open: a run with more steps continues it.
     """
-    verdict = _report(run, wait=True)
+    verdict = _process_reports(run, wait=True)
     if first_bad_step(run):
         run.reader.close(run.watch.elapsed())
-        verdict = max(verdict, _report(run, wait=True))
+        verdict = max(verdict, _process_reports(run, wait=True))
     _apply_verdict(run, verdict)
 
 
@@ -293,7 +295,7 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
         _save_and_stop(run)
-        raise unknown(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
+        raise unknown_metric(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
     value = metrics[run.monitor]
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
@@ -326,9 +328,9 @@ def _check_early_stopping(run: Run) -> None:
         )
 
 
-def _report(run: Run, wait: bool = False) -> Verdict:
+def _process_reports(run: Run, wait: bool = False) -> Verdict:
     """Pass reports to the stability policy and the hooks; return the worst verdict."""
-    verdict, lost = Verdict.KEEP, None
+    verdict, process_lost = Verdict.KEEP, None
     if run.whole is not None and (wait or run.device.reads_are_free):
         run.whole.check()
     for report in run.reader.reports(wait):
@@ -337,15 +339,16 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if run.inputs is not None:
             run.inputs.read(report.last)  # no wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
-            if run.world is not None and lost is None:  # each process saw its part of a batch
-                run.guardian.vetoed, lost = run.world.union(run.guardian.vetoed)
+            # each process saw its part of a batch
+            if run.world is not None and process_lost is None:
+                run.guardian.vetoed, process_lost = run.world.union(run.guardian.vetoed)
         run.guardian.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _enforce_strict(run)
         verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
-    if lost is not None:  # only now, as reports taken from the reader must be recorded first
-        raise lost
+    if process_lost is not None:  # reports taken from the reader had to be recorded first
+        raise process_lost
     return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
 
 
@@ -364,19 +367,19 @@ def _enforce_strict(run: Run) -> None:
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:
     """Stop or roll back if a hook of any process or the stability policy asks for it."""
-    if (verdict := run.agree(verdict)) >= Verdict.ROLLBACK:
-        _act_on(run, verdict)
+    if (verdict := run.worst_verdict(verdict)) >= Verdict.ROLLBACK:
+        _stop_or_roll_back(run, verdict)
 
 
-def _act_on(run: Run, verdict: Verdict) -> None:
-    guardian = run.guardian
+def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
+    controller = run.guardian
     if verdict is Verdict.STOP:
         run.stop_reason = run.stop_reason or "a hook requested a stop"
-    elif guardian.decision is None:
-        guardian.ask(run)
-    while (rule := guardian.execute(run)) is not None:
-        _report(run, wait=True)  # reports in flight concern the weights that are replaced
+    elif controller.decision is None:
+        controller.request_rollback(run)
+    while (rule := controller.execute(run)) is not None:
+        _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run, rule.factor):
-            guardian.rolled_back(run)
+            controller.record_rollback(run)
         else:
-            guardian.give_up(run)
+            controller.give_up(run)

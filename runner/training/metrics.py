@@ -11,8 +11,8 @@ from torch import Tensor
 
 from runner.training.hook import Report, Step
 
-HISTORY = 4  # windows kept after they were reported
-MOST_SKIPPED = 10_000  # remembered skipped steps
+MAX_REPORTED_WINDOWS = 4  # windows kept after they were reported
+MAX_SKIPPED_STEPS = 10_000  # remembered skipped steps
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Reader:
         self.samples = 0
         self.seconds = 0.0
         self.windows: deque[_Window] = deque()
-        self.reported: deque[tuple[int, list[list[float]]]] = deque(maxlen=HISTORY)
-        self.skipped: deque[int] = deque(maxlen=MOST_SKIPPED)  # numbers of reported steps
+        self.reported: deque[tuple[int, list[list[float]]]] = deque(maxlen=MAX_REPORTED_WINDOWS)
+        self.skipped: deque[int] = deque(maxlen=MAX_SKIPPED_STEPS)  # numbers of reported steps
 
     def add(self, step: Step, samples: int) -> None:
         """Add a step to the window, without a host sync."""
@@ -54,7 +54,7 @@ class Reader:
 
     def close(self, seconds: float) -> None:
         """Close the window and start its copy; `seconds` is the time spent in steps so far."""
-        rows = self._rows()
+        rows = self._take_rows()
         ready = None
         if rows.device.type != "cpu":
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self.device.type == "cuda")
@@ -91,7 +91,7 @@ class Reader:
         return arrived
 
     @property
-    def unread(self) -> int | None:
+    def first_unread(self) -> int | None:
         """The first step with numbers not yet on the host; None if all are."""
         if self.windows:
             return self.windows[0].first
@@ -114,7 +114,7 @@ class Reader:
         steps = range(step, max(numbered, default=0) + 1)
         return [numbered[n] for n in steps] if steps and steps.start in numbered else None
 
-    def _rows(self) -> Tensor:
+    def _take_rows(self) -> Tensor:
         if not self.steps:
             return torch.zeros(0, 3)
         rows = torch.stack(self.steps).to(torch.float32).view(-1, 3)
@@ -123,7 +123,7 @@ class Reader:
 
     def state(self) -> dict[str, Any]:
         """Return the open window. Host sync."""
-        self.earlier = self.earlier + self._rows().tolist()
+        self.earlier = self.earlier + self._take_rows().tolist()
         return {"first": self.first, "rows": self.earlier, "samples": self.samples}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -20,22 +20,24 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 MICRO_BATCH = "training.micro_batch"
-SIGNS = re.compile(
+OOM_MESSAGE = re.compile(
     r"DefaultCPUAllocator|not enough memory|out of memory|std::bad_alloc|"
     r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|[Cc]annot allocate memory"
 )
-ONEDNN = re.compile(r"could not (create|execute) a primitive")
-SIZE = re.compile(r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.I)
-SMALLER_MODEL = (
+ONEDNN_MESSAGE = re.compile(r"could not (create|execute) a primitive")
+REQUESTED_SIZE = re.compile(
+    r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.IGNORECASE
+)
+SMALLER_MODEL_FIX = (
     "weights, gradients and optimizer state alone do not fit: use a smaller model, "
     "or less state per weight (optimizer=sgd, optimizer.ema=null, "
     "checkpoint.enabled=false)"
 )
-NOTHING_SMALLER = (
+LESS_MEMORY_FIX = (
     "make the model smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null); if "
     "the weights fit, lower training.micro_batch"
 )
-FEWER_ACTIVATIONS = (
+FEWER_ACTIVATIONS_FIX = (
     "use optimization=memory_efficient or optimization.recompute.enabled=true, or make the samples "
     "or the model smaller"
 )
@@ -52,9 +54,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if ONEDNN.search(text):  # its message is the same for lack of memory
+    if ONEDNN_MESSAGE.search(text):  # its message is the same for lack of memory
         return memory.limit_left() is not None
-    return SIGNS.search(text) is not None
+    return OOM_MESSAGE.search(text) is not None
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
@@ -62,46 +64,48 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
-    samples = run.local(run.train.samples(run.progress.step))
+    samples = run.largest_local_batch(run.train.samples(run.progress.step))
     size = largest_part(samples, run.micro_batch)
-    at = f"step {run.progress.step + 1}"
-    starved = "Expected more than 1 value per channel" in str(error)
-    if starved and run.train.usable is not None and run.train.usable.last.bad:
-        left = "one sample left of its batch or micro-batch, and BatchNorm needs 2 or more"
-        raise ConfigError("data.bad_samples", f"{at} has {left}", "use a larger batch")
-    if starved and not (size < samples and run.history.counts.get("out_of_memory")):
-        _refuse_single_sample(at, samples, run.micro_batch)
+    step_label = f"step {run.progress.step + 1}"
+    batchnorm_failed = "Expected more than 1 value per channel" in str(error)
+    if batchnorm_failed and run.train.usable is not None and run.train.usable.last.bad:
+        problem = "one sample left of its batch or micro-batch, and BatchNorm needs 2 or more"
+        raise ConfigError("data.bad_samples", f"{step_label} has {problem}", "use a larger batch")
+    if batchnorm_failed and not (size < samples and run.history.counts.get("out_of_memory")):
+        _refuse_single_sample(step_label, samples, run.micro_batch)
         return False
-    if not is_out_of_memory(error) and not starved:
+    if not is_out_of_memory(error) and not batchnorm_failed:
         return False
     _release_step_memory(run, error)
-    if starved:
+    if batchnorm_failed:
         raise OutOfMemory(
-            f"{at}: out of memory with more than {size} samples at a time, but BatchNorm needs "
-            f"more; {FEWER_ACTIVATIONS}"
+            f"{step_label}: out of memory with more than {size} samples at a time, but BatchNorm "
+            f"needs more; {FEWER_ACTIVATIONS_FIX}"
         ) from None
     if size == 1:
-        raise _give_up(run, error, at) from None
-    run.micro_batch = largest_part(run.local(run.train.samples(0)), (size + 1) // 2)
-    reason = f"{at} ran out of memory{_missing(error)} with {size}"
+        raise _single_sample_error(run, error, step_label) from None
+    run.micro_batch = largest_part(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
+    reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # a new dict: a checkpoint of the old one may be in the making
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
-    _note(run, f"ran out of memory{_missing(error)} with {size} samples at a time",
-          f"retrying the batch with {run.micro_batch} at a time", error)  # fmt: skip
+    message = f"ran out of memory{_missing_memory(error)} with {size} samples at a time"
+    action = f"retrying the batch with {run.micro_batch} at a time"
+    _record_oom(run, message, action, error)
     return True
 
 
-def _refuse_single_sample(at: str, samples: int, micro_batch: int) -> None:
+def _refuse_single_sample(step_label: str, samples: int, micro_batch: int) -> None:
     """Raise ConfigError if a batch or its smallest micro-batch is one sample."""
     part = split(samples, micro_batch)[-1]
     if part.stop - part.start > 1:
         return
-    key, what, fix = MICRO_BATCH, "micro-batch", "use a larger one"
+    key, unit, fix = MICRO_BATCH, "micro-batch", "use a larger one"
     if samples == 1:
-        key, what, fix = "training.batch_size", "batch", "use another size, or data.drop_last=true"
-    raise ConfigError(key, f"{at} has a {what} of one sample, and BatchNorm needs 2 or more", fix)
+        key, unit, fix = "training.batch_size", "batch", "use another size, or data.drop_last=true"
+    problem = f"{step_label} has a {unit} of one sample, and BatchNorm needs 2 or more"
+    raise ConfigError(key, problem, fix)
 
 
 def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
@@ -111,25 +115,25 @@ def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
         return False
     _release_step_memory(run, error)
     if size == 1:
-        raise _give_up(run, error, "validation") from None
+        raise _single_sample_error(run, error, "validation") from None
     run.evaluation_batch = (size + 1) // 2
-    _note(run, f"validation ran out of memory{_missing(error)} with {size} samples at a time",
-          f"{run.evaluation_batch} at a time from now on", error)  # fmt: skip
+    message = f"validation ran out of memory{_missing_memory(error)} with {size} samples at a time"
+    _record_oom(run, message, f"{run.evaluation_batch} at a time from now on", error)
     return True
 
 
-def _give_up(run: Run, error: Exception, where: str) -> OutOfMemory:
+def _single_sample_error(run: Run, error: Exception, where: str) -> OutOfMemory:
     """Return the error for one sample that does not fit, with a fix by what takes the memory."""
-    missing = _missing(error)
-    _note(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
+    missing = _missing_memory(error)
+    _record_oom(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
     trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     state = 0 if run.update.optimizer.state else 2 * trained  # Adam's, made in the first update
     fits = trained + state < memory.room(run.device)
-    fix = FEWER_ACTIVATIONS if fits else SMALLER_MODEL
+    fix = FEWER_ACTIVATIONS_FIX if fits else SMALLER_MODEL_FIX
     return OutOfMemory(f"{where}: out of memory{missing} with one sample; {fix}")
 
 
-def _note(run: Run, message: str, action: str, error: Exception) -> None:
+def _record_oom(run: Run, message: str, action: str, error: Exception) -> None:
     step = run.progress.step + 1
     run.history.add(
         "out_of_memory", message, step=step, category="memory", action=action, error=error
@@ -137,18 +141,18 @@ def _note(run: Run, message: str, action: str, error: Exception) -> None:
 
 
 @contextmanager
-def translate_oom(doing: str) -> Iterator[None]:
-    """Raise OutOfMemory for a lack of memory inside; `doing` says what could not be done."""
+def translate_oom(activity: str) -> Iterator[None]:
+    """Raise OutOfMemory for a lack of memory inside; `activity` says what the run was doing."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        missing = _missing(error)
+        missing = _missing_memory(error)
         release_references(error)
     else:
         return
-    raise OutOfMemory(f"out of memory{missing} {doing}; {NOTHING_SMALLER}")
+    raise OutOfMemory(f"out of memory{missing} {activity}; {LESS_MEMORY_FIX}")
 
 
 def _release_step_memory(run: Run, error: Exception) -> None:
@@ -170,9 +174,9 @@ def release_references(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _missing(error: Exception) -> str:
+def _missing_memory(error: Exception) -> str:
     """Return the size of the failed allocation as " (… more)", or "" if unknown."""
-    match = SIZE.search(str(error))
+    match = REQUESTED_SIZE.search(str(error))
     if match is None:
         return ""
     size = match[1]

@@ -25,8 +25,8 @@ from runner.training.run import Progress, Run
 log = logging.getLogger("runner")
 
 
-OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export", "predict.format")
-MISFITS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+UNCOMPARED_KEYS = ("name", "checkpoint.resume", "job.kind", "evaluate.export", "predict.format")
+MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
 
 
@@ -40,18 +40,18 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if run.world is not None and run.world.lost and run.shards is not None:
             log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
-        if not final and not run.guardian.sound():
+        if not final and not run.guardian.has_finite_weights():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
         bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would replace the one to roll back to
-        run.checkpointer.lead_to = _lead_to(run, bad)
+        run.checkpointer.lead_to = _steps_to_replay(run, bad)
         if run.trials is not None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
         planned = best or run.progress.step % run.checkpoint_every == 0
-        state = {**_state(run), "planned": planned, "clean": not bad}
+        state = {**_run_state(run), "planned": planned, "clean": not bad}
         sharded = () if run.shards is None else run.shards.names
         run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
         run.saved_step = run.progress.step
@@ -64,9 +64,9 @@ def weights(run: Run) -> dict[str, Any]:
     return run.model.state_dict() if run.shards is None else run.shards.state_dict()
 
 
-def _lead_to(run: Run, bad: int) -> set[int]:
-    unread = run.reader.unread if run.captures is not None else None
-    return {step for step in (unread, bad) if step}
+def _steps_to_replay(run: Run, bad: int) -> set[int]:
+    first_unread = run.reader.first_unread if run.captures is not None else None
+    return {step for step in (first_unread, bad) if step}
 
 
 def first_bad_step(run: Run) -> int:
@@ -74,17 +74,17 @@ def first_bad_step(run: Run) -> int:
 
     Host sync.
     """
-    guardian, hand = run.guardian, run.reader.state()
-    if guardian.streak:
-        return guardian.streak
-    for step, row in enumerate(hand["rows"], hand["first"]):
+    controller, open_window = run.guardian, run.reader.state()
+    if controller.bad_since:
+        return controller.bad_since
+    for step, row in enumerate(open_window["rows"], open_window["first"]):
         bad = row[2] > 0 or not all(map(math.isfinite, row))
-        if bad and step > guardian.forgotten and step not in guardian.vetoed:
+        if bad and step > controller.reset_step and step not in controller.vetoed:
             return step
     return 0
 
 
-def _state(run: Run) -> dict[str, Any]:
+def _run_state(run: Run) -> dict[str, Any]:
     inputs = None
     if run.inputs is not None:  # first, as it adds to the history and the guardian
         inputs = run.inputs.state()
@@ -105,7 +105,7 @@ def _state(run: Run) -> dict[str, Any]:
         "record": run.recorder.position(),
         "choices": [[c.key, c.value, c.reason] for c in run.choices],
         "config_hash": run.config_hash,
-        "settings": _plain(run.settings),
+        "settings": _comparable_settings(run.settings),
         "seed": run.seed,
         "threads": run.device.threads,
         "steps_per_epoch": run.train.steps_per_epoch,
@@ -126,7 +126,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         return False
     state = restored.state
     load_weights(run, restored.path, restored.model, state["update"])
-    with _named(restored.path):
+    with _translate_mismatch(restored.path):
         run.progress = Progress(**state["progress"])
         run.reader.load(state["reader"])
         run.history.load(state["history"])
@@ -136,47 +136,49 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         if run.left_out is not None:
             run.left_out.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
-        before, after = state["settings"], _plain(run.settings)
-        changed = [k for k in after if before.get(k) != after[k]]
+        before, after = state["settings"], _comparable_settings(run.settings)
+        changed_keys = [k for k in after if before.get(k) != after[k]]
         log.warning(
             "the config differs from %s: %s", restored.path,
-            ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed[:8]),
+            ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
         )  # fmt: skip
     if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
             "the data or the batch size changed: an epoch used to have %d steps",
             state["steps_per_epoch"],
         )
-    if (then := state["threads"]) != (now := run.device.threads):
+    if (threads_before := state["threads"]) != (threads_now := run.device.threads):
         log.warning(
-            "threads: %d before, %d now: last bits may differ; see device.threads", then, now
+            "threads: %d before, %d now: last bits may differ; see device.threads",
+            threads_before,
+            threads_now,
         )
-    how = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
-    run.choices.append(Choice("checkpoint.resume", str(restored.path), how))
+    reason = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
+    run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
     if run.checkpointer.owns(restored.path):
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
-        run.checkpointer.lead_to = _lead_to(run, first_bad_step(run))
+        run.checkpointer.lead_to = _steps_to_replay(run, first_bad_step(run))
         run.checkpointer.prune(restored.step)
-    with _named(restored.path):
+    with _translate_mismatch(restored.path):
         set_random(state["random"])  # last, since restoring the rest may draw random numbers
     return True
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _translate_mismatch(path: Path) -> Iterator[None]:
     """Turn errors of loading a state into a one-line CheckpointError."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except MISFITS as error:
+    except MISMATCH_ERRORS as error:
         from runner.checkpoint.content import state_error
 
-        raise state_error(str(path), _reason(error)) from error
+        raise state_error(str(path), _short_error(error)) from error
 
 
-def _reason(error: Exception) -> str:
+def _short_error(error: Exception) -> str:
     """Return one short line: torch's message lists every tensor."""
     return f"{type(error).__name__}: {shorten(str(error), 300)}"
 
@@ -199,7 +201,7 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     run.checkpointer.wait()
     if run.world is not None:
         run.world.barrier()  # until rank 0 has written the last one
-    restored = _last_good(run)
+    restored = _find_good_checkpoint(run)
     if restored is None:
         return False
     backoff, updates = update.backoff, update.updates.clone()
@@ -218,7 +220,7 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     return True
 
 
-def _last_good(run: Run) -> Restored | None:
+def _find_good_checkpoint(run: Run) -> Restored | None:
     """Return the newest finite checkpoint from before the bad steps; log non-finite ones.
 
     Scheduled checkpoints are preferred to one written at an interruption, so that an interrupted
@@ -226,33 +228,35 @@ def _last_good(run: Run) -> Restored | None:
     """
     decision = run.guardian.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
-    where: Path | None = None  # the newest
-    second: tuple[tuple[bool, bool], Restored] | None = None
+    folder: Path | None = None  # the newest
+    fallback: tuple[tuple[bool, bool], Restored] | None = None
     from runner.checkpoint.content import check_state
 
     while True:
         try:
-            restored = run.checkpointer.restore(where, check_state)
+            restored = run.checkpointer.restore(folder, check_state)
             step = None if restored is None else restored.step
         except CheckpointError as error:
             log.warning("%s", error)
-            restored, step = None, None if where is None else int(where.name.rpartition("_")[2])
+            restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
         if restored is not None:
-            name = broken(
+            nonfinite = broken(
                 restored.model, restored.state["update"], run.guardian.nonfinite_by_design
             )
-            if name is not None:
-                log.warning("the checkpoint of step %d is not usable: %s is not finite", step, name)
+            if nonfinite is not None:
+                log.warning(
+                    "the checkpoint of step %d is not usable: %s is not finite", step, nonfinite
+                )
             else:
                 clean = restored.state.get("clean", True) and (not bad or restored.step < bad)
                 rank = clean, restored.state["planned"]
                 if all(rank):
                     return restored
-                if second is None or rank > second[0]:
-                    second = rank, restored
-        where = None if step is None else run.checkpointer.before(step)
-        if where is None:
-            return None if second is None else second[1]
+                if fallback is None or rank > fallback[0]:
+                    fallback = rank, restored
+        folder = None if step is None else run.checkpointer.before(step)
+        if folder is None:
+            return None if fallback is None else fallback[1]
 
 
 def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> None:
@@ -262,18 +266,18 @@ def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> No
     """
     if restored is None:
         return
-    before, now = restored.state["settings"], _plain(settings)
-    loading = {f"data.{key}" for key in (*LOADING, "drop_last", "shuffle")}
-    keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading
-    others = [key for key in keys if before[key] != now[key]]
-    if others or settings["job.kind"] == "predict":
-        what = f", and {min(others)} differs" if others else ""
-        problem = f"{restored.path}: does not contain preprocessing{what}"
+    before, now = restored.state["settings"], _comparable_settings(settings)
+    loading_keys = {f"data.{key}" for key in (*LOADING, "drop_last", "shuffle")}
+    keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading_keys
+    differing_keys = [key for key in keys if before[key] != now[key]]
+    if differing_keys or settings["job.kind"] == "predict":
+        difference = f", and {min(differing_keys)} differs" if differing_keys else ""
+        problem = f"{restored.path}: does not contain preprocessing{difference}"
         raise CheckpointError(f"{problem}; train again or evaluate on its own data")
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {k: str(v) for k, v in settings.items() if k not in OF_NO_CONSEQUENCE}
+def _comparable_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {k: str(v) for k, v in settings.items() if k not in UNCOMPARED_KEYS}
 
 
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
@@ -287,8 +291,8 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
         run.update.load(update)
     except torch.OutOfMemoryError:
         raise
-    except MISFITS as error:
+    except MISMATCH_ERRORS as error:
         raise CheckpointError(
-            f"{path}: does not fit this run's model or optimizer ({_reason(error)}); resume with "
-            "the config of its run"
+            f"{path}: does not fit this run's model or optimizer ({_short_error(error)}); "
+            "resume with the config of its run"
         ) from error

@@ -129,11 +129,11 @@ class Run(RunParts):
         """Whether this process writes the record: the only one, or the first of several."""
         return self.folder is not None and (self.world is None or self.world.first)
 
-    def local(self, samples: int) -> int:
+    def largest_local_batch(self, samples: int) -> int:
         """Return the largest number of samples of a batch that one process has."""
         return samples if self.world is None else self.world.largest(samples)
 
-    def agree(self, verdict: Verdict) -> Verdict:
+    def worst_verdict(self, verdict: Verdict) -> Verdict:
         """Return the worst verdict of all processes."""
         return verdict if self.world is None else type(verdict)(self.world.worst(verdict)[0])
 
@@ -153,11 +153,12 @@ class Run(RunParts):
                 raise
 
 
-def check_run(who: str, run: object) -> None:
+def check_run(caller: str, run: object) -> None:
     """Raise UsageError if `run` is not a Run, for example a RunConfig."""
     if not isinstance(run, Run):
         raise UsageError(
-            f"{who}: takes a run, not a {type(run).__name__}: with build(config) as run: {who}(run)"
+            f"{caller}: takes a run, not a {type(run).__name__}: "
+            f"with build(config) as run: {caller}(run)"
         )
 
 

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Windows has the first two
-ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Windows has the first two
+ENDS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
 """Signals that ask a process to end, including a lost terminal and the end of a job's time."""
-PATIENCE_S = 5.0  # after which one of several processes no longer waits for data
+DATA_WAIT_S = 5.0  # after the first signal, during which a distributed run still waits for data
 AHEAD = ENDS[3:]
 """Signals by which SLURM announces the end of the process; another signal may follow."""
 
 
 STOP_FILE = "stop"
-REASON_LETTERS = 500  # read of a request
+MAX_REASON_CHARS = 500  # longer reasons are cut
 PRUNED = "pruned"
 """The first word of a request by a hyperparameter search."""
 
@@ -55,9 +55,9 @@ def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interr
 
 def request_stop(folder: Path, reason: str) -> None:
     """Ask the run in `folder` to end after its current step. Raises OSError."""
-    hidden = folder / f".{STOP_FILE}"
-    hidden.write_text(reason, encoding="utf-8")
-    os.replace(hidden, folder / STOP_FILE)
+    temporary = folder / f".{STOP_FILE}"
+    temporary.write_text(reason, encoding="utf-8")
+    os.replace(temporary, folder / STOP_FILE)
 
 
 def take_stop_request(folder: Path) -> str | None:
@@ -67,7 +67,7 @@ def take_stop_request(folder: Path) -> str | None:
         if not path.is_file():
             return None
         with path.open(encoding="utf-8", errors="replace") as file:
-            reason = " ".join(file.read(REASON_LETTERS).split())
+            reason = " ".join(file.read(MAX_REASON_CHARS).split())
         path.unlink()
     except OSError:
         return None
@@ -76,7 +76,7 @@ def take_stop_request(folder: Path) -> str | None:
 
 def is_command() -> bool:
     """Whether this process runs our command line, not a user's program."""
-    return bool(_command)
+    return bool(_command_contexts)
 
 
 def unclaimed() -> list[int]:
@@ -92,12 +92,12 @@ def signals_unwind() -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, _terminate) for number in unclaimed()}
-    _command.append(True)
+    _command_contexts.append(True)
     try:
         with signals_first():
             yield
     finally:
-        _command.pop()
+        _command_contexts.pop()
         raised.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -117,7 +117,7 @@ def signals_first() -> Iterator[None]:
         raise first from None
 
 
-_command: list[bool] = []  # not empty within `signals_unwind`
+_command_contexts: list[bool] = []  # not empty within `signals_unwind`
 raised: list[int] = []
 """Signals for which Terminated was raised: some libraries swallow it during import."""
 
@@ -133,28 +133,28 @@ class Interrupts:
     The first signal is recorded, and the loop ends at the next step boundary. Between `begin_wait`
     and `end_wait` (a wait for data may not end) it raises KeyboardInterrupt, also if it arrived
     before. A second signal raises it at once, unless one of the two is in `AHEAD`. The first signal
-    logs `notice` and calls `watch`, which returns the grace period that limits the step.
+    logs `notice` and calls `make_grace_period`; its result limits the step.
     """
 
     def __init__(
         self,
         notice: str = "",
-        together: bool = False,
-        watch: Callable[[Interrupts, int], GracePeriod] | None = None,
+        distributed: bool = False,
+        make_grace_period: Callable[[Interrupts, int], GracePeriod] | None = None,
     ) -> None:
-        """With `together`, all processes of a run end at the same step.
+        """With `distributed`, all processes of a run end at the same step.
 
-        A signal repeated after PATIENCE_S then ends a wait for data.
+        A signal repeated after DATA_WAIT_S then ends a wait for data.
         """
-        self.together, self.since = together, 0.0
+        self.distributed, self.received_at = distributed, 0.0
         self.received: int | None = None
         self.waiting = False
-        self.cut_short = False  # a wait was interrupted: the run is between two steps
-        self.forced = False  # the step is being interrupted
-        self.watch = watch
+        self.wait_interrupted = False  # a wait was interrupted: the run is between two steps
+        self.step_interrupted = False  # the step is being interrupted
+        self.make_grace_period = make_grace_period
         self.grace: GracePeriod | None = None  # since the first signal
         self.previous: dict[int, object] = {}
-        self.notice = _Notice(notice, self) if notice else None
+        self.notice = _SignalWatcher(notice, self) if notice else None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -170,43 +170,44 @@ class Interrupts:
         for number, handler in self.previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
         self.previous.clear()
-        if self.forced and self.grace is not None and is_command():
+        if self.step_interrupted and self.grace is not None and is_command():
             self.grace.kill_children()  # the interpreter would wait for its compilers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.forced or self.counts_again(number, self.received):
-            self.forced = True
+        if self.step_interrupted or self.asks_to_interrupt(number, self.received):
+            self.step_interrupted = True
             if self.grace is not None:
-                self.grace.note_children()  # before a compiler that unwinds loses its own children
+                self.grace.record_children()  # before a compiler that unwinds loses its own
             raise KeyboardInterrupt
         if self.received is None:
-            self.since = time.monotonic()
+            self.received_at = time.monotonic()
         if self.received is None or number not in AHEAD:
             self.received = number
-        if self.waiting and (not self.together or time.monotonic() > self.since + PATIENCE_S):
-            self._cut_short()
+        deadline = self.received_at + DATA_WAIT_S
+        if self.waiting and (not self.distributed or time.monotonic() > deadline):
+            self._interrupt_wait()
 
     def begin_wait(self) -> None:
         """Let the first signal raise KeyboardInterrupt; raise it now for one already received."""
         self.waiting = True  # set before the check, so that no signal is missed in between
-        if self.received is not None and not self.together:
-            self._cut_short()
+        if self.received is not None and not self.distributed:
+            self._interrupt_wait()
 
     def end_wait(self) -> None:
         """Let the first signal be recorded again."""
         self.waiting = False
 
-    def counts_again(self, number: int, first: int | None) -> bool:
+    def asks_to_interrupt(self, number: int, first: int | None) -> bool:
         """Whether a signal after the first one asks to interrupt the step."""
-        return not (first is None or self.together or {number, first} & {*AHEAD})
+        return not (first is None or self.distributed or {number, first} & {*AHEAD})
 
     def end_grace(self) -> None:
         """End the time limit: the step has ended, and a checkpoint after it is not limited."""
         if self.notice is not None:
             self.notice.stop()
 
-    def _cut_short(self) -> NoReturn:
-        self.waiting, self.cut_short = False, True
+    def _interrupt_wait(self) -> NoReturn:
+        self.waiting, self.wait_interrupted = False, True
         raise KeyboardInterrupt
 
     def error(self, where: str = "") -> Interrupted:
@@ -214,7 +215,7 @@ class Interrupts:
         return Interrupted(self.received or signal.SIGINT, where)
 
 
-class _Notice:
+class _SignalWatcher:
     """Thread that logs a line at the first signal and starts the grace period.
 
     A Python signal handler may interrupt a log line, and does not run during a compilation or a
@@ -223,40 +224,40 @@ class _Notice:
 
     def __init__(self, text: str, interrupts: Interrupts) -> None:
         self.text, self.interrupts = text, interrupts
-        self.before = self.reads = self.writes = -1
+        self.previous_fd = self.read_fd = self.write_fd = -1
         self.thread: threading.Thread | None = None
         self.numbers: set[int] = set()
 
     def start(self, numbers: set[int]) -> None:
         self.numbers = numbers
-        self.reads, self.writes = os.pipe()
-        os.set_blocking(self.writes, False)
-        self.before = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
-        self.thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self.read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.write_fd, False)
+        self.previous_fd = signal.set_wakeup_fd(self.write_fd, warn_on_full_buffer=False)
+        self.thread = threading.Thread(target=self._run, name="interrupts", daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
         if self.thread is None:
             return
-        signal.set_wakeup_fd(self.before, warn_on_full_buffer=False)
-        os.write(self.writes, b"\0")  # closing would not end the read: forks share the pipe
+        signal.set_wakeup_fd(self.previous_fd, warn_on_full_buffer=False)
+        os.write(self.write_fd, b"\0")  # closing would not end the read: forks share the pipe
         self.thread.join()
-        os.close(self.writes)
-        os.close(self.reads)
+        os.close(self.write_fd)
+        os.close(self.read_fd)
         self.thread = None
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         if not (first := self._next()):
             return
         log.warning("%s: %s", Interrupted.named(first), self.text)
-        if self.interrupts.watch is not None:
-            self.interrupts.grace = self.interrupts.watch(self.interrupts, first)
-            self.interrupts.grace.watch(self._next)
+        if self.interrupts.make_grace_period is not None:
+            self.interrupts.grace = self.interrupts.make_grace_period(self.interrupts, first)
+            self.interrupts.grace.wait_for_step(self._next)
 
     def _next(self, timeout_s: float | None = None) -> int | None:
-        """Return the next signal; 0 once the watch is over, None after the timeout."""
-        while select.select([self.reads], [], [], timeout_s)[0]:
-            number = os.read(self.reads, 1)[0]
+        """Return the next signal; 0 after `stop`, None after the timeout."""
+        while select.select([self.read_fd], [], [], timeout_s)[0]:
+            number = os.read(self.read_fd, 1)[0]
             if number in self.numbers or not number:
                 return number
         return None

@@ -33,15 +33,15 @@ def make_step(
     An `empty` batch has no usable sample in any process: its step changes nothing.
     """
     if empty and run.left_out is not None:
-        return run.left_out.no_step(), Verdict.KEEP
+        return run.left_out.make_skipped_step(), Verdict.KEEP
     due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
     trials = run.trials
-    if trials is None or trials.over:
+    if trials is None or trials.finished:
         return _make_step(run, batch, due)
-    start, full = trials.start(run), run.train.samples(0)
-    made = _make_step(run, batch, due)
-    trials.end(run, start, usual=not due and run.train.samples(run.progress.step) == full)
-    return made
+    start, full_size = trials.start(run), run.train.samples(0)
+    result = _make_step(run, batch, due)
+    trials.end(run, start, regular=not due and run.train.samples(run.progress.step) == full_size)
+    return result
 
 
 def _make_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
@@ -56,20 +56,20 @@ def _make_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
 
 def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     """Make a step within the hooks' contexts; never as one graph, as hooks may read gradients."""
-    made: tuple[Step, Verdict] | None = None
+    result: tuple[Step, Verdict] | None = None
     try:
         with ExitStack() as stack:
             if any(hook.eager for hook in due):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for hook in due:
                 stack.enter_context(_StepContext(hook, run))
-            made = _eager_step(
+            result = _eager_step(
                 run, batch, [hook for hook in due if overrides_event(hook, "on_gradients")]
             )
-        return made
+        return result
     except BaseException:
-        if made is not None:  # the update was made: a run that continues must not repeat it
-            record_step(run, made[0])
+        if result is not None:  # the update was made: a run that continues must not repeat it
+            record_step(run, result[0])
         raise
 
 
@@ -108,7 +108,7 @@ def record_step(run: Run, step: Step) -> int:
 def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     step, verdict = _backward_with_recovery(run, batch), Verdict.KEEP
     if due:
-        verdict = run.agree(call_hooks(due, "on_gradients", run, step))
+        verdict = run.worst_verdict(call_hooks(due, "on_gradients", run, step))
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
             run.guardian.vetoed.append(step.number)
@@ -119,23 +119,23 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
     return step, verdict
 
 
-def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
+def _graph_step(run: Run, graph: StepGraph, batch: Batch) -> Step | None:
     """Make the step as one graph; if the graph fails, return None and drop it for good."""
     number = run.progress.step + 1
     run.device.reseed(step_seed(run, number))
-    if not whole.steps:
+    if not graph.steps:
         log.info("compiling the step: seconds, or up to a minute the first time")
     try:
-        loss, norm, skipped = whole(batch, None if run.inputs is None else run.inputs.veto)
+        loss, norm, skipped = graph(batch, None if run.inputs is None else run.inputs.veto)
     except Exception as error:
         from runner.techniques import compiler
 
-        if not compiler.is_at_fault(error) and (whole.steps or compiler.was_running(error)):
+        if not compiler.is_at_fault(error) and (graph.steps or compiler.was_running(error)):
             raise  # some weights may have changed already
         run.whole = None
         run.fallen["whole_step"] = reason = compiler.summarize_error(error)
         log.warning("optimization.whole_step: fell back: %s", reason)
-        if run.compilation is not None and not (run.trials and run.trials.dropped("compile")):
+        if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
             run.compilation.turn(run, True)
         return None
     run.watch.split("whole_step")
@@ -185,27 +185,28 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     Each part is weighted by its share of samples or tokens, so parts of different sizes and masked
     targets give the same mean as the whole batch.
     """
-    own, world = count(batch[1]), run.world
-    whole: Tensor | float = run.objective.weight(batch[1])
+    own_samples, world = count(batch[1]), run.world
+    batch_weight: Tensor | float = run.objective.weight(batch[1])
     if world is None:
-        parts = split(own, run.micro_batch)
+        parts = split(own_samples, run.micro_batch)
     else:
         samples = run.train.samples(run.progress.step)
-        own = 0 if run.train.empty else own
-        if run.left_out is not None and not isinstance(whole, Tensor):  # others may drop some
+        own_samples = 0 if run.train.empty else own_samples
+        # other processes may drop some of their samples
+        if run.left_out is not None and not isinstance(batch_weight, Tensor):
             dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
-            whole = torch.tensor(whole, dtype=dtype, device=run.device.torch)
-        whole = world.whole_weight(whole, own, samples)
-        parts = world.parts(samples, run.micro_batch, own)
+            batch_weight = torch.tensor(batch_weight, dtype=dtype, device=run.device.torch)
+        batch_weight = world.whole_weight(batch_weight, own_samples, samples)
+        parts = world.parts(samples, run.micro_batch, own_samples)
     total = torch.zeros((), device=run.device.torch)
-    for number, which in enumerate(parts, 1):
-        empty = which.start == which.stop
-        part: Batch = rows(batch, slice(0, 1) if empty else which)
+    for number, part_slice in enumerate(parts, 1):
+        empty = part_slice.start == part_slice.stop
+        part: Batch = rows(batch, slice(0, 1) if empty else part_slice)
         weight = run.update.never if empty else run.objective.weight(part[1])
         if world is not None:
             world.stand_in = empty
-        with _synchronised(run, last=number == len(parts)):
-            loss = _weighted(_forward(run, part), weight, whole)
+        with _gradient_sync(run, last=number == len(parts)):
+            loss = _weighted_loss(_forward(run, part), weight, batch_weight)
             run.watch.split("forward")
             summed = loss if world is None else loss * world.size  # gradients are averaged
             (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
@@ -214,17 +215,17 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     return total
 
 
-def _weighted(loss: Tensor, weight: Tensor | float, whole: Tensor | float) -> Tensor:
+def _weighted_loss(loss: Tensor, weight: Tensor | float, batch_weight: Tensor | float) -> Tensor:
     """Return the part's contribution to the mean loss of the batch, in the loss's precision."""
     if not isinstance(weight, Tensor):
-        return loss * (weight / whole)
+        return loss * (weight / batch_weight)
     # integers are divided in fp32 or better, for any dtype of the loss
-    share = weight.to(torch.promote_types(loss.dtype, torch.float32)) / whole
+    share = weight.to(torch.promote_types(loss.dtype, torch.float32)) / batch_weight
     # a part with all targets masked has the mean 0/0 and the share 0
     return torch.where(share > 0, loss, 0.0) * share
 
 
-def _synchronised(run: Run, last: bool) -> AbstractContextManager[None]:
+def _gradient_sync(run: Run, last: bool) -> AbstractContextManager[None]:
     """Return a context that synchronises gradients with the last micro-batch only."""
     if run.world is None or last:
         return nullcontext()
@@ -232,36 +233,36 @@ def _synchronised(run: Run, last: bool) -> AbstractContextManager[None]:
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
-    odd = run.compilation is not None and not _is_usual(run, count(batch[1]))
-    if not run.contexts and not odd:
+    irregular = run.compilation is not None and not _is_regular_size(run, count(batch[1]))
+    if not run.contexts and not irregular:
         return run.objective(call(run.forward, batch[0]), batch[1])
     with ExitStack() as stack:
-        if odd:  # the last batch of an epoch: compiling for its size would take longer
+        if irregular:  # the last batch of an epoch: compiling for its size would take longer
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:
             stack.enter_context(context())
         return run.objective(call(run.forward, batch[0]), batch[1])
 
 
-def _is_usual(run: Run, samples: int) -> bool:
+def _is_regular_size(run: Run, samples: int) -> bool:
     """Whether a full batch or one of its micro-batches has this number of samples."""
-    full = run.train.samples(0)
+    full_size = run.train.samples(0)
     if run.world is None:
-        return samples in (run.micro_batch, full // -(-full // run.micro_batch))
-    parts = run.world.parts(full, run.micro_batch, full)
+        return samples in (run.micro_batch, full_size // -(-full_size // run.micro_batch))
+    parts = run.world.parts(full_size, run.micro_batch, full_size)
     return samples in {part.stop - part.start for part in parts}
 
 
 def call_hooks(
-    hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation
+    hooks: list[Hook], event: str, run: Run, payload: Step | Report | Evaluation
 ) -> Verdict:
     """Call the event on the hooks; return their worst verdict."""
     worst = Verdict.KEEP
     for hook in hooks:
-        if isinstance(what, Step) and not hook.due(what.number):
+        if isinstance(payload, Step) and not hook.due(payload.number):
             continue
-        with _tolerated(hook, run):
-            worst = max(worst, getattr(hook, event)(run, what) or Verdict.KEEP)
+        with _tolerate_system_errors(hook, run):
+            worst = max(worst, getattr(hook, event)(run, payload) or Verdict.KEEP)
     return worst
 
 
@@ -269,19 +270,19 @@ def enter_session(stack: ExitStack, hook: Hook, run: Run) -> None:
     """Enter the hook's session, to be exited with the stack."""
     session = hook.session(run)
 
-    def leave(*error: Any) -> bool | None:
+    def exit_session(*error: Any) -> bool | None:
         swallowed = None
-        with _tolerated(hook, run):
+        with _tolerate_system_errors(hook, run):
             swallowed = session.__exit__(*error)
         return swallowed
 
-    with _tolerated(hook, run):
+    with _tolerate_system_errors(hook, run):
         session.__enter__()
-        stack.push(leave)
+        stack.push(exit_session)
 
 
 @contextmanager
-def _tolerated(hook: Hook, run: Run) -> Iterator[None]:
+def _tolerate_system_errors(hook: Hook, run: Run) -> Iterator[None]:
     """Record a system error in the history, not raise it, if the hook only monitors."""
     try:
         yield

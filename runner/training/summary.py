@@ -16,7 +16,7 @@ from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 
 FILE = "summary.json"
-LONGEST_HEAD = 64  # bytes at the start of the file that contain the status
+STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain the status
 
 
 @dataclass
@@ -104,9 +104,9 @@ class Summary:
         """Overwrite the status `running` in place, which works on a full disk."""
         running = b'"status": "running",\n  "reason": "",'
         with suppress(OSError), open(folder / FILE, "r+b", buffering=0, opener=for_owners) as file:
-            place = file.read(LONGEST_HEAD).find(running)
-            if place >= 0:
-                file.seek(place)
+            position = file.read(STATUS_HEAD_BYTES).find(running)
+            if position >= 0:
+                file.seek(position)
                 file.write(f'"status":"{self.status}","reason":"",'.ljust(len(running)).encode())
 
     @classmethod

@@ -14,12 +14,12 @@ import torch
 from runner.training.summary import StepTime, Throughput
 
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
-UNUSUAL = ("whole_step", "waiting")  # shown only if nonzero
+OPTIONAL_PHASES = ("whole_step", "waiting")  # shown only if nonzero
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
-KEPT = 2**14  # newest steps with durations kept, so that memory is bounded
-TIMED = 2**10  # newest steps with device events kept
-SAMPLED = 50  # on an accelerator, each n-th step is timed on the device as well
-FEWEST, MOST = 5, 11  # marks of a step that is not one graph; more mean many micro-batches
+MAX_DURATIONS = 2**14  # newest steps with durations kept, so that memory is bounded
+MAX_SAMPLED_STEPS = 2**10  # newest steps with device events kept
+SAMPLE_EVERY = 50  # on an accelerator, each n-th step is timed on the device as well
+MIN_MARKS, MAX_MARKS = 5, 11  # marks of a step that is not one graph; more mean many micro-batches
 
 
 class Stopwatch:
@@ -33,13 +33,13 @@ class Stopwatch:
         self.device = device
         self.spent = dict.fromkeys(PHASES, 0.0)
         self.count = 0  # steps timed so far
-        self.lengths = np.zeros(KEPT, np.float32)  # seconds of step n at n % KEPT
-        self.total = 0.0
-        self.settled = 0.0  # the total without the first few steps
+        self.durations = np.zeros(MAX_DURATIONS, np.float32)  # ring buffer, in seconds
+        self.total_seconds = 0.0
+        self.settled_seconds = 0.0  # the total without the first few steps
         self.samples = 0
         self.now = 0.0
         self.started = 0.0
-        self.events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=TIMED)
+        self.events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=MAX_SAMPLED_STEPS)
         self.marks: list[tuple[str, torch.Event]] = []  # (phase, mark at its end)
         self.exposed = 0.0  # share of a step in which its backward waits for other processes
         self.running = False  # between start and stop
@@ -51,7 +51,7 @@ class Stopwatch:
             self.spent = dict.fromkeys(PHASES, 0.0)
         self.started = self.now = perf_counter()
         self.running = True
-        self.sampling = self.device.type != "cpu" and self.count % SAMPLED == SAMPLED - 1
+        self.sampling = self.device.type != "cpu" and self.count % SAMPLE_EVERY == SAMPLE_EVERY - 1
         if self.sampling:
             self.marks = [("", self.mark())]
 
@@ -69,20 +69,20 @@ class Stopwatch:
         now = perf_counter()
         self.running = False
         seconds = now - self.started
-        self.lengths[self.count % KEPT] = seconds
+        self.durations[self.count % MAX_DURATIONS] = seconds
         self.count += 1
-        self.total += seconds
+        self.total_seconds += seconds
         self.spent["other"] += now - self.now
         if self.count > SETTLING:
-            self.settled += seconds
+            self.settled_seconds += seconds
             self.samples += samples
-        if self.sampling and FEWEST <= len(self.marks) <= MOST:
+        if self.sampling and MIN_MARKS <= len(self.marks) <= MAX_MARKS:
             self.events.append([(name or "other", mark) for name, mark in self.marks])
 
     def laps(self, first: int = 0) -> np.ndarray:
         """Return the seconds of each kept step from number `first`, counted from 0."""
-        first = max(first, self.count - KEPT)
-        return self.lengths[np.arange(first, self.count) % KEPT]
+        first = max(first, self.count - MAX_DURATIONS)
+        return self.durations[np.arange(first, self.count) % MAX_DURATIONS]
 
     def settled_laps(self) -> np.ndarray:
         """Return the seconds of the steps after the first SETTLING, or of all if there are none."""
@@ -101,7 +101,7 @@ class Stopwatch:
 
     def elapsed(self) -> float:
         """Return the seconds spent in steps so far, including the current one."""
-        return self.total + (perf_counter() - self.started if self.running else 0.0)
+        return self.total_seconds + (perf_counter() - self.started if self.running else 0.0)
 
     def mark(self) -> torch.Event:
         """Record and return an event in the device's stream."""
@@ -114,17 +114,17 @@ class Stopwatch:
         if not self.count:
             return Throughput()
         p50, p95 = np.percentile(self.settled_laps(), [50, 95]).tolist()
-        total = self.settled or self.total
+        total = self.settled_seconds or self.total_seconds
         rate = self.samples / total if self.count > SETTLING else 0.0
-        spent = self._device_split() or {x: seconds / total for x, seconds in self.spent.items()}
-        exposed = min(self.exposed, spent["backward"])
-        spent["backward"] -= exposed
-        spent["waiting"] += exposed
+        shares = self._device_split() or {x: seconds / total for x, seconds in self.spent.items()}
+        exposed = min(self.exposed, shares["backward"])
+        shares["backward"] -= exposed
+        shares["waiting"] += exposed
         return Throughput(
             samples_per_second=rate,
             tokens_per_second=rate * tokens_per_sample if tokens_per_sample else None,
             step_ms=StepTime(p50 * 1e3, p95 * 1e3),
-            split={x: share for x, share in spent.items() if share or x not in UNUSUAL},
+            split={x: share for x, share in shares.items() if share or x not in OPTIONAL_PHASES},
         )
 
     def _device_split(self) -> dict[str, float]:

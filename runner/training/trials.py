@@ -21,14 +21,15 @@ from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
-WARM_UP = 5  # steps of a process before the first trial
-SETTLING = 3  # steps before the first block, for a technique that compiles in them
-FEWEST_PAIRS, PAIRS = 6, 10  # of blocks; fewer than six give no 95 % interval
-LONGEST_BLOCK = 40  # steps; the first of each is not timed
-HOPELESS = ((1, 0.25), (2, 0.5))  # (pairs, ratio): a trial ends if all pairs are below the ratio
-LEAST_GAIN = 0.02  # less, with an interval that includes 1, counts as no gain
+WARM_UP_STEPS = 5  # steps of a process before the first trial
+SETTLING_STEPS = 3  # steps before the first block, for a technique that compiles in them
+MIN_PAIRS, PAIRS = 6, 10  # of blocks; fewer than six give no 95 % interval
+MAX_BLOCK_STEPS = 40  # steps; the first of each is not timed
+# (pairs, ratio): a trial ends after that many pairs if all are below the ratio
+EARLY_STOP_RATIOS = ((1, 0.25), (2, 0.5))
+MIN_GAIN = 0.02  # less, with an interval that includes 1, counts as no gain
 ALPHA = 0.05
-ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
+TRIAL_ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
 """Order of the trials: compiling ones last, as they capture what the others decide.
 Techniques that are not listed follow."""
 
@@ -45,9 +46,9 @@ class GainEstimate(NamedTuple):
 
     @property
     def faster(self) -> bool:
-        """Whether the technique is faster; within the noise, by more than LEAST_GAIN."""
+        """Whether the technique is faster; within the noise, by more than MIN_GAIN."""
         if self.low <= 1 <= self.high:
-            return self.ratio > 1 + LEAST_GAIN
+            return self.ratio > 1 + MIN_GAIN
         return self.ratio > 1
 
     @property
@@ -92,28 +93,28 @@ class Trial:
         """The last step of the trial."""
         return self.first + self.settling + 2 * self.pairs * self.block - 1
 
-    def place(self, step: int) -> tuple[int, int]:
+    def block_position(self, step: int) -> tuple[int, int]:
         """Return the block of a step, and the position in it; block -1 outside of all blocks."""
         inside = self.first + self.settling <= step <= self.last
         return divmod(step - self.first - self.settling, self.block) if inside else (-1, 0)
 
-    def arm(self, step: int, before: bool) -> bool:
-        """Whether `step` uses the technique; before the trial, `before` says so."""
+    def uses_technique(self, step: int, initially_on: bool) -> bool:
+        """Whether `step` uses the technique; `initially_on` applies before the trial."""
         if step < self.first:
-            return before
+            return initially_on
         if step > self.last:
             return self.used is not False
-        block, _ = self.place(step)
+        block, _ = self.block_position(step)
         return block < 0 or block % 4 in (0, 3)
 
-    def note(self, step: int, seconds: float) -> None:
+    def record_time(self, step: int, seconds: float) -> None:
         """Record the time of a step, except a block's first, which includes the switch."""
-        block, place = self.place(step)
-        if block >= 0 and place > 0:
-            known = self.fastest[block]
-            self.fastest[block] = seconds if known is None else min(known, seconds)
+        block, position = self.block_position(step)
+        if block >= 0 and position > 0:
+            fastest = self.fastest[block]
+            self.fastest[block] = seconds if fastest is None else min(fastest, seconds)
 
-    def times(self) -> list[tuple[float, float]]:
+    def pair_times(self) -> list[tuple[float, float]]:
         """Return (seconds with, seconds without) per step, by pair of blocks."""
         pairs = zip(self.fastest[::2], self.fastest[1::2], strict=True)
         return [
@@ -123,37 +124,37 @@ class Trial:
         ]
 
     def stop_early(self, step: int) -> None:
-        """End the trial at `step` if the technique is clearly slower (HOPELESS)."""
-        block, place = self.place(step)
-        done, ratios = block // 2 + 1, [without / used for used, without in self.times()]
-        if block % 2 and place == self.block - 1 and done < self.pairs and len(ratios) == done:
-            if any(done >= least and max(ratios) < ratio for least, ratio in HOPELESS):
-                self.pairs, self.fastest = done, self.fastest[: 2 * done]
+        """End the trial at `step` if the technique is clearly slower (EARLY_STOP_RATIOS)."""
+        block, position = self.block_position(step)
+        timed, ratios = block // 2 + 1, [without / used for used, without in self.pair_times()]
+        if block % 2 and position == self.block - 1 and timed < self.pairs and len(ratios) == timed:
+            if any(timed >= least and max(ratios) < ratio for least, ratio in EARLY_STOP_RATIOS):
+                self.pairs, self.fastest = timed, self.fastest[: 2 * timed]
                 self.used = False
 
     def extend(self) -> int:
         """Add a pair of blocks if too few pairs were timed; return the number of added steps."""
-        missing = len(self.times()) < FEWEST_PAIRS and self.used is None
-        if not missing or self.pairs >= 2 * FEWEST_PAIRS:
+        missing = len(self.pair_times()) < MIN_PAIRS and self.used is None
+        if not missing or self.pairs >= 2 * MIN_PAIRS:
             return 0
         self.pairs += 1
         self.fastest += [None, None]
         return 2 * self.block
 
-    def outcome(self) -> GainEstimate | None:
+    def estimate(self) -> GainEstimate | None:
         """Return the estimate, or None if too few blocks were timed."""
-        pairs = self.times()
-        if len(pairs) < FEWEST_PAIRS and self.used is not False:
+        pairs = self.pair_times()
+        if len(pairs) < MIN_PAIRS and self.used is not False:
             return None
         ratios = sorted(without / used for used, without in pairs)
-        cut = max(0, _rank(len(ratios)))
-        used, without = (1e3 * median(times) for times in zip(*pairs, strict=True))
+        rank = max(0, _interval_rank(len(ratios)))
+        with_ms, without_ms = (1e3 * median(times) for times in zip(*pairs, strict=True))
         return GainEstimate(
-            used, without, median(ratios), ratios[cut], ratios[-1 - cut], len(pairs)
+            with_ms, without_ms, median(ratios), ratios[rank], ratios[-1 - rank], len(pairs)
         )
 
 
-def _rank(n: int) -> int:
+def _interval_rank(n: int) -> int:
     """Return the index, from either end of n sorted values, of a 95 % interval of the median."""
     rank, tail = -1, 0.0
     while tail + 2 * math.comb(n, rank + 1) / 2**n <= ALPHA:
@@ -167,32 +168,33 @@ class Trials:
 
     def __init__(self, switches: Iterable[Switch], recorded: Sequence[Mapping[str, Any]]) -> None:
         self.switches = {switch.name: switch for switch in switches}
-        trials = [_read(row) for row in recorded]
+        trials = [_parse_trial(row) for row in recorded]
         self.trials = [trial for trial in trials if trial.name in self.switches]
-        self.timed, self.room = False, 0  # steps that all trials may take
-        self.over = False  # no later step is part of a trial
+        self.is_timing, self.step_budget = False, 0  # steps that all trials may take
+        self.finished = False  # no later step is part of a trial
 
     def plan(self, run: Run) -> None:
         """Plan trials for techniques that have none, and start timing."""
-        self.timed = True
-        order = [*ORDER, *(name for name in self.switches if name not in ORDER)]
+        self.is_timing = True
+        order = [*TRIAL_ORDER, *(name for name in self.switches if name not in TRIAL_ORDER)]
         new = [name for name in order if name in self.switches and self.find(name) is None]
-        step = max([run.progress.step + WARM_UP, *(trial.last for trial in self.trials)]) + 1
-        share = self.room // max(1, len(new))
-        pairs = PAIRS if share >= SETTLING + 2 * PAIRS * 3 else FEWEST_PAIRS
-        block = min(LONGEST_BLOCK, (share - SETTLING) // (2 * pairs))
+        step = max([run.progress.step + WARM_UP_STEPS, *(trial.last for trial in self.trials)]) + 1
+        share = self.step_budget // max(1, len(new))
+        pairs = PAIRS if share >= SETTLING_STEPS + 2 * PAIRS * 3 else MIN_PAIRS
+        block = min(MAX_BLOCK_STEPS, (share - SETTLING_STEPS) // (2 * pairs))
         for name in new:
-            trial = Trial(name, step, block, pairs, 0 if self.switches[name].first else SETTLING)
+            settling = 0 if self.switches[name].first else SETTLING_STEPS
+            trial = Trial(name, step, block, pairs, settling)
             if block > 1 and trial.last < run.total_steps:
                 self.trials.append(trial)
                 step = trial.last + 1
-        self.over = False
+        self.finished = False
 
     def find(self, name: str) -> Trial | None:
         """Return a technique's trial, or None."""
         return next((trial for trial in self.trials if trial.name == name), None)
 
-    def dropped(self, name: str) -> bool:
+    def is_rejected(self, name: str) -> bool:
         """Whether the technique was measured and rejected."""
         trial = self.find(name)
         return trial is not None and trial.used is False
@@ -201,46 +203,49 @@ class Trials:
         """Switch each technique on or off for `step`."""
         for name, switch in self.switches.items():
             trial = self.find(name)
-            on = switch.first if trial is None else trial.arm(step, switch.first)
+            on = switch.first if trial is None else trial.uses_technique(step, switch.first)
             if on is not switch.on:
                 switch.turn(run, on)
                 switch.on = on
-        self.over = all(step > trial.last for trial in self.trials)
+        self.finished = all(step > trial.last for trial in self.trials)
 
     def start(self, run: Run) -> float:
         """Return the start time of a step that may be timed. Host sync."""
         run.device.synchronize()
         return perf_counter()
 
-    def end(self, run: Run, started: float, usual: bool) -> None:
-        """Record the time of a `usual` step, decide at a trial's end, and switch for the next."""
+    def end(self, run: Run, started: float, regular: bool) -> None:
+        """Record the time of a `regular` step, decide at a trial's end, and switch for the next."""
         step = run.progress.step + 1
         trial = next((t for t in self.trials if t.first <= step <= t.last), None)
-        if trial is not None and self.timed:
+        if trial is not None and self.is_timing:
             run.device.synchronize()
-            if usual and trial.name not in run.fallen:
-                trial.note(step, perf_counter() - started)
+            if regular and trial.name not in run.fallen:
+                trial.record_time(step, perf_counter() - started)
             trial.stop_early(step)
-            if step == trial.last and (more := trial.extend()):
-                for later in self.trials[self.trials.index(trial) + 1 :]:
-                    later.first += more
+            if step == trial.last and (added_steps := trial.extend()):
+                for following in self.trials[self.trials.index(trial) + 1 :]:
+                    following.first += added_steps
             elif step == trial.last:
-                outcome = trial.outcome()
-                trial.used = outcome is None or outcome.faster
-                if outcome is not None:
-                    run.choices.append(choice_of(trial, outcome))
-                    log.info("optimization.%s: %s", trial.name, outcome.reason)
+                estimate = trial.estimate()
+                trial.used = estimate is None or estimate.faster
+                if estimate is not None:
+                    run.choices.append(make_choice(trial, estimate))
+                    log.info("optimization.%s: %s", trial.name, estimate.reason)
         self.enter(run, step + 1)
 
-    def evidence(self, name: str, shown: Evidence | None) -> Evidence | None:
+    def evidence(self, name: str, evidence: Evidence | None) -> Evidence | None:
         """Return the evidence with the figures of the technique's trial, once that is decided."""
         trial = self.find(name)
-        outcome = None if trial is None or trial.used is None else trial.outcome()
-        if trial is None or outcome is None:
-            return shown
+        estimate = None if trial is None or trial.used is None else trial.estimate()
+        if trial is None or estimate is None:
+            return evidence
         if not trial.used:
-            return Evidence(False, outcome.reason, outcome.facts())
-        return shown and Evidence(shown.engaged, shown.reason, {**shown.facts, **outcome.facts()})
+            return Evidence(False, estimate.reason, estimate.facts())
+        if evidence is None:
+            return None
+        facts = {**evidence.facts, **estimate.facts()}
+        return Evidence(evidence.engaged, evidence.reason, facts)
 
     def history(self) -> list[dict[str, Any]]:
         """Return all trials as dicts, for the checkpoint."""
@@ -248,32 +253,32 @@ class Trials:
 
     def choices(self) -> list[Choice]:
         """Return the decisions so far, with figures."""
-        pairs = [(trial, trial.outcome()) for trial in self.trials if trial.used is not None]
-        return [choice_of(trial, outcome) for trial, outcome in pairs if outcome is not None]
+        pairs = [(trial, trial.estimate()) for trial in self.trials if trial.used is not None]
+        return [make_choice(trial, estimate) for trial, estimate in pairs if estimate is not None]
 
 
-def prepare_trials(run: Run, recorded: Sequence[Mapping[str, Any]], measures: bool) -> None:
+def prepare_trials(run: Run, recorded: Sequence[Mapping[str, Any]], enabled: bool) -> None:
     """Create the run's trials, and switch techniques for the next step as recorded."""
     run.trials = trials = Trials(run.switches, recorded)
-    trials.room = int(TRIAL_SHARE * run.total_steps) if measures else 0
+    trials.step_budget = int(TRIAL_SHARE * run.total_steps) if enabled else 0
     run.choices += trials.choices()
     trials.enter(run, run.progress.step + 1)
 
 
-def _read(row: Mapping[str, Any]) -> Trial:
+def _parse_trial(row: Mapping[str, Any]) -> Trial:
     """Parse a trial of a checkpoint. Raises CheckpointError."""
     try:
         trial = Trial(**row)
         numbers = (trial.first, trial.block, trial.pairs, trial.settling + 1)
-        sound = all(type(n) is int and 0 < n < 2**31 for n in numbers)
-        sound = sound and len(trial.fastest) == 2 * trial.pairs
-        if sound and all(x is None or type(x) is float for x in trial.fastest):
+        valid = all(type(n) is int and 0 < n < 2**31 for n in numbers)
+        valid = valid and len(trial.fastest) == 2 * trial.pairs
+        if valid and all(x is None or type(x) is float for x in trial.fastest):
             return trial
     except TypeError:
         pass
     raise CheckpointError("the checkpoint's technique trials are corrupt; start a new run")
 
 
-def choice_of(trial: Trial, outcome: GainEstimate) -> Choice:
+def make_choice(trial: Trial, estimate: GainEstimate) -> Choice:
     """Return the decision as a choice."""
-    return Choice(f"optimization.{trial.name}.enabled", bool(trial.used), outcome.reason)
+    return Choice(f"optimization.{trial.name}.enabled", bool(trial.used), estimate.reason)

@@ -17,7 +17,7 @@ from runner.data.augment import NAMES, OPERATIONS, blend, rand_augment
 from runner.data.images import ImageCache, ImageFolder
 from runner.data.order import sample_seeds
 from runner.errors import ConfigError
-from runner.objectives.classification import Classification
+from runner.objectives.classification import ClassificationObjective
 from tests import runs
 
 TYPED = ("data=images", "model=cnn", "data.image_size=16", "model.width=4", "model.stages=1")
@@ -122,7 +122,7 @@ def test_the_loss_of_shares_is_the_mixture_of_the_losses_of_both_classes() -> No
     hot = torch.nn.functional.one_hot
     target = share[:, None] * hot(one, 3) + (1 - share[:, None]) * hot(other, 3)
     for weights in (None, torch.tensor([0.5, 1.0, 4.0])):
-        loss = Classification(3, class_weights=weights)
+        loss = ClassificationObjective(3, class_weights=weights)
         each = torch.nn.functional.cross_entropy
         own = torch.ones(3) if weights is None else weights
         terms = share * own[one] * each(logits, one, reduction="none")

@@ -160,8 +160,8 @@ class Limited(Objective):
     def weight(self, target: Any) -> Any:
         return self.own.weight(target)
 
-    def tally(self, output: Any, target: Any) -> Any:
-        return self.own.tally(output, target)
+    def batch_sums(self, output: Any, target: Any) -> Any:
+        return self.own.batch_sums(output, target)
 
     def metrics(self, totals: Any) -> Any:
         return self.own.metrics(totals)

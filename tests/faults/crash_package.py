@@ -84,7 +84,7 @@ def _plant(name: str) -> None:
     elif name == "guard":
         StabilityController.load = ignore  # type: ignore[method-assign]
     elif name == "metrics":
-        recorder._cut = lambda path, *_: path
+        recorder._truncate_rows = lambda path, *_: path
     elif name == "tensorboard":
         TensorBoard.purge = ignore  # type: ignore[method-assign]
     elif name:

@@ -18,7 +18,7 @@ from runner.doctor import environment
 from runner.doctor.environment import GIB, MIB, DoctorCheck, Status
 from runner.errors import StorageError
 from runner.jobs.doctor import DoctorReport, examine, main, show
-from runner.record.console import Screen
+from runner.record.console import EscapingConsole
 from runner.techniques import compiler
 from runner.techniques.config import Optimization
 from tests import runs
@@ -74,7 +74,7 @@ def test_the_worst_check_is_the_status_and_text_in_brackets_is_shown_as_it_is(re
     ]
     report = replace(report, checks=checks)
     assert report.status is Status.warn
-    console = Screen(width=80)
+    console = EscapingConsole(width=80)
     with console.capture() as capture:
         console.print(show(report))
     lines = [line.strip() for line in capture.get().splitlines()]

@@ -15,7 +15,7 @@ def totals(objective: Objective, output: Tensor, target: Tensor, cuts: list[int]
     """What the batches add up to."""
     sums: dict[str, Any] = {}
     for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
-        batch = objective.tally(o, t)
+        batch = objective.batch_sums(o, t)
         sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
     return sums
 

@@ -13,10 +13,10 @@ from runner.data.batch import Sizes
 from runner.errors import ConfigError
 from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
-from runner.objectives.classification import Classification
+from runner.objectives.classification import ClassificationObjective
 from runner.objectives.config import ObjectiveConfig
 from runner.objectives.custom import Custom
-from runner.objectives.language_modelling import LanguageModelling
+from runner.objectives.language_modelling import LanguageModellingObjective
 from runner.objectives.regression import RegressionObjective
 from tests.objectives.sums import totals
 
@@ -70,9 +70,9 @@ class Learned(nn.Module):
 @pytest.mark.parametrize(
     ("sizes", "kind", "made"),
     [
-        (LABELS, "classification", Classification),
+        (LABELS, "classification", ClassificationObjective),
         (NUMBERS, "regression", RegressionObjective),
-        (TEXT, "language_modelling", LanguageModelling),
+        (TEXT, "language_modelling", LanguageModellingObjective),
     ],
 )
 def test_auto_takes_the_one_for_the_datas_task(sizes: Sizes, kind: str, made: type) -> None:
@@ -86,7 +86,7 @@ def test_the_options_keys_reach_the_objective() -> None:
     logits, target = torch.randn(4, 3), torch.tensor([0, 2, 1, 0])
     expected = F.cross_entropy(logits, target, ignore_index=1, label_smoothing=0.2)
     assert float(objective(logits, target)) == pytest.approx(float(expected))
-    assert "top2" in objective.metrics(objective.tally(logits, target))
+    assert "top2" in objective.metrics(objective.batch_sums(logits, target))
 
 
 @pytest.mark.parametrize(

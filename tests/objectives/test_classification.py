@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError
 from runner.objectives import model_output
-from runner.objectives.classification import Classification, auroc
+from runner.objectives.classification import ClassificationObjective, auroc
 from tests.objectives.sums import CUTS, totals
 
 
@@ -65,7 +65,7 @@ def reference(logits: np.ndarray, target: np.ndarray, k: int, smoothing: float) 
 def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], smoothing: float) -> None:
     logits, target = samples(6)
     names = tuple("abcdef")
-    objective = Classification(6, names, label_smoothing=smoothing, top_k=3)
+    objective = ClassificationObjective(6, names, label_smoothing=smoothing, top_k=3)
     expected = reference(logits.numpy(), target.numpy(), 3, smoothing)
     sums = totals(objective, logits, target, cuts)
     per_class = {f"accuracy/{names[c]}": a for c, a in expected.pop("per_class").items()}
@@ -84,7 +84,7 @@ def test_f1_and_auroc_of_two_classes_are_those_of_numpy(cuts: list[int], step: f
         logits = (logits / step).round() * step
     logits = logits + 40 * torch.eye(2)[target]  # float32 probabilities would all be 0 and 1
     logits[::3] = logits[::3].flip(1)
-    objective = Classification(2)
+    objective = ClassificationObjective(2)
     metrics = objective.metrics(totals(objective, logits, target, cuts))
     score = (logits[:, 1] - logits[:, 0]).numpy()
     assert metrics["auroc"] == pytest.approx(chance(score, target.numpy() == 1), rel=1e-12)
@@ -103,14 +103,14 @@ def test_equal_infinities_are_ties_and_nan_makes_nan() -> None:
 def test_auroc_is_absent_where_it_is_undefined_and_above_a_number_of_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    objective = Classification(3)
-    one_class = objective.metrics(objective.tally(torch.eye(3), torch.tensor([1, 1, 1])))
+    objective = ClassificationObjective(3)
+    one_class = objective.metrics(objective.batch_sums(torch.eye(3), torch.tensor([1, 1, 1])))
     assert "auroc" not in one_class
     assert one_class["f1"] == pytest.approx((0 + 2 / 4 + 0) / 3)
     assert set(objective.metric_names()) > {"f1", "auroc"}
     logits, target = samples(3)
     assert "auroc" in objective.metrics(totals(objective, logits, target, [16, 16, 5]))
-    monkeypatch.setattr(model_output, "KEPT", 37 * 4 - 1)
+    monkeypatch.setattr(model_output, "MAX_KEPT_VALUES", 37 * 4 - 1)
     sums = totals(objective, logits, target, [16, 16, 5])
     assert not sums["scores"].parts
     assert objective.metrics(sums).keys() >= {"f1", "accuracy"}
@@ -123,8 +123,8 @@ def test_ignored_targets_count_nowhere(cuts: list[int], ignored: int) -> None:
     logits, target = samples(6)
     masked = torch.where(torch.arange(37) % 3 == 0, ignored, target)
     keep = masked != ignored
-    some = Classification(6, top_k=2, ignore_index=ignored)
-    every = Classification(6, top_k=2, ignore_index=None)
+    some = ClassificationObjective(6, top_k=2, ignore_index=ignored)
+    every = ClassificationObjective(6, top_k=2, ignore_index=None)
     sums = totals(some, logits, masked, cuts)
     rest = totals(every, logits[keep], masked[keep], [int(keep.sum())])
     assert some.metrics(sums) == pytest.approx(every.metrics(rest))
@@ -133,9 +133,9 @@ def test_ignored_targets_count_nowhere(cuts: list[int], ignored: int) -> None:
 
 def test_with_nothing_ignored_the_weight_is_a_number_and_not_read_from_the_device() -> None:
     _, target = samples(6)
-    assert Classification(6, ignore_index=None).weight(target) == 37
-    assert isinstance(Classification(6, ignore_index=None).weight(target.to("meta")), int)
-    assert isinstance(Classification(6).weight(target), Tensor)
+    assert ClassificationObjective(6, ignore_index=None).weight(target) == 37
+    assert isinstance(ClassificationObjective(6, ignore_index=None).weight(target.to("meta")), int)
+    assert isinstance(ClassificationObjective(6).weight(target), Tensor)
 
 
 @pytest.mark.parametrize(
@@ -143,26 +143,26 @@ def test_with_nothing_ignored_the_weight_is_a_number_and_not_read_from_the_devic
     [(6, 5, True), (5, 5, False), (6, 1, False)],
 )
 def test_top_k_is_left_out_where_it_says_nothing(classes: int, k: int, there: bool) -> None:
-    objective = Classification(classes, top_k=k)
-    metrics = objective.metrics(objective.tally(*samples(classes)))
+    objective = ClassificationObjective(classes, top_k=k)
+    metrics = objective.metrics(objective.batch_sums(*samples(classes)))
     assert (f"top{k}" in metrics) == there
 
 
 def test_accuracy_per_class_is_told_up_to_20_classes_and_pairs_are_counted_up_to_200() -> None:
     for classes, named, counted in ((20, True, True), (200, False, True), (201, False, False)):
-        objective = Classification(classes)
-        sums = objective.tally(*samples(classes))
+        objective = ClassificationObjective(classes)
+        sums = objective.batch_sums(*samples(classes))
         assert any(name.startswith("accuracy/") for name in objective.metrics(sums)) == named
         assert (objective.confusion(sums) is not None) == counted
-    two = Classification(3, ("cat", "dog", "owl"))
-    metrics = two.metrics(two.tally(torch.eye(3)[:2], torch.tensor([0, 1])))
+    two = ClassificationObjective(3, ("cat", "dog", "owl"))
+    metrics = two.metrics(two.batch_sums(torch.eye(3)[:2], torch.tensor([0, 1])))
     assert {k for k in metrics if "/" in k} == {"accuracy/cat", "accuracy/dog"}
 
 
 def test_a_row_of_logits_per_place_is_classified_place_by_place() -> None:
     logits, target = torch.randn(2, 6, 4, 3), torch.randint(0, 6, (2, 4, 3))
-    objective = Classification(6)
-    sums = objective.tally(logits, target)
+    objective = ClassificationObjective(6)
+    sums = objective.batch_sums(logits, target)
     assert int(sums["count"]) == 24
     right = int((logits.argmax(1) == target).sum())
     assert int(sums["correct"]) == int(sums["confusion"].diagonal().sum()) == right
@@ -174,17 +174,17 @@ Pair = namedtuple("Pair", ["states", "logits"])
 
 def test_logits_are_found_in_what_the_model_returns() -> None:
     x, target = samples(6)
-    objective = Classification(6)
+    objective = ClassificationObjective(6)
     named = [{"logits": x, "hidden": None}, SimpleNamespace(loss=None, logits=x), Pair(None, x)]
     for output in (x, (x, "cache"), [x], *named):
         assert torch.equal(objective(output, target), F.cross_entropy(x, target))
-        assert int(objective.tally(output, target)["count"]) == 37
+        assert int(objective.batch_sums(output, target)["count"]) == 37
 
 
 @pytest.mark.parametrize("output", [None, {"scores": torch.zeros(2, 6)}, (1, 2)])
 def test_an_output_without_logits_is_an_error(output: Any) -> None:
     with pytest.raises(ConfigError, match="without logits; return a tensor"):
-        Classification(6)(output, torch.zeros(2, dtype=torch.long))
+        ClassificationObjective(6)(output, torch.zeros(2, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,12 @@ def test_what_torch_refuses_is_explained(
     logits: tuple[int, ...], target: list[Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        Classification(6)(torch.randn(logits), torch.tensor(target))
+        ClassificationObjective(6)(torch.randn(logits), torch.tensor(target))
 
 
 @pytest.mark.parametrize("ignored", [True, False])
 def test_metrics_of_nothing_are_an_error(ignored: bool) -> None:
-    objective = Classification(6)
-    sums = objective.tally(torch.randn(2, 6), torch.full((2,), -100)) if ignored else {}
+    objective = ClassificationObjective(6)
+    sums = objective.batch_sums(torch.randn(2, 6), torch.full((2,), -100)) if ignored else {}
     with pytest.raises(DataError, match="no targets to evaluate"):
         objective.metrics(sums)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError
-from runner.objectives.language_modelling import LanguageModelling
+from runner.objectives.language_modelling import LanguageModellingObjective
 from tests.objectives.sums import totals, weighted_loss
 
 CUTS = ([4, 4, 1], [1, 6, 2])
@@ -34,7 +34,7 @@ def samples(vocab: int, masked: bool = False) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], masked: bool) -> None:
     logits, target = samples(30, masked)
-    objective = LanguageModelling(30)
+    objective = LanguageModellingObjective(30)
     sums = totals(objective, logits, target, cuts)
     whole = float(objective(logits, target))
     assert int(objective.weight(target)) == int((target >= 0).sum())
@@ -58,8 +58,8 @@ def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], masked:
     ("vocab", "unit"), [(256, "bits_per_byte"), (50, "bits_per_token"), (None, "bits_per_token")]
 )
 def test_bits_are_per_byte_where_tokens_are_bytes(vocab: int | None, unit: str) -> None:
-    objective = LanguageModelling(vocab)
-    metrics = objective.metrics(objective.tally(*samples(vocab or 50)))
+    objective = LanguageModellingObjective(vocab)
+    metrics = objective.metrics(objective.batch_sums(*samples(vocab or 50)))
     assert metrics[unit] == pytest.approx(metrics["loss"] / log(2))
     assert sum(name.startswith("bits") for name in metrics) == 1
 
@@ -74,12 +74,14 @@ def test_bits_are_per_byte_where_tokens_are_bytes(vocab: int | None, unit: str) 
 )
 def test_logits_that_do_not_fit_are_an_error(shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        LanguageModelling(30)(torch.randn(shape), samples(30)[1])
+        LanguageModellingObjective(30)(torch.randn(shape), samples(30)[1])
 
 
 def test_many_logits_are_tallied_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, target = samples(30, masked=True)
-    objective = LanguageModelling(30)
-    expected = objective.metrics(objective.tally(logits.bfloat16(), target))
-    monkeypatch.setattr("runner.objectives.language_modelling.SLICE", 30 * 4)  # rows of 4
-    assert objective.metrics(objective.tally(logits.bfloat16(), target)) == pytest.approx(expected)
+    objective = LanguageModellingObjective(30)
+    expected = objective.metrics(objective.batch_sums(logits.bfloat16(), target))
+    rows_of_4 = 30 * 4
+    monkeypatch.setattr("runner.objectives.language_modelling.LOGITS_PER_SLICE", rows_of_4)
+    metrics = objective.metrics(objective.batch_sums(logits.bfloat16(), target))
+    assert metrics == pytest.approx(expected)

@@ -19,7 +19,7 @@ from runner.errors import ConfigError
 from runner.library.arguments import InMemory
 from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
-from runner.objectives.classification import Classification
+from runner.objectives.classification import ClassificationObjective
 from runner.objectives.config import ObjectiveConfig
 from runner.objectives.regression import RegressionObjective
 from runner.training.run import Run
@@ -57,7 +57,7 @@ def test_focal_and_weighted_losses_are_those_of_numpy_in_parts_too(
     target[3:20:4] = -100
     keep = target != -100
     given = None if weights is None else torch.tensor(weights)
-    objective = Classification(3, class_weights=given, gamma=gamma)
+    objective = ClassificationObjective(3, class_weights=given, gamma=gamma)
     own = log_p(logits[keep], target[keep])
     each = -own * (1 - np.exp(own)) ** (gamma or 0)
     w = np.array(weights or [1.0] * 3)[target[keep].numpy()]
@@ -71,7 +71,7 @@ def test_focal_and_weighted_losses_are_those_of_numpy_in_parts_too(
 
 @pytest.mark.parametrize("gamma", [0.5, 2.0])
 def test_focal_gradients_are_finite_where_a_sample_is_certain_or_none_counts(gamma: float) -> None:
-    objective = Classification(3, gamma=gamma)
+    objective = ClassificationObjective(3, gamma=gamma)
     for target in (torch.tensor([0, 1]), torch.tensor([-100, -100])):
         logits = torch.tensor([[200.0, 0, 0], [200.0, 0, 0]], requires_grad=True)
         loss = objective(logits, target)
@@ -187,7 +187,8 @@ def test_weights_and_sampler_are_refused_where_they_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "objective", [Classification(3), Classification(3, gamma=2.0), RegressionObjective(0, 1)]
+    "objective",
+    [ClassificationObjective(3), ClassificationObjective(3, gamma=2.0), RegressionObjective(0, 1)],
 )
 def test_a_loss_of_16_bit_outputs_is_taken_in_32_bits(objective: Objective) -> None:
     output, target = torch.randn(37, 3).bfloat16(), torch.randint(0, 3, (37,))

@@ -16,7 +16,7 @@ from runner.data.batch import Sizes
 from runner.errors import ConfigError
 from runner.objectives.base import monitored
 from runner.objectives.build import build_objective
-from runner.objectives.classification import Classification
+from runner.objectives.classification import ClassificationObjective
 from runner.objectives.config import ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.named_metrics import build_named_metrics
@@ -35,7 +35,7 @@ def measured(
 ) -> dict[str, float]:
     named, _ = build_named_metrics(names, sizes, -100)
     parts = zip(output.split(cuts), target.split(cuts), strict=True)
-    first, *others = [named.tally(o, t) for o, t in parts]
+    first, *others = [named.batch_sums(o, t) for o, t in parts]
     for other in others:
         first = first + other
     return first.compute()
@@ -43,8 +43,8 @@ def measured(
 
 def ours(classes: int, logits: Tensor, target: Tensor) -> dict[str, float]:
     """What the objective itself measures, which other tests compare with NumPy."""
-    objective = Classification(classes)
-    return objective.metrics(objective.tally(logits, target))
+    objective = ClassificationObjective(classes)
+    return objective.metrics(objective.batch_sums(logits, target))
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -128,10 +128,10 @@ def test_names_that_make_no_metric_are_one_line(sizes: Sizes, name: str, says: s
 def test_outputs_that_do_not_fit_the_data_are_one_line() -> None:
     named, _ = build_named_metrics(["F1Score"], THREE, -100)
     with pytest.raises(ConfigError, match=r"returns \[5, 4\] for labels of 5 .*each of 3 classes"):
-        named.tally(torch.zeros(5, 4), torch.zeros(5))
+        named.batch_sums(torch.zeros(5, 4), torch.zeros(5))
     named, _ = build_named_metrics(["R2Score"], VALUE, -100)
     with pytest.raises(ConfigError, match=r"returns \[5, 2\] for targets \[5\]"):
-        named.tally(torch.zeros(5, 2), torch.zeros(5))
+        named.batch_sums(torch.zeros(5, 2), torch.zeros(5))
 
 
 def test_an_objective_that_knows_its_metrics_refuses_to_monitor_another() -> None:

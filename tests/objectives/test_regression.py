@@ -58,7 +58,7 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
     loss = objective(x.view(output), y.view(target))
     assert loss.shape == ()
     assert float(loss) == pytest.approx(expected)
-    sums = objective.tally(x.view(output), y.view(target))
+    sums = objective.batch_sums(x.view(output), y.view(target))
     assert objective.metrics(sums)["mse"] == pytest.approx(expected)
 
 
@@ -67,7 +67,7 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
     [((8, 2), (8,)), ((8,), (8, 2)), ((8, 3, 2), (8, 2, 3)), ((), (8,))],
 )
 def test_shapes_that_differ_are_an_error(output: tuple[int, ...], target: tuple[int, ...]) -> None:
-    for measure in (RegressionObjective(), RegressionObjective().tally):
+    for measure in (RegressionObjective(), RegressionObjective().batch_sums):
         with pytest.raises(UsageError, match=r"model:? returns .* for targets of"):
             measure(torch.randn(output), torch.randn(target))
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from runner import masking
 from runner.record.console import (
-    Screen,
+    EscapingConsole,
     close_logging,
     console,
     set_up_logging,
@@ -176,7 +176,7 @@ def test_a_cell_of_a_notebook_gets_lines_and_no_display_that_moves_the_cursor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
-    screen = Screen(force_terminal=True, _environ={"TERM": "xterm-color"})
+    screen = EscapingConsole(force_terminal=True, _environ={"TERM": "xterm-color"})
     assert takes_live_display(screen)
     monkeypatch.setenv("JPY_PARENT_PID", "7")
     assert not takes_live_display(screen)

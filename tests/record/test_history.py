@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.record import history
-from runner.record.history import FILE, History
+from runner.record.history import HISTORY_FILE, History
 
 
 def test_a_fault_that_repeats_is_said_once_and_counted(
@@ -23,12 +23,12 @@ def test_a_fault_that_repeats_is_said_once_and_counted(
     lines = [r.getMessage() for r in caplog.records]
     assert lines == ["step 1: the loss is 0.143; skipped", "step 31: the loss is 3; rolled back"]
     faults.write()
-    found = json.loads((tmp_path / FILE).read_text())
+    found = json.loads((tmp_path / HISTORY_FILE).read_text())
     assert found["counts"] == {"spike": 31}
     first = found["faults"][0]
     assert (first["count"], first["steps"], first["last_step"]) == (30, list(range(1, 21)), 30)
     assert History.read(tmp_path) == list(faults.faults.values())
-    (tmp_path / FILE).write_text('{"faults": [{"kind": ')
+    (tmp_path / HISTORY_FILE).write_text('{"faults": [{"kind": ')
     assert History.read(tmp_path) == []
 
 
@@ -46,7 +46,7 @@ def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
 def test_many_different_faults_stay_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "LONGEST", 3)
+    monkeypatch.setattr(history, "MAX_FAULTS", 3)
     faults = History(tmp_path)
     for letter in "abcde":
         faults.add("error", letter, step=1, category="data", say=False)

@@ -10,7 +10,7 @@ import pytest
 
 from runner.record import provenance
 from runner.record.hydra_files import (
-    SHOWN_FIRST,
+    DEFAULT_COLUMNS,
     hparam_columns,
     overrides_by_key,
     read_flat_config,
@@ -20,7 +20,7 @@ from runner.record.hydra_files import (
 
 def test_usual_keys_and_typed_ones_are_columns_where_they_have_a_value() -> None:
     settings = {"seed": 0, "optimizer.ema": None, "data.path": "/x", "optimizer.lr": float("inf")}
-    assert hparam_columns(settings, {}) == ({"seed": 0}, SHOWN_FIRST)
+    assert hparam_columns(settings, {}) == ({"seed": 0}, DEFAULT_COLUMNS)
     typed = {"data.path": "/x", "debug": "full", "optimizer.ema": "null", "monitoring.every": "1"}
     expected = {"seed": 0, "data.path": "/x", "debug": "full"}
     assert hparam_columns(settings, typed) == (expected, ["data.path", "debug"])

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 
 from runner.record import plots
-from runner.record.plots import BLUE, GREEN, RED, SIDE
+from runner.record.plots import BLUE, GREEN, RED, WIDTH
 
 
 def has(picture: np.ndarray, colour: str) -> bool:
@@ -22,4 +22,4 @@ def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
     picture = plots.gradient_flow(names, values, values, [BLUE] * 3 + [RED] * 2, {"fine": BLUE}, 7)
     assert has(picture, BLUE) and has(picture, RED) and has(picture, GREEN)
     nothing = plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1)
-    assert nothing.shape[1] == SIDE
+    assert nothing.shape[1] == WIDTH

@@ -20,7 +20,7 @@ from runner.stability.config import (
 )
 from runner.stability.messages import Decision, describe_giving_up, restore_decision
 from runner.stability.policy import RecoveryTable
-from runner.stability.spike import Spikes
+from runner.stability.spike import SpikeDetector
 
 
 def table(*rules: RecoveryRule, skips: int = 3, rollbacks: int = 2) -> RecoveryTable:
@@ -30,7 +30,7 @@ def table(*rules: RecoveryRule, skips: int = 3, rollbacks: int = 2) -> RecoveryT
 def chosen(
     found: RecoveryTable, kind: BadStepKind, in_a_row: int = 1, rollbacks: int = 0
 ) -> Action | None:
-    row = found.first(kind, in_a_row, rollbacks, scaled=True)
+    row = found.first_match(kind, in_a_row, rollbacks, scaled=True)
     return None if row is None else found.rules[row].action
 
 
@@ -39,8 +39,8 @@ def test_the_first_row_of_its_kind_counts() -> None:
     assert chosen(rules, BadStepKind.spike) is Action.stop
     assert chosen(rules, BadStepKind.non_finite) is Action.skip
     scaled = table(RecoveryRule(action=Action.lower_scale), RecoveryRule())
-    assert scaled.first(BadStepKind.overflow, 1, 0, scaled=True) == 0
-    assert scaled.first(BadStepKind.overflow, 1, 0, scaled=False) == 1
+    assert scaled.first_match(BadStepKind.overflow, 1, 0, scaled=True) == 0
+    assert scaled.first_match(BadStepKind.overflow, 1, 0, scaled=False) == 1
 
 
 def test_so_many_in_a_row_and_the_next_row_has_its_turn() -> None:
@@ -62,7 +62,7 @@ def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
     )
     for _ in range(2):
         assert chosen(rules, BadStepKind.spike) is Action.lower_lr
-        rules.note(0, 7)
+        rules.record_use(0, 7)
     assert chosen(rules, BadStepKind.spike, rollbacks=1) is Action.rollback
     assert chosen(rules, BadStepKind.spike, rollbacks=2) is None
     assert chosen(table(), BadStepKind.spike) is None
@@ -72,14 +72,14 @@ def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
 
 
 def test_the_shipped_tables_are_what_they_say() -> None:
-    default = RecoveryTable.of(compose([]).stability)
+    default = RecoveryTable.from_config(compose([]).stability)
     assert chosen(default, BadStepKind.weights) is Action.rollback
     assert chosen(default, BadStepKind.weights, rollbacks=2) is Action.stop
     assert chosen(default, BadStepKind.non_finite, 10) is Action.skip
     assert chosen(default, BadStepKind.non_finite, 11) is Action.rollback
     assert chosen(default, BadStepKind.non_finite, 11, rollbacks=2) is None
     assert chosen(default, BadStepKind.spike, 11, rollbacks=2) is Action.accept
-    strict = RecoveryTable.of(compose(["stability=strict"]).stability)
+    strict = RecoveryTable.from_config(compose(["stability=strict"]).stability)
     assert chosen(strict, BadStepKind.overflow) is Action.skip
     assert chosen(strict, BadStepKind.spike) is Action.stop
     assert chosen(strict, BadStepKind.non_finite) is Action.stop
@@ -120,7 +120,7 @@ WENT_WRONG = Anomaly(3, "weights", 1.0, 2.0, 9.0, 9.0, skipped=True, capture="de
 
 def kept_by(fatal: Sequence[BadStepKind] = (), **more: Any) -> Decision | None:
     saved = {"row": 0, "kind": "weights", "step": 3, "message": "send me money", **more}
-    return restore_decision(saved, [WENT_WRONG], Spikes(SpikeConfig(), True), fatal)
+    return restore_decision(saved, [WENT_WRONG], SpikeDetector(SpikeConfig(), True), fatal)
 
 
 def test_a_kept_decision_is_made_again_in_words_of_the_run() -> None:

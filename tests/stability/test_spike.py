@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from runner.stability.config import SpikeConfig, Watch
-from runner.stability.spike import Spikes, Usual
+from runner.stability.config import SpikeConfig, SpikeQuantity
+from runner.stability.spike import RollingBaseline, SpikeDetector
 
 EVERY = 10
 
@@ -24,17 +24,17 @@ def noise(count: int, level: float = 1.0, seed: int = 0) -> list[float]:
     return [level * math.exp(draw.gauss(0, 0.2)) for _ in range(count)]
 
 
-def watched(spikes: Spikes, losses: Iterable[float], start: int = 0) -> list[int]:
+def watched(spikes: SpikeDetector, losses: Iterable[float], start: int = 0) -> list[int]:
     """The steps that are spikes, as a run would see them: a stretch late."""
     found, stretch = [], []
     for step, loss in enumerate(losses, start + 1):
-        if loss > spikes.of(step).loss:
+        if loss > spikes.limits_at(step).loss:
             found.append(step)
         stretch.append((step, loss))
         if step % EVERY == 0:
             for number, value in stretch:
                 spikes.add(number, {"loss": value, "grad_norm": value})
-            spikes.move(step, step + EVERY)
+            spikes.update_limits(step, step + EVERY)
             stretch = []
     return found
 
@@ -42,12 +42,12 @@ def watched(spikes: Spikes, losses: Iterable[float], start: int = 0) -> list[int
 def test_one_far_out_is_a_spike_and_what_is_usual_is_none() -> None:
     losses = noise(300)
     losses[149] = 50.0
-    assert watched(Spikes(config(), True), losses) == [150]
+    assert watched(SpikeDetector(config(), True), losses) == [150]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_bad_value_moves_no_limit(bad: float) -> None:
-    clean, poisoned = Usual(config()), Usual(config())
+    clean, poisoned = RollingBaseline(config()), RollingBaseline(config())
     for value in noise(100):
         clean.add(value, clean.limit())
         poisoned.add(value, poisoned.limit())
@@ -63,7 +63,7 @@ def test_a_bad_value_moves_no_limit(bad: float) -> None:
 
 def test_a_lasting_change_is_accepted_after_a_while() -> None:
     losses = noise(200) + noise(400, level=30.0)
-    spikes = watched(Spikes(config(), True), losses)
+    spikes = watched(SpikeDetector(config(), True), losses)
     assert spikes[0] == 201
     assert 60 < len(spikes) < 150  # each moves the limit by no more than the limit itself
     assert max(spikes) < 400
@@ -73,7 +73,7 @@ def test_the_limit_is_the_highest_of_three() -> None:
     values = [0.9, 1.0, 1.1] * 10  # median 1, median distance 0.1
 
     def limit(**more: float) -> float:
-        usual = Usual(config(**{"threshold": 0.001, "ratio": 1.0, **more}))
+        usual = RollingBaseline(config(**{"threshold": 0.001, "ratio": 1.0, **more}))
         for value in values:
             usual.add(value, math.inf)
         return usual.limit()
@@ -85,28 +85,28 @@ def test_the_limit_is_the_highest_of_three() -> None:
 
 def test_a_negative_loss_and_one_that_never_changes_are_no_spikes() -> None:
     falling = [-10.0 - 0.1 * i for i in range(200)]
-    assert watched(Spikes(config(), True), falling) == []
-    assert watched(Spikes(config(), True), [*falling, 500.0]) == [201]
-    assert watched(Spikes(config(), True), [0.0] * 100 + [1e-3]) == []
+    assert watched(SpikeDetector(config(), True), falling) == []
+    assert watched(SpikeDetector(config(), True), [*falling, 500.0]) == [201]
+    assert watched(SpikeDetector(config(), True), [0.0] * 100 + [1e-3]) == []
 
 
 def test_only_what_is_watched_has_a_limit() -> None:
-    for watch, finite in ((Watch.loss, "loss"), (Watch.grad_norm, "grad_norm")):
-        spikes = Spikes(SpikeConfig(watch=watch), True)
+    for watch, finite in ((SpikeQuantity.loss, "loss"), (SpikeQuantity.grad_norm, "grad_norm")):
+        spikes = SpikeDetector(SpikeConfig(watch=watch), True)
         for step, value in enumerate(noise(60), 1):
             spikes.add(step, {"loss": value, "grad_norm": value})
-        spikes.move(60, 70)
-        limits = vars(spikes.of(71))
+        spikes.update_limits(60, 70)
+        limits = vars(spikes.limits_at(71))
         assert [k for k in ("loss", "grad_norm") if limits[k] < math.inf] == [finite]
-    assert not Spikes(SpikeConfig(enabled=False), True).usual
-    assert not Spikes(SpikeConfig(), False).usual
+    assert not SpikeDetector(SpikeConfig(enabled=False), True).baselines
+    assert not SpikeDetector(SpikeConfig(), False).baselines
 
 
 @pytest.mark.parametrize("cut", [30, 60, 100])
 def test_limits_go_on_from_their_state(cut: int) -> None:
     losses = noise(200)
     losses[140] = 99.0
-    whole, first, second = (Spikes(config(), True) for _ in range(3))
+    whole, first, second = (SpikeDetector(config(), True) for _ in range(3))
     watched(whole, losses)
     watched(first, losses[:cut])
     second.load(first.state())

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from runner import evaluate, train
 from runner.errors import DataError
 from runner.objectives.chunked_cross_entropy import defer
-from runner.objectives.language_modelling import LanguageModelling
+from runner.objectives.language_modelling import LanguageModellingObjective
 from runner.objectives.model_output import DeferredLogits
 from runner.training.step import forward_backward
 from tests import runs
@@ -76,7 +76,7 @@ def test_a_target_outside_the_vocabulary_is_an_error_that_names_it() -> None:
     hidden, weight, bias, target = sample()
     target[7] = VOCAB
     with pytest.raises(DataError, match=f"target {VOCAB} is out of range"):
-        LanguageModelling(VOCAB)(DeferredLogits(hidden, weight, bias, 16), target)
+        LanguageModellingObjective(VOCAB)(DeferredLogits(hidden, weight, bias, 16), target)
 
 
 class Embedded(nn.Module):
@@ -111,7 +111,7 @@ def test_it_compiles_into_one_graph_with_its_gradients() -> None:
     model = Embedded()
     defer(model.head, 16)
     ids, target = torch.randint(0, VOCAB, (2, 25)), torch.randint(0, VOCAB, (2, 25))
-    objective, parameters = LanguageModelling(VOCAB), list(model.parameters())
+    objective, parameters = LanguageModellingObjective(VOCAB), list(model.parameters())
 
     def step(ids: Tensor, target: Tensor) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):

@@ -98,7 +98,7 @@ def test_a_digest_of_files_notices_bytes_names_and_sizes(
     assert digest_files([str(folder)]) == before
     (folder / "b").write_bytes(b"b" * 2999 + b"x")
     assert digest_files([str(folder)])["sha256"] != before["sha256"]
-    monkeypatch.setattr(data_digest, "LARGEST", 1000)
+    monkeypatch.setattr(data_digest, "MAX_FULL_BYTES", 1000)
     sampled = digest_files([str(folder)])
     assert "1024 blocks" in sampled["of"]
     (folder / "b").rename(folder / "d")

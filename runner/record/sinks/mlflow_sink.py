@@ -14,8 +14,8 @@ from runner.record.storage import read_record, replace_text
 
 RUN_ID = "mlflow-run-id"  # a file in the run's folder
 STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "running": "RUNNING"}
-LONGEST = 6000  # characters of a parameter
-PARAMS, METRICS = 100, 1000  # per call
+MAX_PARAM_CHARS = 6000  # characters of a parameter
+PARAMS_PER_CALL, METRICS_PER_CALL = 100, 1000  # of one request
 
 
 class MlflowSink(Sink):
@@ -31,15 +31,16 @@ class MlflowSink(Sink):
         """Create a run, or continue the one with the id stored in the folder."""
         from mlflow import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_home(run.folder)}/mlflow.db"
+        database = f"sqlite:///{_store_folder(run.folder)}/mlflow.db"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or database
         self.client = MlflowClient(tracking_uri=uri)
-        known = run.folder / RUN_ID
-        if known.is_file():
-            self.run_id = read_record(known, 100).decode().strip()
+        id_file = run.folder / RUN_ID
+        if id_file.is_file():
+            self.run_id = read_record(id_file, 100).decode().strip()
             self.client.update_run(self.run_id, status="RUNNING")
-            return self._held()
+            return self._last_steps()
         self.run_id = self._create(run, uri)
-        replace_text(known, self.run_id + "\n")
+        replace_text(id_file, self.run_id + "\n")
         return {}
 
     def _create(self, run: RunDescription, uri: str) -> str:
@@ -48,30 +49,32 @@ class MlflowSink(Sink):
         experiment = self.client.get_experiment_by_name(run.name)
         if experiment is None:
             local = uri.startswith("sqlite:")
-            place = f"{_home(run.folder).as_uri()}/mlflow-artifacts" if local else None
-            number = self.client.create_experiment(run.name, artifact_location=place)
+            store = _store_folder(run.folder)
+            location = f"{store.as_uri()}/mlflow-artifacts" if local else None
+            experiment_id = self.client.create_experiment(run.name, artifact_location=location)
         else:
-            number = experiment.experiment_id
-        created = self.client.create_run(number, tags=dict(run.tags), run_name=run.label)
-        params = [Param(_key(k), str(v)[:LONGEST]) for k, v in run.params.items()]
-        for start in range(0, len(params), PARAMS):
-            self.client.log_batch(created.info.run_id, params=params[start : start + PARAMS])
+            experiment_id = experiment.experiment_id
+        created = self.client.create_run(experiment_id, tags=dict(run.tags), run_name=run.label)
+        params = [Param(_allowed_key(k), str(v)[:MAX_PARAM_CHARS]) for k, v in run.params.items()]
+        for start in range(0, len(params), PARAMS_PER_CALL):
+            chunk = params[start : start + PARAMS_PER_CALL]
+            self.client.log_batch(created.info.run_id, params=chunk)
         return str(created.info.run_id)
 
-    def _held(self) -> dict[str, int]:
+    def _last_steps(self) -> dict[str, int]:
         """Return the last logged step of each split, over all its metrics."""
-        held: dict[str, int] = {}
+        last_steps: dict[str, int] = {}
         for key in self.client.get_run(self.run_id).data.metrics:
             split = key.partition("/")[0]
             history = self.client.get_metric_history(self.run_id, key)
-            held[split] = max([held.get(split, -1), *(entry.step for entry in history)])
-        return held
+            last_steps[split] = max([last_steps.get(split, -1), *(entry.step for entry in history)])
+        return last_steps
 
     def write(self, rows: Sequence[MetricsRow]) -> None:
         """Log the rows' finite values under `<split>/<name>`."""
         metrics = list(_metrics(rows))
-        for start in range(0, len(metrics), METRICS):
-            self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS])
+        for start in range(0, len(metrics), METRICS_PER_CALL):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
     def close(self, status: str, files: Sequence[Path]) -> None:
         """Upload the files and end the run."""
@@ -86,15 +89,15 @@ def _metrics(rows: Sequence[MetricsRow]) -> Iterator[Any]:
     for row in rows:
         for name, value in row.tagged.items():
             if math.isfinite(value):  # MLflow's databases turn Inf into a large number
-                yield Metric(_key(name), value, int(row.time * 1000), row.step)
+                yield Metric(_allowed_key(name), value, int(row.time * 1000), row.step)
 
 
-def _key(name: str) -> str:
+def _allowed_key(name: str) -> str:
     """Replace characters that MLflow does not allow."""
     return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
 
-def _home(folder: Path) -> Path:
+def _store_folder(folder: Path) -> Path:
     """Return the `outputs` folder above the run's, else the run's, so that runs share a store."""
     folder = folder.absolute()
     return next((path for path in folder.parents if path.name == "outputs"), folder)

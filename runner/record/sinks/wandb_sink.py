@@ -14,10 +14,10 @@ from runner.record.sinks.base import MetricsRow, RunDescription, Sink
 from runner.record.storage import read_record, replace_text
 
 RUN_ID = "wandb-run-id"  # a file in the run's folder
-HEAD, BLOCK = struct.Struct("<IHB"), 32768  # LevelDB log header: checksum, length, kind
+HEADER, BLOCK_BYTES = struct.Struct("<IHB"), 32768  # LevelDB log header: checksum, length, kind
 FULL, FIRST, LAST = 1, 2, 4  # record kinds; 3 is a middle piece
-MAGIC = 7  # bytes at the start of the file
-LARGEST = 1 << 30
+MAGIC_BYTES = 7  # bytes at the start of the file
+MAX_FILE_BYTES = 1 << 30
 
 
 class WandbSink(Sink):
@@ -33,22 +33,22 @@ class WandbSink(Sink):
         """Begin a run, or continue the one with the id stored in the folder."""
         import wandb
 
-        known = run.folder / RUN_ID
-        resumed = known.is_file()
-        identity = read_record(known, 100).decode().strip() if resumed else secrets.token_hex(4)
-        replace_text(known, identity + "\n")
-        held: dict[str, int] = {}
-        for step, split in read_steps(run.folder / "wandb", identity):
+        id_file = run.folder / RUN_ID
+        resumed = id_file.is_file()
+        run_id = read_record(id_file, 100).decode().strip() if resumed else secrets.token_hex(4)
+        replace_text(id_file, run_id + "\n")
+        last_steps: dict[str, int] = {}
+        for step, split in read_steps(run.folder / "wandb", run_id):
             self.rows += 1
-            held[split] = max(held.get(split, -1), step)
+            last_steps[split] = max(last_steps.get(split, -1), step)
         # so that a run never asks for a login
-        usual = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        default_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self.run = wandb.init(
             project=run.name.replace("/", "_")[:120],
-            id=identity,
+            id=run_id,
             name=run.label,
             dir=str(run.folder),
-            mode=os.environ.get("WANDB_MODE") or usual,  # type: ignore[arg-type]
+            mode=os.environ.get("WANDB_MODE") or default_mode,  # type: ignore[arg-type]
             config=dict(run.params),
             tags=[f"{key}:{value}"[:64] for key, value in run.tags.items()],
             resume="allow",
@@ -66,7 +66,7 @@ class WandbSink(Sink):
         self.rows = max(self.rows, self.run.step)
         self.run.config.update(dict(run.tags), allow_val_change=True)
         self.run.define_metric("*", step_metric="step")
-        return held
+        return last_steps
 
     def write(self, rows: Sequence[MetricsRow]) -> None:
         """Log each row, with the run's step as `step`."""
@@ -82,9 +82,9 @@ class WandbSink(Sink):
         self.run.finish(exit_code=0 if status in ("done", "stopped") else 1)
 
 
-def read_steps(folder: Path, identity: str) -> Iterator[tuple[int, str]]:
+def read_steps(folder: Path, run_id: str) -> Iterator[tuple[int, str]]:
     """Yield step and split of each row in the offline files of that run."""
-    for path in sorted(folder.glob(f"*run-*-{identity}/run-{identity}.wandb")):
+    for path in sorted(folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb")):
         for row in read_history(path):
             if isinstance(row.get("step"), int) and isinstance(row.get("split"), str):
                 yield row["step"], row["split"]
@@ -94,7 +94,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `.wandb` file, up to a truncated record."""
     from wandb.proto import wandb_internal_pb2 as messages
 
-    for data in _records(read_record(path, LARGEST)):
+    for data in _records(read_record(path, MAX_FILE_BYTES)):
         record: Any = messages.Record()  # type: ignore[attr-defined]  # made at run time
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -104,16 +104,16 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
 
 def _records(data: bytes) -> Iterator[bytes]:
     """Yield the records of a LevelDB log; pieces do not cross 32 KiB blocks."""
-    at, record = MAGIC, b""
-    while at + HEAD.size <= len(data):
-        if (left := BLOCK - at % BLOCK) < HEAD.size:
-            at += left
+    offset, record = MAGIC_BYTES, b""
+    while offset + HEADER.size <= len(data):
+        if (block_left := BLOCK_BYTES - offset % BLOCK_BYTES) < HEADER.size:
+            offset += block_left
             continue
-        _, length, kind = HEAD.unpack_from(data, at)
-        piece = data[at + HEAD.size : at + HEAD.size + length]
+        _, length, kind = HEADER.unpack_from(data, offset)
+        piece = data[offset + HEADER.size : offset + HEADER.size + length]
         if not FULL <= kind <= LAST or len(piece) < length:
             return  # truncated: the process was killed while writing
-        at += HEAD.size + length
+        offset += HEADER.size + length
         record = piece if kind in (FULL, FIRST) else record + piece
         if kind in (FULL, LAST):
             yield record
