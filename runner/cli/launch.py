@@ -248,9 +248,9 @@ def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -
 
 
 def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
-    from runner.report.run import EndTable
+    from runner.report.run import RunSummaryTable
 
-    print_stdout(EndTable(summary, folder, verbose), fold=False, crop=False)
+    print_stdout(RunSummaryTable(summary, folder, verbose), fold=False, crop=False)
 
 
 def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:

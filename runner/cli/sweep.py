@@ -167,11 +167,11 @@ def compare(session: Session) -> tuple[int, list[str]]:
         return len(jobs), failures
     from runner.record.console import print_stdout
     from runner.report.comparison import write
-    from runner.report.discover import of_folders
+    from runner.report.discover import compare_folders
     from runner.report.table import ComparisonScreen
 
     try:
-        rows = of_folders([session.folder])
+        rows = compare_folders([session.folder])
         write(rows, session.folder)
         print_stdout(ComparisonScreen(rows), crop=False)
     except UsageError as error:  # no job has started
