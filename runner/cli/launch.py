@@ -47,7 +47,7 @@ from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
-    from runner.sweep.state import Session
+    from runner.sweep.state import SweepSession
 
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
@@ -144,21 +144,23 @@ def hydra_context(config: DictConfig) -> HydraContext:
     return HydraContext(config_loader=loader, callbacks=Callbacks(config))
 
 
-def run_sweep(request: Request, session: Session, results: Results, command: list[str]) -> None:
+def run_sweep(
+    request: Request, session: SweepSession, results: Results, command: list[str]
+) -> None:
     """Let Hydra run a sweep, and compare its jobs at the end, even after an error."""
 
     def task(config: DictConfig) -> float | None:
-        with in_slurm_job(config) if INSIDE in os.environ else nullcontext():
+        with in_slurm_job(config) if SUBMITIT_VARIABLE in os.environ else nullcontext():
             return _run(config, request, results, command)
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
     from runner.cli.sweep import compare
-    from runner.sweep.cluster_launchers import INSIDE, in_slurm_job
+    from runner.sweep.cluster_launchers import SUBMITIT_VARIABLE, in_slurm_job
     from runner.sweep.state import active_session
 
     session.command = provenance.command()
     place = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
-    sys.argv[1:] = [*request.arguments, *session.sweeper, place]
+    sys.argv[1:] = [*request.arguments, *session.sweeper_overrides, place]
     with active_session(session):
         try:
             main()

@@ -31,12 +31,12 @@ from runner.security.paths import check_place, keep_within
 
 if TYPE_CHECKING:
     from runner.overrides.recorded import Resumed
-    from runner.sweep.state import Session
+    from runner.sweep.state import SweepSession
 
 OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Config folders that are exempt from checks."""
 PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
-JOB = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job
+JOB = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job_context
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Request:
 
     flags: Arguments
     config: DictConfig | None = None  # of one run; None if Hydra composes (sweeps, help)
-    session: Session | None = None  # of a sweep
+    session: SweepSession | None = None  # of a sweep
     resumed: Path | None = None  # folder of the run that was named to continue
     chosen: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
@@ -82,10 +82,10 @@ def check(arguments: Arguments) -> Request:
     Plugins.instance()  # scan while the current folder is not importable
     chosen, flags = True, replace(arguments)
     if JOB in os.environ:
-        from runner.sweep.job import take_job_context
+        from runner.sweep.job_context import take_job_context
 
         context = take_job_context()
-        chosen, flags.overrides = context.chosen, [*flags.overrides, *context.overrides]
+        chosen, flags.overrides = context.folder_trusted, [*flags.overrides, *context.overrides]
     given = read_overrides(flags.overrides, CONF)
     folders = {"--config-path": flags.config_path, "--config-dir": flags.config_dir}
     flags.config_path = check_folders(folders, given, CONF).get("--config-path")

@@ -26,7 +26,7 @@ from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
 from runner.sweep.search import is_search, plan_search
-from runner.sweep.state import WELL, Session
+from runner.sweep.state import SUCCESS_STATUSES, SweepSession
 
 log = logging.getLogger("runner")
 
@@ -36,7 +36,7 @@ BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 def prepare(
     flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFiles
-) -> Session:
+) -> SweepSession:
     """Check a sweep and return its session.
 
     A wrong key or option is an error; a job that cannot run only fails itself, unless no job can.
@@ -80,9 +80,9 @@ def prepare(
     if searches:  # sweep.resume=auto has the same effect
         overrides = [text for text in overrides if text != RESUME]
         config.checkpoint.resume = "none"
-    session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
+    session = SweepSession(folder, "", job_flags, sweep_hash(overrides, job_flags))
     if isolated and config.hydra.sweeper._target_ == BASIC:
-        session.sweeper = ["hydra/sweeper=jobs"]  # composes each job only once
+        session.sweeper_overrides = ["hydra/sweeper=jobs"]  # composes each job only once
     if searches:
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
@@ -133,7 +133,7 @@ def _with_value(config: DictConfig, override: str) -> DictConfig | None:
 
 
 def _find_earlier(
-    session: Session, config: DictConfig, overrides: list[str], isolated: bool
+    session: SweepSession, config: DictConfig, overrides: list[str], isolated: bool
 ) -> None:
     """Set the session's folder to that of an earlier sweep to continue, if there is one.
 
@@ -156,7 +156,7 @@ def _find_earlier(
         keep_within(earlier)
 
 
-def compare(session: Session) -> tuple[int, list[str]]:
+def compare(session: SweepSession) -> tuple[int, list[str]]:
     """Show and write the comparison of the jobs of any launcher, also after an error.
 
     Returns the number of jobs, and a line for each failed one.
@@ -181,6 +181,6 @@ def compare(session: Session) -> tuple[int, list[str]]:
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
         if session.sweep is None:  # with another launcher
-            failed = [row for row in rows.rows if row.status not in WELL]
+            failed = [row for row in rows.rows if row.status not in SUCCESS_STATUSES]
             return len(rows.rows), [f"{row.name}: {row.status}: {row.reason}" for row in failed]
     return len(jobs), failures

@@ -64,6 +64,6 @@ class SearchSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the trials; which parameters they vary was read when the command was checked."""
-        from runner.sweep.search import search
+        from runner.sweep.search import run_search
 
-        search(self.composed, self.compose)
+        run_search(self.composed, self.compose)
