@@ -134,10 +134,11 @@ def failed_comparison() -> comparing.Comparison:
     )
 
 
-def scanned() -> scan.Scan:
+def scanned() -> scan.ScanResult:
     assessment = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
     assessment.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
-    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.ScanRow("file", assessment)]))
+    rows = [scan.ScanRow("file", assessment)]
+    return poisoned(scan.ScanResult("x", SecurityLevel.strict, 1, rows))
 
 
 # on a terminal
@@ -167,7 +168,7 @@ SCREENS = {
     "replay": lambda folder: replay_page.screen(replay()),
     "comparison": lambda folder: table.ComparisonScreen(comparison()),
     "failures": lambda folder: table.ComparisonScreen(failed_comparison()),
-    "scan": lambda folder: scan.terminal(scanned(), 30),
+    "scan": lambda folder: scan.render_terminal(scanned(), 30),
 }
 PAGES = {
     "summary": lambda folder: run_report.render_report(summary(), folder),
