@@ -14,7 +14,7 @@ Trains a PyTorch model on real data, from a config composed on the command line:
 group=option selects a file of conf/, key=value sets one key. Each run writes to its own
 folder under outputs/runs/; `python -m runner.report --tensorboard` shows all runs.
 """
-KEYS = {
+COMMON_KEYS = {
     "name": "the runs' folder under outputs/runs/ (default: data-model)",
     "seed": "initial weights, order of samples, augmentation, dropout",
     "training.steps, .epochs": "length of the run; set one of them",
@@ -68,10 +68,10 @@ def help_text() -> str:
     lines = []
     for group in [*defaults, *(g for g in groups if g not in defaults)]:
         marks = {name: "*" if defaults.get(group) == name else " " for name in groups[group]}
-        options_of = {
+        option_texts = {
             f"{marks[name]} {name}": description for name, description in groups[group].items()
         }
-        lines.append(_format_table(f"  {group}", options_of, 22))
+        lines.append(_format_table(f"  {group}", option_texts, 22))
     aliases = ", ".join(f"{alias}= for {group}=" for alias, group in ALIASES.items())
     examples = [
         f"  # {description}\n  {command} {line}".rstrip() for line, description in EXAMPLES.items()
@@ -80,7 +80,7 @@ def help_text() -> str:
         f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}",
         "\n".join(["Groups and their options (* is the default)", *lines]),
         f"  Also understood: {aliases}",
-        _format_table("Keys typed all the time (all of them: --cfg job)", KEYS, 26),
+        _format_table("Keys typed all the time (all of them: --cfg job)", COMMON_KEYS, 26),
         "\n".join(["Examples", *examples]),
         _format_table("Flags", FLAGS, 22),
         _format_table("Exit codes", EXIT_CODES, 10),

@@ -172,7 +172,7 @@ def run_sweep(
             jobs, failures = compare_jobs(session)
             results.jobs = max(results.jobs, jobs)
             # a failed trial is not run again
-            results.resumable = session.sweep is not None and session.search is None
+            results.resumable = session.sweep is not None and session.search_plan is None
             results.failures = results.failures or failures
 
 

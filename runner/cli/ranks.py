@@ -62,9 +62,9 @@ def _find_rank(config: DictConfig | None) -> Place | None:
         place.check(config.distributed.processes, config.distributed.nodes)
         return place
     if place.size > 1:
-        apart = f"type job={job.name} without {place.by}"
+        single_process_fix = f"type job={job.name} without {place.by}"
         trains = job is JobKind.train
-        fix = "add distributed=ddp, or start one process" if trains else apart
+        fix = "add distributed=ddp, or start one process" if trains else single_process_fix
         problem = f"is {kind.value}: {started}, and each would run the whole job"
         raise ConfigError("distributed", problem, fix)
     return None

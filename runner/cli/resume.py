@@ -24,7 +24,7 @@ from runner.training.summary import Summary
 REPLAY_KEY = "replay.path"
 REPLAY_KEYS = ("job", "replay", "security", "monitoring", "hydra", "name")
 NAME_PATTERN = re.compile(r"[\w.-]+", re.ASCII)
-END_STATUSES = ("done", "stopped")
+FINISHED_STATUSES = ("done", "stopped")
 BUILD_JOBS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
 
 
@@ -50,7 +50,7 @@ def find_unfinished_run(planned: Path, config_hash: str) -> Path | None:
         with suppress(StorageError):
             summary = Summary.read(folder)
         hashes = {summary.config_hash, *(m.config_hash for m in manifests[-1:])}
-        if config_hash in hashes and summary.status not in END_STATUSES:
+        if config_hash in hashes and summary.status not in FINISHED_STATUSES:
             runs.append((manifests[-1].step if manifests else -1, folder))
     furthest_first = (folder for _, folder in sorted(runs, reverse=True))
     return next((folder for folder in furthest_first if not is_locked(folder)), None)

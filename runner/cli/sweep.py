@@ -87,7 +87,7 @@ def prepare_sweep(
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
             raise ConfigError("hydra/launcher", "a search starts its trials itself", fix)
-        session.search = plan_search(overrides, checked[0], session.hash)
+        session.search_plan = plan_search(overrides, checked[0], session.hash)
     _find_earlier_sweep(session, config, overrides, isolated)
     return session
 
@@ -119,8 +119,8 @@ def _with_value(config: DictConfig, override: str) -> DictConfig | None:
     """Return a copy with the override's value; None unless it is a valid plain value of a key."""
     parsed = parse_override(override).parsed
     key, value = parsed.key_or_group, parsed.value()
-    plain = value is None or isinstance(value, str | int | float)
-    if not plain or parsed.is_delete() or parsed.is_add() or parsed.package:
+    is_plain = value is None or isinstance(value, str | int | float)
+    if not is_plain or parsed.is_delete() or parsed.is_add() or parsed.package:
         return None
     parent, _, name = key.rpartition(".")
     copy = config.copy()
@@ -150,7 +150,7 @@ def _find_earlier_sweep(
         fix = "remove it: the same command again continues an interrupted sweep"
         raise ConfigError("checkpoint.resume", "auto works for a single run only", fix)
     folder_typed = any(text.startswith("hydra.sweep.dir=") for text in overrides)
-    shared = session.search is not None and config.search.storage is not None
+    shared = session.search_plan is not None and config.search.storage is not None
     earlier = plan.find_sweep(session.folder, folder_typed, resume, session.hash, shared)
     session.folder = earlier or session.folder
     session.resumed = resume not in ("auto", *plan.NO_RESUME)

@@ -244,8 +244,8 @@ def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunCon
 def _select_items(path: Path, scan: ScanResult) -> Iterator[Item]:
     """Yield the items to judge; count the others."""
     for item in list_items(path):
-        alone = item.kind == "file" and item.path != path
-        if alone and item.files and not is_loadable(item.path):
+        is_nested_file = item.kind == "file" and item.path != path
+        if is_nested_file and item.files and not is_loadable(item.path):
             scan.ignored_files += 1
         elif not item.files and not item.refused:
             scan.skipped += item.odd

@@ -186,8 +186,8 @@ def _format_command(overrides: Sequence[str]) -> str:
 
 def _check_option(override: CliOverride, suggester: Suggester) -> ConfigError | None:
     value = override.value.strip().strip("'\"")
-    known = not value or value in suggester.groups[override.key] or "${" in value
-    if override.sign == "~" or known or override.parsed.is_sweep_override():
+    is_valid = not value or value in suggester.groups[override.key] or "${" in value
+    if override.sign == "~" or is_valid or override.parsed.is_sweep_override():
         return None
     return suggester.option_error(override.key, value)
 
@@ -196,13 +196,13 @@ def _check_several_values(
     parsed: Sequence[CliOverride], suggester: Suggester
 ) -> ConfigError | None:
     """Return the error about several values without -m; None if no sweep or list composes."""
-    swept = [override for override in parsed if override.parsed.is_sweep_override()]
-    for override in swept:
+    sweeps = [override for override in parsed if override.parsed.is_sweep_override()]
+    for override in sweeps:
         allowed = suggester.groups.get(override.key, override.values())
         if wrong := next((value for value in override.values() if value not in allowed), None):
             return suggester.option_error(override.key, wrong)
-    first, fixes = swept[0], []
-    if suggestion := suggester.first_composing([[str(override) for override in swept]]):
+    first, fixes = sweeps[0], []
+    if suggestion := suggester.first_composing([[str(override) for override in sweeps]]):
         fixes.append(f"to run one after the other: {_format_command(suggestion)}")
     as_list = [f"{first.sign}{first.key}=[{first.value}]"]
     if first.key not in suggester.groups and suggester.first_composing([as_list]):
@@ -373,14 +373,14 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     paths = [folder / f"{source[1]}.yaml" for folder in folders] if source else []
     file = next((f"{os.path.relpath(path)}: " for path in paths if path.is_file()), "")
     key, problem = _full_key(error, inner), (inner.msg or str(inner)).partition("\n")[0]
-    known = getattr(inner.object_type, "__dataclass_fields__", {})
+    fields = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
     if "not a subclass" in problem or "incompatible" in problem:
         problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
         example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
-    elif known and (leaf := re.split(r"\W+", key)[-1]) not in known:
-        fix = f"there are {', '.join(known)}"
+    elif fields and (leaf := re.split(r"\W+", key)[-1]) not in fields:
+        fix = f"there are {', '.join(fields)}"
     elif "<enum" in problem:
         members = get_type_hints(inner.object_type)[leaf].__members__
         problem, fix = (

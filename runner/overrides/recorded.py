@@ -51,8 +51,8 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> ResumedRun:
 
 
 def _resume_values(override: CliOverride) -> list[str]:
-    swept = override.parsed.is_sweep_override()
-    names = [text.strip("'\"") for text in override.values()] if swept else []
+    is_sweep = override.parsed.is_sweep_override()
+    names = [text.strip("'\"") for text in override.values()] if is_sweep else []
     names = names or [str(override.parsed.value())]
     if not all(names):
         raise ConfigError(RESUME_KEY, "is empty", "name the folder of a run, or auto")

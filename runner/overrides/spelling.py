@@ -131,8 +131,8 @@ def _pass_to_class(override: CliOverride, group: str, target: str) -> CliOverrid
 
 def _is_argument(override: CliOverride, group: str) -> bool:
     name = override.key.removeprefix(f"{group}.")
-    ours = name.partition(".")[0] in ("_target_", "arguments", "kind")
-    return override.sign in ("+", "++") and name != override.key and not ours
+    is_reserved = name.partition(".")[0] in ("_target_", "arguments", "kind")
+    return override.sign in ("+", "++") and name != override.key and not is_reserved
 
 
 def with_argument_keys(keys: set[str]) -> set[str]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from runner import format
-from runner.report.comparison import BEST, METRIC, Comparison, ComparisonRow, number_at
+from runner.report.comparison import BEST_KEY, METRIC_PREFIX, Comparison, ComparisonRow, number_at
 
 MAX_METRICS = 6  # beside the monitored one; comparison.json has all
 # first if rows differ in what they learn
-LEARNING_COLUMNS = (BEST, "step_ms", "samples_per_second")
+LEARNING_COLUMNS = (BEST_KEY, "step_ms", "samples_per_second")
 ReadNumber = Callable[[ComparisonRow], float | None]
 
 
@@ -93,14 +93,15 @@ def select_columns(comparison: Comparison) -> list[ReportColumn]:
         titles = {"speedup": "speed-up (95 %)"}
         chosen = [replace(column, title=titles.get(column.key, column.title)) for column in chosen]
     if comparison.monitor:
-        chosen.insert(1, _numeric_column(BEST, f"best {comparison.monitor}", format.metric))
+        chosen.insert(1, _numeric_column(BEST_KEY, f"best {comparison.monitor}", format.metric))
     if comparison.compares_learning:
         chosen.sort(key=lambda column: column.key not in LEARNING_COLUMNS)
     if comparison.kind != "benchmark":  # the metrics beside the monitored one
         names = dict.fromkeys(name for row in rows for name in row.metrics)
         others = [x for x in names if x != comparison.monitor and x.count("/") < 2]
         chosen += [
-            _numeric_column(METRIC + name, name, format.metric) for name in others[:MAX_METRICS]
+            _numeric_column(METRIC_PREFIX + name, name, format.metric)
+            for name in others[:MAX_METRICS]
         ]
     if len({_process_count(row) for row in rows if row.summary}) < 2:
         chosen = [column for column in chosen if column.key != "processes"]

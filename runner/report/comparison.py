@@ -27,10 +27,10 @@ log = logging.getLogger("runner")
 
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "comparison.json", "comparison.md", "comparison.html"
 TENSORBOARD_RUN = "comparison"  # the TensorBoard run
-FINISHED = ("done", "stopped")
+FINISHED_STATUSES = ("done", "stopped")
 """Statuses of a job that ended normally; any other is a failure with a reason."""
-METRIC = "metric:"  # prefix of a metric's name in a column's key
-BEST = f"{METRIC}best"  # best value of the monitored metric
+METRIC_PREFIX = "metric:"  # prefix of a metric's name in a column's key
+BEST_KEY = f"{METRIC_PREFIX}best"  # best value of the monitored metric
 MAX_DEPTH = 50  # nesting accepted in a record; ours have five levels
 SUMMARY_PATHS = {
     "samples_per_second": ("throughput", "samples_per_second"),
@@ -104,7 +104,7 @@ class ComparisonRow:
     def finished(self) -> bool:
         """Whether it ended normally, or was measured before a Ctrl-C."""
         measured = self.measured is not None and self.measured.blocks > 0
-        return self.status in FINISHED or (self.status == "interrupted" and measured)
+        return self.status in FINISHED_STATUSES or (self.status == "interrupted" and measured)
 
     @property
     def is_valid(self) -> bool:
@@ -129,8 +129,10 @@ class ComparisonRow:
         """
         if key in self.estimates:
             return self.estimates[key].mean
-        if key.startswith(METRIC):
-            return self.best if key == BEST else self.metrics.get(key.removeprefix(METRIC))
+        if key.startswith(METRIC_PREFIX):
+            return (
+                self.best if key == BEST_KEY else self.metrics.get(key.removeprefix(METRIC_PREFIX))
+            )
         measured = None if self.measured is None else number_at(vars(self.measured), key)
         if key not in SUMMARY_PATHS:
             return measured

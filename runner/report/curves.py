@@ -97,7 +97,7 @@ def _plot_title(plot: Sequence[Series]) -> Markup:
     font = {"font_size": 14, "font_weight": 600}
     return join(
         *(
-            tag("tspan", one.label, dx=14 * (i > 0), fill=COLOURS[one.style], **font)
-            for i, one in enumerate(plot)
+            tag("tspan", series.label, dx=14 * (i > 0), fill=COLOURS[series.style], **font)
+            for i, series in enumerate(plot)
         )
     )

@@ -38,7 +38,7 @@ from runner.training.summary import FILE as SUMMARY_FILE
 from runner.training.summary import Summary
 
 SWEEP_FILE = "sweep.json"
-RATE = "samples_per_second"
+RATE_KEY = "samples_per_second"
 MAX_DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
 NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
 MIN_STEPS = 10  # minimum steps for a speed-up; the first three are not timed
@@ -132,8 +132,8 @@ def _find_rows(folder: Path, notes: list[str], depth: int) -> Iterator[Compariso
 
 def _subfolders(folder: Path) -> list[Path]:
     """Return the subfolders that may hold runs, numbered ones in numeric order."""
-    inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    visible = [p for p in inside if not p.name.startswith(".") and p.name not in NOT_RUNS]
+    folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    visible = [p for p in folders if not p.name.startswith(".") and p.name not in NOT_RUNS]
     return sorted(visible, key=lambda p: (len(p.name) if p.name.isdigit() else 99, p.name))
 
 
@@ -143,13 +143,13 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[ComparisonRow]:
     jobs = state.get("jobs") if isinstance(state, dict) else None
     if state is None and (folder / SWEEP_FILE).exists():
         notes.append(f"{SWEEP_FILE} is damaged: jobs are listed by their folders")
-    known = set()
+    job_folders = set()
     for i, job in enumerate(jobs if isinstance(jobs, list) else []):
         row = _job_row(i, job if isinstance(job, dict) else {}, folder)
-        known.add(row.folder)
+        job_folders.add(row.folder)
         yield row
     for path in _subfolders(folder):
-        if str(path) not in known and _is_run(path):
+        if str(path) not in job_folders and _is_run(path):
             yield _run_row(path)
 
 
@@ -246,15 +246,15 @@ def _read_run_row(folder: Path, overrides: list[str]) -> ComparisonRow:
 def _metric_key(settings: Mapping[str, Any], monitor: str) -> str:
     """Return a key that is equal for runs whose monitored metrics can be compared."""
 
-    def chosen(group: str) -> Any:
-        named = (settings.get(f"{group}.{key}") for key in ("_target_", "kind"))
-        return next(filter(None, named), None) or settings.get(group)
+    def selected_class(group: str) -> Any:
+        selections = (settings.get(f"{group}.{key}") for key in ("_target_", "kind"))
+        return next(filter(None, selections), None) or settings.get(group)
 
-    parts = [chosen("data"), settings.get("data.path"), settings.get("data.target")]
-    objective = chosen("objective"), settings.get("objective.loss")
-    named = [name for name in objective if name not in (None, "auto")]
-    if monitor == "val/loss" and named:  # the loss depends on it
-        parts += ["with", *named]
+    parts = [selected_class("data"), settings.get("data.path"), settings.get("data.target")]
+    objective = selected_class("objective"), settings.get("objective.loss")
+    loss_names = [name for name in objective if name not in (None, "auto")]
+    if monitor == "val/loss" and loss_names:  # the loss depends on it
+        parts += ["with", *loss_names]
     return " ".join(str(part) for part in parts if part)
 
 
@@ -290,7 +290,7 @@ def _set_speedups(rows: list[ComparisonRow], notes: list[str]) -> tuple[str, lis
     same data, model and device with enough steps have a ratio. Where configurations ran with
     several seeds or folds, it is to the reference's run of the same seed and fold.
     """
-    timed = [row for row in rows if row.finished and row.number(RATE)]
+    timed = [row for row in rows if row.finished and row.number(RATE_KEY)]
     long_enough = [row for row in timed if (number_at(row.summary, "steps") or 0) >= MIN_STEPS]
     groups: dict[str, list[ComparisonRow]] = {}
     for row in long_enough:
@@ -304,13 +304,13 @@ def _set_speedups(rows: list[ComparisonRow], notes: list[str]) -> tuple[str, lis
     reference = (plain or comparable)[0]
     reference_configuration = configuration_key(reference)
     reference_rates = {
-        replicate_key(row): row.number(RATE)
+        replicate_key(row): row.number(RATE_KEY)
         for row in comparable
         if configuration_key(row) == reference_configuration
     }
     for row in comparable:
         if rate := reference_rates.get(replicate_key(row)):
-            row.speedup = (row.number(RATE) or 0.0) / rate
+            row.speedup = (row.number(RATE_KEY) or 0.0) / rate
     notes.append(UNPAIRED_NOTE if len(reference_rates) < 2 else PAIRED_NOTE)
     if len(comparable) < len(long_enough):
         notes.append(f"no speed-up over {reference.name} with another data set, model or device")

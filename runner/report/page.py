@@ -211,8 +211,8 @@ def _describe_scope(comparison: Comparison) -> list[str]:
     """Return how much was compared, on which devices, when and for how long."""
     benchmark = comparison.benchmark
     if benchmark is None:
-        what = "trials of this process" if comparison.search else "runs"
-        return [f"{len(comparison.rows)} {what}", *comparison.devices]
+        noun = "trials of this process" if comparison.search else "runs"
+        return [f"{len(comparison.rows)} {noun}", *comparison.devices]
     started = [_format_minute(benchmark.started)] if benchmark.started else []
     duration = verdicts.describe_measurement(benchmark)
     return [f"{len(comparison.rows)} arms", *comparison.devices, *started, duration]

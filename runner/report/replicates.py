@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 from runner.benchmark.statistics import CONFIDENCE, t_quantile
 from runner.record.hydra_files import overrides_by_key
-from runner.report.comparison import METRIC, SUMMARY_PATHS, Comparison, ComparisonRow
+from runner.report.comparison import METRIC_PREFIX, SUMMARY_PATHS, Comparison, ComparisonRow
 from runner.report.naming import name_rows
 
 REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
@@ -111,7 +111,7 @@ def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
     metrics = [{**row.metrics, **({} if row.best is None else {"best": row.best})} for row in rows]
     for name in metrics[0]:
         if all(name in others for others in metrics):
-            estimates[METRIC + name] = MeanEstimate.of([others[name] for others in metrics])
+            estimates[METRIC_PREFIX + name] = MeanEstimate.of([others[name] for others in metrics])
     ratios = [ratio for row in rows if (ratio := row.speedup or 0.0) > 0]
     if len(ratios) > 1:
         estimates["speedup"] = MeanEstimate.of_positive(ratios)

@@ -29,7 +29,7 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-Rows = list[tuple[str, str]]
+TableRows = list[tuple[str, str]]
 MIN_NAME, MAX_NAME = 14, 32  # width of the name column
 MERGE_FROM = 3  # techniques that did not engage share a line from this many on
 FAILURE_SECTIONS = ("result", "test set", "faults", "debug tools", "files")
@@ -129,11 +129,11 @@ def write_recorded(folder: Path) -> None:
 
 def _sections(
     summary: Summary, folder: Path | None, faults: list[Fault], full: bool
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[tuple[str, TableRows]]:
     """Yield each section's heading and its rows without the empty ones."""
     full_reasons = full or folder is None  # there is no report.md to refer to
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
-    sections: dict[str, Rows] = {
+    sections: dict[str, TableRows] = {
         "result": _result_rows(summary, full),
         "test set": _test_rows(summary, full),
         "speed": _speed_rows(summary),
@@ -165,7 +165,7 @@ def _format_tool(cost: Cost, summary: Summary) -> str:
     return f"{cost.finding}  ({text})" if cost.finding else text
 
 
-def _technique_rows(summary: Summary, full: bool) -> Rows:
+def _technique_rows(summary: Summary, full: bool) -> TableRows:
     """Return rows for the requested techniques, engaged ones first; if not `full`, merged.
 
     One that failed always has its own row with the reason.
@@ -199,19 +199,19 @@ def _format_evidence(row: TechniqueStatus) -> str:
     return f"engaged: {parts}" if parts else "engaged"
 
 
-def _result_rows(summary: Summary, full: bool) -> Rows:
+def _result_rows(summary: Summary, full: bool) -> TableRows:
     """Return the metrics, monitored one first; per-class metrics in full or as a range."""
     validated = {name: x for name, x in summary.metrics.items() if not name.startswith("test/")}
     classes = {name: x for name, x in validated.items() if name.count("/") > 1}
     values = {name: metric(x) for name, x in validated.items() if full or name not in classes}
-    rows: Rows = []
+    rows: TableRows = []
     verb = VERBS.get(summary.job)
     if summary.best is not None and verb is None:
         finite = summary.faults.get("validation_not_finite")
-        of = " (of validations with a finite loss)" if finite else ""
-        best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
-        last = values.pop(summary.monitor, "")
-        rows = [(summary.monitor, f"{last} at the end, {best}" if last else best)]
+        qualifier = " (of validations with a finite loss)" if finite else ""
+        best = f"best {metric(summary.best)} at step {summary.best_step:,}{qualifier}"
+        last_value = values.pop(summary.monitor, "")
+        rows = [(summary.monitor, f"{last_value} at the end, {best}" if last_value else best)]
     rows += values.items() if full or len(values) < 2 else [("metrics", _join_metrics(values))]
     if classes and not full:
         rows.append(_class_range(classes))
@@ -219,17 +219,17 @@ def _result_rows(summary: Summary, full: bool) -> Rows:
     rows.append(("model check", "" if check.get("ok", True) else _format_model_check(check)))
     duration = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
-        of = f"weights of step {summary.steps:,}, " if summary.steps else ""
-        return [*rows, (verb, f"{of}{duration}")]
+        qualifier = f"weights of step {summary.steps:,}, " if summary.steps else ""
+        return [*rows, (verb, f"{qualifier}{duration}")]
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
     trained = f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {duration}"
-    more = [
+    last_rows = [
         ("no test set", OPTIMISTIC_NOTE if untested else ""),
         ("columns", kinds),
         ("trained", trained),
     ]
-    return rows + more
+    return rows + last_rows
 
 
 def _join_metrics(values: Mapping[str, str]) -> str:
@@ -239,11 +239,11 @@ def _join_metrics(values: Mapping[str, str]) -> str:
 def _count_column_kinds(summary: Summary) -> str:
     """Count the columns by kind: `5 numbers, 1 date`."""
     kinds = Counter(row.taken_for.partition(":")[0] for row in summary.columns)
-    more = {"category": "categories", "left out": "left out"}
-    return ", ".join(f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items())
+    plurals = {"category": "categories", "left out": "left out"}
+    return ", ".join(f"{n:,} {k if n == 1 else plurals.get(k, f'{k}s')}" for k, n in kinds.items())
 
 
-def _test_rows(summary: Summary, full: bool) -> Rows:
+def _test_rows(summary: Summary, full: bool) -> TableRows:
     """Return the test metrics, and which weights they are of."""
     if not summary.tested:
         return []
@@ -272,23 +272,23 @@ def _format_model_check(check: dict[str, Any]) -> str:
     return f"{', '.join(counts)}; {where}{worst.get('evidence', '')}"
 
 
-def _speed_rows(summary: Summary) -> Rows:
+def _speed_rows(summary: Summary) -> TableRows:
     speed, memory, facts = summary.throughput, summary.memory, summary.distributed
-    rate, of = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
+    rate, rank_note = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
     step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
     peak = _format_peaks(memory.peak_process_bytes, memory.peak_device_bytes)
-    in_all = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
+    total_peak = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
     return [
         ("throughput", rate if speed.samples_per_second else ""),
         ("step", step if speed.step_ms.p50 else ""),
-        ("spent on", shares and shares + of),
-        ("peak memory", peak and peak + of),
+        ("spent on", shares and shares + rank_note),
+        ("peak memory", peak and peak + rank_note),
         ("device", str(summary.device.get("name") or summary.device.get("kind") or "")),
         ("processes", _format_processes(facts) if facts else ""),
-        ("in all", in_all and in_all + _format_flops(facts)),
+        ("in all", total_peak and total_peak + _format_flops(facts)),
     ]
 
 
@@ -326,24 +326,24 @@ def _format_peaks(process: int | None, device: int | None) -> str:
     return f"{size(process)}{on_device}" if process else ""
 
 
-def _file_rows(summary: Summary, folder: Path, full: bool) -> Rows:
+def _file_rows(summary: Summary, folder: Path, full: bool) -> TableRows:
     saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
     paths = [f"{Path(path).name} ({which})" for which, path in saved.items() if path]
-    more = "every reason and choice, the curves; or monitoring.verbose=true"
+    report_hint = "every reason and choice, the curves; or monitoring.verbose=true"
     debug = sorted(folder.glob("debug/[!.]*"))
-    inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
+    file_counts = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]
-    names += [f"{name}/ ({count})" for name, count in inside.items() if count]
+    names += [f"{name}/ ({count})" for name, count in file_counts.items() if count]
     return [
         ("run", short_path(folder)),
         ("checkpoints/", ", ".join(paths)),
-        ("report.md", "" if full else more),
+        ("report.md", "" if full else report_hint),
         *(_export_rows(summary.export) if summary.export else ()),
         ("debug/", ", ".join(names)),
     ]
 
 
-def _export_rows(facts: dict[str, Any]) -> Rows:
+def _export_rows(facts: dict[str, Any]) -> TableRows:
     difference = facts.get("largest_difference")
     difference_text = f", off by {difference:.2g} at most" if difference is not None else ""
     count = f"{facts['rows']:,} rows, " if "rows" in facts else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runner.benchmark.result import BenchmarkResult
 from runner.format import MOST_NAMES, interval, listed, metric, seconds, share, times
-from runner.report.comparison import BEST, Comparison, ComparisonRow
+from runner.report.comparison import BEST_KEY, Comparison, ComparisonRow
 from runner.report.naming import compares_speed
 from runner.report.search import SearchRecord, short_key
 
@@ -86,8 +86,8 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
     for row in comparison.rows:
         if row.parity == "FAIL":
             reason = row.measured.parity_reason if row.measured else ""
-            why = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
-            yield Sentence(f"PARITY FAIL: {why}. Its speed-up is not valid.", "shout")
+            problem = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
+            yield Sentence(f"PARITY FAIL: {problem}. Its speed-up is not valid.", "shout")
         elif row.problems:
             yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
     if failed:
@@ -123,13 +123,16 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
         :MOST_NAMES
     ]
     faster = [row for row in same_work if _claim(row) == "faster"]
-    more = [*_describe_slower_arms(benchmark, same_work, reference), *others]
+    other_sentences = [*_describe_slower_arms(benchmark, same_work, reference), *others]
     if not same_work:
-        return more
+        return other_sentences
     caveat = _describe_noise(benchmark)
     if not faster:
         restriction = " that trains the same" if others else ""
-        return [f"No arm{restriction} is measurably faster than {reference}{caveat}.", *more]
+        return [
+            f"No arm{restriction} is measurably faster than {reference}{caveat}.",
+            *other_sentences,
+        ]
     # the first of those that no other is measurably faster than: levels are in increasing order
     chosen = next(row for row in faster if not any(_is_faster(other, row) for other in faster))
     ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
@@ -139,7 +142,7 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
     text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
     if ties:
         text += f"; {listed(ties)} {_is_or_are(ties)} not measurably faster than {chosen.name}"
-    return [f"{text}.", *more]
+    return [f"{text}.", *other_sentences]
 
 
 def _claim(row: ComparisonRow) -> str:
@@ -275,7 +278,7 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
     A configuration that ran once is not compared, since its seed may explain its value.
     """
-    estimates = {x.name: x.estimates[BEST] for x in grouped.rows if BEST in x.estimates}
+    estimates = {x.name: x.estimates[BEST_KEY] for x in grouped.rows if BEST_KEY in x.estimates}
     if not estimates:
         return []
     ordered = sorted(estimates.items(), key=lambda item: item[1].mean)

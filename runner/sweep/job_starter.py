@@ -91,8 +91,8 @@ class JobStarter:
         """Start the fork server with the imports of jobs, if jobs are forked; idempotent."""
         if not self.use_fork:
             return
-        needs_tracer = "optimization" in self.session.command  # else each job imports it
-        modules = [*([fork.DYNAMO] if needs_tracer else []), *fork.PRELOAD]
+        needs_dynamo = "optimization" in self.session.command  # else each job imports it
+        modules = [*([fork.DYNAMO] if needs_dynamo else []), *fork.PRELOAD]
         fork_server.start(modules, job_environment(self.settings.jobs))
 
 

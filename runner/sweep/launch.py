@@ -30,7 +30,7 @@ from runner.training.summary import Summary
 log = logging.getLogger("runner")
 
 
-def launch(
+def launch_jobs(
     config: DictConfig,
     compose: Callable[[DictConfig, list[str]], DictConfig],
     settings: LauncherConfig,

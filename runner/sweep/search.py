@@ -65,7 +65,7 @@ def run_search(config: DictConfig, compose: Callable[[DictConfig, list[str]], Di
     from runner.sweep.study import StudyFile
 
     session = current_session()
-    plan: SearchPlan = session.search
+    plan: SearchPlan = session.search_plan
     launcher: Any = OmegaConf.to_object(config.hydra.launcher)
     settings: LauncherConfig = replace(launcher, jobs=plan.settings.parallel or launcher.jobs)
     with open_sweep(config, settings) as starter:
@@ -110,10 +110,10 @@ class TrialJobs:
         """Take over the trials that an earlier process of this sweep left unfinished."""
         self.unfinished = self.study.unfinished_trials()
         self._record_ended_jobs()
-        counted = len(self.study.trials())
-        if counted:
+        trial_count = len(self.study.trials())
+        if trial_count:
             target, unfinished_count = self.study.plan.settings.trials, len(self.unfinished)
-            text = f"{counted - unfinished_count} of {target} trials are done"
+            text = f"{trial_count - unfinished_count} of {target} trials are done"
             text += (
                 f", {unfinished_count} that were cut off are run again" if unfinished_count else ""
             )
@@ -188,8 +188,8 @@ class TrialJobs:
         sweep = self.starter.sweep
         overrides = self.study.plan.space.overrides(trial.params)
         earlier_jobs = [job for job in sweep.jobs if job.overrides == overrides]
-        last = max((job.number for job in sweep.jobs), default=-1)
-        number = earlier_jobs[0].number if earlier_jobs else last + 1
+        last_number = max((job.number for job in sweep.jobs), default=-1)
+        number = earlier_jobs[0].number if earlier_jobs else last_number + 1
         plan = plan_job(self.compose(overrides), overrides, number)
         Planner(self.folder, earlier_jobs, [overrides]).match(plan)
         others = [job for job in sweep.jobs if job not in earlier_jobs]

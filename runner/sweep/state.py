@@ -115,7 +115,7 @@ class SweepSession:
     sweep: Sweep | None = None
     # jobs of an earlier process, not matched yet
     earlier_jobs: list[Job] = field(default_factory=list)
-    search: Any = None  # a SearchPlan, if the jobs are trials
+    search_plan: Any = None  # a SearchPlan, if the jobs are trials
     # override that selects another sweeper
     sweeper_overrides: list[str] = field(default_factory=list)
 

@@ -130,8 +130,12 @@ class StudyFile:
             "points": plan.space.points,
             "best": self.study.best_trial.number if done else None,
             "parameters": [
-                {"key": key, "text": parameter_text(one), "importance": importance.get(key)}
-                for key, one in plan.space.parameters.items()
+                {
+                    "key": key,
+                    "text": parameter_text(distribution),
+                    "importance": importance.get(key),
+                }
+                for key, distribution in plan.space.parameters.items()
             ],
             "trials": [_trial_entry(trial, self.folder) for trial in trials],
         }

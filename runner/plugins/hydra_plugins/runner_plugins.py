@@ -35,10 +35,10 @@ class IsolatedLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run the jobs that are not done yet; return the results of all jobs."""
         from runner.sweep.config import LauncherConfig
-        from runner.sweep.launch import launch
+        from runner.sweep.launch import launch_jobs
 
         settings = LauncherConfig(**self.settings)
-        return launch(self.config, self.compose, settings, job_overrides, initial_job_idx)
+        return launch_jobs(self.config, self.compose, settings, job_overrides, initial_job_idx)
 
 
 @final
